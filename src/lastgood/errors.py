@@ -1,0 +1,65 @@
+"""The one small hierarchy of errors: a message says what failed, where, and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "CorruptCheckpoint",
+    "DataError",
+    "LastgoodError",
+    "LockHeld",
+    "MismatchError",
+    "NoCheckpoint",
+    "StateError",
+    "StorageError",
+    "WaitTimeout",
+]
+
+
+class LastgoodError(Exception):
+    """Base of every error that Lastgood raises on purpose. The command line exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(LastgoodError):
+    """A configuration, command line or plan that cannot work: names file, key and allowed values."""
+
+    exit_code = 2
+
+
+class DataError(LastgoodError):
+    """Data that a workload needs is missing or damaged: names the path and the command that makes it."""
+
+
+class StateError(LastgoodError):
+    """A training state holds something that cannot be stored to the bit: names the path inside the state."""
+
+
+class CheckpointError(LastgoodError):
+    """A save, a drain or a restore failed."""
+
+
+class StorageError(CheckpointError):
+    """The operating system refused a read or a write: names the file, the operation and the bytes needed."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no whole checkpoint to restore: names the directory and what was found there."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A stored checkpoint failed its checks: names the file, the chunk and both checksums."""
+
+
+class MismatchError(CheckpointError):
+    """A stored checkpoint belongs to another format version, job, layout or world: names both sides."""
+
+
+class WaitTimeout(CheckpointError):
+    """A bounded wait ended: names what was waited for and for how long."""
+
+
+class LockHeld(LastgoodError):
+    """Another process holds a lock: names that process."""

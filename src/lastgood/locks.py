@@ -1,0 +1,133 @@
+"""Kernel locks on files. They end with the process that holds them, however it ends, so no lock is ever stale.
+
+The holder is found in /proc/locks, not in the file's content: another user's lock file can be locked, but not written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from lastgood.errors import LockHeld
+
+__all__ = ["FileLock", "describe_process", "lock_holders"]
+
+_POLL_S = 0.2
+
+
+class FileLock:
+    """An exclusive flock on `path`, which is made if it is not there.
+
+    `purpose` says what the lock guards and is part of every message. Child processes made by fork share the lock until
+    the last of them ends.
+    """
+
+    def __init__(self, path: Path, purpose: str) -> None:
+        self.path = path
+        self.purpose = purpose
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout_s: float = 0.0, on_wait: Callable[[str], None] | None = None) -> None:
+        """Take the lock, waiting up to `timeout_s`; `on_wait` is told once, and at each change, who holds it.
+
+        Raises LockHeld, naming the holder, when the time is up.
+        """
+        if self._descriptor is not None:
+            raise LockHeld(f"{self.path}: this process already holds the lock for {self.purpose}")
+        descriptor = _open_lock_file(self.path)
+        deadline = time.monotonic() + timeout_s
+        told = ""
+        try:
+            while not _try_flock(descriptor):
+                holder = " and ".join(describe_process(pid) for pid in lock_holders(descriptor)) or "another process"
+                if time.monotonic() >= deadline:
+                    waited = f" (waited {timeout_s:.0f} s)" if timeout_s else ""
+                    raise LockHeld(f"{self.purpose} is held by {holder}{waited}; lock file {self.path}")
+                if on_wait is not None and holder != told:
+                    on_wait(f"waiting for {self.purpose}, held by {holder}; lock file {self.path}")
+                    told = holder
+                time.sleep(_POLL_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
+    def __enter__(self) -> FileLock:
+        if not self.held:
+            self.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+def _open_lock_file(path: Path) -> int:
+    """Open for locking; without O_CREAT first, which sticky folders refuse on another user's file."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except FileExistsError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    os.fchmod(descriptor, 0o644)
+    return descriptor
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def lock_holders(descriptor: int) -> list[int]:
+    """Process ids that hold an flock on the open file, from /proc/locks; empty where that file is not readable."""
+    status = os.fstat(descriptor)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    holders = []
+    for line in lines:
+        words = line.split()
+        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted and int(words[4]) > 0:
+            holders.append(int(words[4]))
+    return holders
+
+
+def describe_process(pid: int) -> str:
+    """``process 123 (lastgood run ..., in /folder)``, as far as this user may know it."""
+    folder = Path("/proc", str(pid))
+    try:
+        command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return f"process {pid}"
+    if len(command) > 160:
+        command = command[:157] + "..."
+    try:
+        where = f", in {folder.joinpath('cwd').readlink()}"
+    except OSError:
+        where = ""
+    return f"process {pid} ({command}{where})"

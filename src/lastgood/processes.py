@@ -1,0 +1,24 @@
+"""Children that never outlive their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+__all__ = ["die_with_parent"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent ends, however it ends (prctl PR_SET_PDEATHSIG).
+
+    `parent_pid`, if known, closes the gap in which the parent ended before this call.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal_number)

@@ -1,0 +1,69 @@
+"""What an import costs, and that floors import downward only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastgood
+
+ROOT = Path(lastgood.__file__).parent
+FLOORS = [
+    {"errors", "units", "locks", "processes", "_lazy", "_native"},
+    {"state", "storage", "optim", "wire"},
+    {"checkpointers", "gradients", "mirror", "sparse", "cluster"},
+    {"training", "workloads"},
+    {"experiments", "cli"},
+]
+
+
+def loaded_after(statement):
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import lastgood",
+        "import lastgood.cli",
+        "import lastgood.checkpointers.registry as r; [r.checkpointer_class(n).Options() for n in r.checkpointer_names()]",
+        "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
+    ],
+)
+def test_needs_no_torch(statement):
+    modules = loaded_after(statement)
+    assert not modules & {"torch", "transformers", "torchvision", "matplotlib", "pandas"}
+
+
+def test_public_names_exist():
+    for name in lastgood.__all__:
+        assert getattr(lastgood, name) is not None
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = lastgood.no_such
+
+
+def floor_of(module):
+    return next((number for number, names in enumerate(FLOORS) if module in names), None)
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lastgood."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("lastgood."))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downward(path):
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    assert floor_of(own) is not None, f"{own} stands on no floor of docs/architecture.md"
+    for imported in imports_of(path):
+        assert floor_of(imported) <= floor_of(own), f"{path} imports upward: {imported}"

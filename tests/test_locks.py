@@ -1,0 +1,90 @@
+"""Locks name their holder and end with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lastgood.errors import LockHeld
+from lastgood.locks import FileLock, describe_process
+
+HOLDER = """
+import sys, pathlib
+from lastgood.locks import FileLock
+lock = FileLock(pathlib.Path(sys.argv[1]), "the test")
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
+    with pytest.raises(LockHeld) as caught:
+        FileLock(tmp_path / "lock", "the test").acquire()
+    message = str(caught.value)
+    assert "the test" in message
+    assert f"process {holder.pid}" in message
+    assert sys.executable in message
+
+
+def test_waiting_says_for_whom_and_ends_when_the_holder_is_killed(holder, tmp_path):
+    told = []
+
+    def on_wait(text):
+        told.append(text)
+        holder.kill()
+
+    lock = FileLock(tmp_path / "lock", "the test")
+    lock.acquire(timeout_s=60, on_wait=on_wait)
+    assert lock.held
+    assert str(holder.pid) in told[0]
+    lock.release()
+
+
+def test_one_object_cannot_take_it_twice_and_release_is_idempotent(tmp_path):
+    with FileLock(tmp_path / "lock", "the test") as lock:
+        with pytest.raises(LockHeld, match="already"):
+            lock.acquire()
+        with pytest.raises(LockHeld, match=str(os.getpid())):
+            FileLock(tmp_path / "lock", "the test").acquire()
+    lock.release()
+    assert not lock.held
+    FileLock(tmp_path / "lock", "the test").acquire()
+
+
+def test_many_threads_of_one_process_exclude_each_other(tmp_path):
+    inside, most = [], []
+
+    def work():
+        lock = FileLock(tmp_path / "lock", "the test")
+        lock.acquire(timeout_s=60)
+        inside.append(1)
+        most.append(len(inside))
+        inside.pop()
+        lock.release()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
+
+
+def test_a_process_that_is_gone_is_still_named():
+    assert describe_process(2**22 + 1) == f"process {2**22 + 1}"

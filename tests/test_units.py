@@ -1,0 +1,33 @@
+"""Sizes and times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgood.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4 MiB", 4 << 20), ("1.5GiB", 3 << 29), ("100MB", 10**8), ("7", 7), ("0 b", 0), (12, 12), ("2 kb", 2000)],
+)
+def test_parse(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "4 parsecs", "-1", "1e3", "4MiB4", None, True, -1])
+def test_parse_refuses(text):
+    with pytest.raises(ValueError, match="size"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**50))
+def test_format_keeps_three_digits(size):
+    assert abs(parse_bytes(format_bytes(size)) - size) <= max(1, size // 150)
+
+
+def test_format_times_and_rates():
+    assert [format_seconds(value) for value in (5e-6, 0.0123, 3.21, 119, 125)] == ["5 us", "12.3 ms", "3.21 s", "119 s", "2 min 5 s"]
+    assert format_rate(2**30) == "1 GiB/s"
