@@ -1,0 +1,19 @@
+"""States of a training: flattening to bytes and back, to the bit; random generators; digests."""
+
+from lastgood.state.apply import apply_tree
+from lastgood.state.digest import state_digest
+from lastgood.state.flatten import FlatState, flatten, is_stateful, unflatten
+from lastgood.state.layout import Layout
+from lastgood.state.rng import RngState, seed_everything
+
+__all__ = [
+    "FlatState",
+    "Layout",
+    "RngState",
+    "apply_tree",
+    "flatten",
+    "is_stateful",
+    "seed_everything",
+    "state_digest",
+    "unflatten",
+]

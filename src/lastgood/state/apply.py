@@ -1,0 +1,110 @@
+"""Put a restored tree back into live objects, in place, to the bit, or refuse with both sides named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import MismatchError
+from lastgood.state.flatten import is_stateful
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["apply_tree"]
+
+
+def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
+    """Load `tree` (what `unflatten` gave) into the objects of `state`.
+
+    Objects with load_state_dict are loaded through it, tensors are overwritten in place, plain values are replaced in the
+    mapping (which must then be mutable). Everything is checked before anything is changed: names, and dtypes and shapes of
+    modules' and plain tensors, so that nothing is cast or broadcast silently.
+
+    Raises MismatchError, naming `where`, the entry and both sides.
+    """
+    missing, unexpected = sorted(state.keys() - tree.keys()), sorted(tree.keys() - state.keys())
+    if missing or unexpected:
+        raise MismatchError(
+            f"{where}: the checkpoint lacks {missing or 'nothing'} and holds {unexpected or 'nothing'} beyond the state "
+            f"to restore (state: {sorted(state)}, checkpoint: {sorted(tree)})"
+        )
+    for name, live in state.items():
+        _check(live, tree[name], f"{where}: {name}")
+    for name, live in state.items():
+        _load(state, name, live, tree[name], where)
+
+
+def _check(live: Any, saved: Any, path: str) -> None:
+    if isinstance(live, torch.Tensor):
+        _check_tensor(live, saved, path)
+    elif isinstance(live, torch.nn.Module):
+        current = live.state_dict()
+        if current.keys() != saved.keys():
+            raise MismatchError(
+                f"{path}: the checkpoint lacks {sorted(current.keys() - saved.keys()) or 'nothing'} and holds "
+                f"{sorted(saved.keys() - current.keys()) or 'nothing'} beyond the model's entries"
+            )
+        for key, value in current.items():
+            if isinstance(value, torch.Tensor):
+                _check_tensor(value, saved[key], f"{path}.{key}")
+    elif isinstance(live, torch.optim.Optimizer):
+        sizes = [len(group["params"]) for group in live.param_groups]
+        stored = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != stored:
+            raise MismatchError(f"{path}: the checkpoint's groups hold {stored} parameters, the optimizer's {sizes}")
+    elif isinstance(live, Mapping) and not is_stateful(live):
+        if not isinstance(saved, Mapping):
+            raise MismatchError(f"{path}: the state holds a mapping, the checkpoint a {type(saved).__name__}")
+        for key in live.keys() & saved.keys():
+            _check(live[key], saved[key], f"{path}.{key}")
+
+
+def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
+    if not isinstance(saved, torch.Tensor):
+        raise MismatchError(f"{path}: the state holds a tensor, the checkpoint a {type(saved).__name__}")
+    if live.dtype != saved.dtype or live.shape != saved.shape:
+        raise MismatchError(
+            f"{path}: the checkpoint holds {saved.dtype} {tuple(saved.shape)}, the state {live.dtype} {tuple(live.shape)}"
+        )
+
+
+def _load(container: Mapping[str, Any], name: str, live: Any, saved: Any, where: str) -> None:
+    if isinstance(live, torch.optim.Optimizer):
+        _load_optimizer(live, saved)
+    elif is_stateful(live):
+        live.load_state_dict(saved)
+    elif isinstance(live, torch.Tensor):
+        with torch.no_grad():
+            live.copy_(saved)
+    elif isinstance(live, MutableMapping) and isinstance(saved, Mapping):
+        for key in list(live.keys() - saved.keys()):
+            del live[key]
+        for key, value in saved.items():
+            _load(live, key, live.get(key), value, f"{where}.{name}")
+    elif isinstance(container, MutableMapping):
+        container[name] = saved
+    else:
+        raise MismatchError(
+            f"{where}: {name} is a plain {type(live).__name__} in a mapping that cannot be changed; "
+            "pass a dict, or wrap the value in an object with load_state_dict"
+        )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """load_state_dict, and then each tensor once more in the dtype it was saved in.
+
+    Optimizer.load_state_dict casts floating-point entries to their parameter's dtype: fp32 moments of a bf16 parameter would
+    lose 16 bits each.
+    """
+    optimizer.load_state_dict(dict(saved))
+    numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, numbered, strict=True):
+        for key, value in saved["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter][key]
+            if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)

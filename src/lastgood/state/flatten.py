@@ -1,0 +1,383 @@
+"""Flatten any training state into a layout and blocks of bytes, and build it again, to the bit."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import CorruptCheckpoint, StateError
+from lastgood.state.layout import Layout, Node
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["FlatState", "flatten", "is_stateful", "unflatten"]
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A layout, and the live memory that it describes.
+
+    `blocks[i]` is a one-dimensional uint8 tensor over the live bytes of block `i`, on the state's own device. The first
+    `layout.deferred_blocks` change only in optimizer steps. Holding this object keeps the memory alive.
+    """
+
+    layout: Layout
+    blocks: tuple[torch.Tensor, ...]
+
+    @property
+    def deferred(self) -> tuple[torch.Tensor, ...]:
+        """Blocks that only an optimizer step changes."""
+        return self.blocks[: self.layout.deferred_blocks]
+
+    @property
+    def immediate(self) -> tuple[torch.Tensor, ...]:
+        """Blocks that must be copied before training goes on."""
+        return self.blocks[self.layout.deferred_blocks :]
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` follows torch's Stateful protocol."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Describe `state` and find its bytes. Copies nothing but numpy arrays and lazily conjugated tensors.
+
+    Tensors may be of any dtype, on any device, and views of one another: memory that several share becomes one block.
+
+    Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse or
+    quantised tensors, containers of unknown classes, containers that hold themselves).
+    """
+    walker = _Walker(_updated_extents(state))
+    tree = walker.mapping(dict(state), "state")
+    return walker.finish(tree)
+
+
+def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str) -> dict[str, Any]:
+    """Build the state's tree of plain containers, values and tensors over `blocks` (uint8, on the CPU), without copying.
+
+    An object with state_dict/load_state_dict comes back as what its state_dict returned. `where` names the source in errors.
+    """
+    builder = _Builder(blocks)
+    try:
+        tree = builder.node(layout.tree)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{where}: the layout does not fit its data: {error!r}") from error
+    if not isinstance(tree, dict):
+        raise CorruptCheckpoint(f"{where}: the layout's root is not a mapping")
+    return tree
+
+
+# -- walking -----------------------------------------------------------------------------------------------------------
+
+_Extent = tuple[str, int, int]
+"""(device, first address, address after the last byte)."""
+
+
+def _extent(tensor: torch.Tensor) -> _Extent:
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return (str(tensor.device), start, start)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+
+
+def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
+    """Memory that only optimizer steps change: the parameters of every optimizer in the state, and its own tensors."""
+    found = set()
+    for value in state.values():
+        if isinstance(value, torch.optim.Optimizer):
+            for group in value.param_groups:
+                found.update(_extent(parameter) for parameter in group["params"])
+            for entry in value.state.values():
+                found.update(_extent(item) for item in entry.values() if isinstance(item, torch.Tensor))
+    return frozenset(found)
+
+
+@dataclass
+class _View:
+    tensor: torch.Tensor
+    extent: _Extent
+    node: Node
+    """Its block and offset are filled in once all views are known."""
+
+
+class _Walker:
+    def __init__(self, updated: frozenset[_Extent]) -> None:
+        self._updated = updated
+        self._views: list[_View] = []
+        self._open: set[int] = set()
+
+    def finish(self, tree: Node) -> FlatState:
+        """Join overlapping and touching views of one storage into blocks; deferred blocks first."""
+        groups: list[list[_View]] = []
+        end: tuple[Any, int] | None = None
+        ordered = sorted(self._views, key=lambda view: (_storage_key(view.tensor), view.extent[1], view.extent[2]))
+        for view in ordered:
+            key, (_, start, stop) = _storage_key(view.tensor), view.extent
+            if end is not None and end[0] == key and start <= end[1]:
+                groups[-1].append(view)
+                end = (key, max(end[1], stop))
+            else:
+                groups.append([view])
+                end = (key, stop)
+
+        def deferred(group: list[_View]) -> bool:
+            return all(view.extent in self._updated for view in group)
+
+        groups.sort(key=lambda group: not deferred(group))
+        blocks = []
+        for number, group in enumerate(groups):
+            first, block = _block_over(group)
+            blocks.append(block)
+            for view in group:
+                view.node[1] = number
+                view.node[2] = view.extent[1] - first
+        count = sum(deferred(group) for group in groups)
+        return FlatState(Layout(tree, tuple(block.numel() for block in blocks), count), tuple(blocks))
+
+    def node(self, value: Any, path: str) -> Node:
+        encode = _PLAIN.get(type(value))
+        if encode is not None:
+            return encode(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if isinstance(value, np.generic):
+            return ["N", _numpy_descr(value.dtype, path), value.tobytes().hex()]
+        if isinstance(value, torch.dtype):
+            return ["D", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["V", str(value)]
+        if type(value) is torch.Size:
+            return ["S", list(value)]
+        if id(value) in self._open:
+            raise StateError(f"{path}: a container holds itself; break the cycle before saving")
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, path: str) -> Node:
+        kind = type(value)
+        if kind in _SEQUENCE_TAGS:
+            return [_SEQUENCE_TAGS[kind], [self.node(item, f"{path}[{i}]") for i, item in enumerate(value)]]
+        if kind in (set, frozenset):
+            items = sorted((self.node(item, f"{path}{{}}") for item in value), key=repr)
+            return ["e" if kind is set else "E", items]
+        if kind in _MAPPING_TAGS:
+            return self.mapping(value, path)
+        if is_stateful(value):
+            return ["m", self.node(value.state_dict(), path)]
+        raise StateError(
+            f"{path}: cannot store a {kind.__module__}.{kind.__qualname__} to the bit; give it state_dict and "
+            "load_state_dict, or keep it out of the state"
+        )
+
+    def mapping(self, value: Mapping[Any, Any], path: str) -> Node:
+        pairs = []
+        for key, item in value.items():
+            if not _is_plain_key(key):
+                raise StateError(f"{path}: a key of type {type(key).__name__} ({key!r}) cannot be stored")
+            pairs.append([self.node(key, path), self.node(item, f"{path}.{key}")])
+        return [_MAPPING_TAGS[type(value)], pairs]
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
+        tensor = tensor.detach()
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise StateError(f"{path}: tensors of class {type(tensor).__name__} are not supported; store a plain tensor")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise StateError(
+                f"{path}: a tensor with layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device} has no plain bytes; "
+                "store its dense parts"
+            )
+        tensor = tensor.resolve_conj().resolve_neg()
+        node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
+        if tensor.numel():
+            self._views.append(_View(tensor, _extent(tensor), node))
+        return node
+
+    def _array(self, array: np.ndarray, path: str) -> Node:
+        node: Node = ["A", -1, 0, _numpy_descr(array.dtype, path), list(array.shape)]
+        if array.nbytes:
+            copied = torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8)
+            self._views.append(_View(copied, _extent(copied), node))
+        return node
+
+
+def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
+    return (str(tensor.device), tensor.untyped_storage().data_ptr())
+
+
+def _block_over(group: Sequence[_View]) -> tuple[int, torch.Tensor]:
+    """The first address of a block over all views of one storage, and a uint8 view of its bytes.
+
+    The block starts at a multiple of 16 bytes of its storage, so that a view of any dtype lies aligned in it.
+    """
+    # Two storage objects can begin at one address (torch.from_numpy called twice); the larger one holds every view.
+    storage = max((view.tensor.untyped_storage() for view in group), key=lambda item: item.nbytes())
+    start = min(view.extent[1] for view in group) - storage.data_ptr()
+    start -= start % 16
+    stop = max(view.extent[2] for view in group) - storage.data_ptr()
+    block = torch.empty(0, dtype=torch.uint8, device=group[0].tensor.device)
+    block.set_(storage, start, (stop - start,), (1,))  # type: ignore[call-overload]
+    return storage.data_ptr() + start, block
+
+
+def _float_bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+_PLAIN: dict[type, Callable[[Any], Node]] = {
+    type(None): lambda _: ["n"],
+    bool: lambda value: ["b", value],
+    int: lambda value: ["i", value],
+    float: lambda value: ["f", _float_bits(value)],
+    complex: lambda value: ["c", _float_bits(value.real), _float_bits(value.imag)],
+    str: lambda value: ["s", value],
+    bytes: lambda value: ["y", value.hex()],
+    bytearray: lambda value: ["Y", value.hex()],
+}
+_SEQUENCE_TAGS: dict[type, str] = {list: "l", tuple: "t"}
+_MAPPING_TAGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "C"}
+
+
+def _is_plain_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_plain_key(item) for item in key)
+    return type(key) in (type(None), bool, int, float, str, bytes)
+
+
+def _numpy_descr(dtype: np.dtype[Any], path: str) -> str:
+    if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
+        raise StateError(f"{path}: numpy values of dtype {dtype} cannot be stored to the bit; store plain numeric arrays")
+    return dtype.str
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+        self._blocks = blocks
+
+    def node(self, node: Node) -> Any:
+        return getattr(self, f"_{_TAG_NAMES[node[0]]}")(*node[1:])
+
+    def _none(self) -> None:
+        return None
+
+    def _same(self, value: Any) -> Any:
+        return value
+
+    def _float(self, bits: str) -> float:
+        return float(struct.unpack(">d", bytes.fromhex(bits))[0])
+
+    def _complex(self, real: str, imaginary: str) -> complex:
+        return complex(self._float(real), self._float(imaginary))
+
+    def _bytes(self, digits: str) -> bytes:
+        return bytes.fromhex(digits)
+
+    def _bytearray(self, digits: str) -> bytearray:
+        return bytearray.fromhex(digits)
+
+    def _list(self, items: Iterable[Node]) -> list[Any]:
+        return [self.node(item) for item in items]
+
+    def _tuple(self, items: Iterable[Node]) -> tuple[Any, ...]:
+        return tuple(self.node(item) for item in items)
+
+    def _size(self, sizes: Sequence[int]) -> torch.Size:
+        return torch.Size(sizes)
+
+    def _set(self, items: Iterable[Node]) -> set[Any]:
+        return set(self._tuple(items))
+
+    def _frozenset(self, items: Iterable[Node]) -> frozenset[Any]:
+        return frozenset(self._tuple(items))
+
+    def _dict(self, pairs: Iterable[tuple[Node, Node]]) -> dict[Any, Any]:
+        return {self.node(key): self.node(value) for key, value in pairs}
+
+    def _ordered(self, pairs: Iterable[tuple[Node, Node]]) -> OrderedDict[Any, Any]:
+        return OrderedDict(self._dict(pairs))
+
+    def _counter(self, pairs: Iterable[tuple[Node, Node]]) -> Counter[Any]:
+        return Counter(self._dict(pairs))
+
+    def _stateful(self, node: Node) -> Any:
+        return self.node(node)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is not a dtype")
+        return dtype
+
+    def _device(self, text: str) -> torch.device:
+        return torch.device(text)
+
+    def _tensor(self, block: int, offset: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
+        kind = self._dtype(dtype)
+        if 0 in shape:
+            return torch.empty_strided(shape, stride, dtype=kind)
+        source = self._block(block)
+        reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        end = offset + (reach + 1) * kind.itemsize
+        if offset < 0 or min(stride, default=0) < 0 or end > source.numel() or offset % kind.itemsize:
+            raise ValueError(f"a tensor reaches from byte {offset} to {end} of a block of {source.numel()}")
+        tensor = torch.empty(0, dtype=kind, device=source.device)
+        first = source.data_ptr() - source.untyped_storage().data_ptr() + offset
+        tensor.set_(source.untyped_storage(), first // kind.itemsize, shape, stride)  # type: ignore[call-overload]
+        return tensor
+
+    def _array(self, block: int, offset: int, descr: str, shape: list[int]) -> np.ndarray:
+        if 0 in shape:
+            return np.empty(shape, dtype=np.dtype(descr))
+        return self._block(block).numpy()[offset:].view(np.dtype(descr)).reshape(shape).copy()
+
+    def _numpy_scalar(self, descr: str, digits: str) -> Any:
+        return np.frombuffer(bytes.fromhex(digits), dtype=np.dtype(descr))[0]
+
+    def _block(self, number: int) -> torch.Tensor:
+        if not 0 <= number < len(self._blocks):
+            raise ValueError(f"block {number} of {len(self._blocks)}")
+        return self._blocks[number]
+
+
+_TAG_NAMES = {
+    "n": "none",
+    "b": "same",
+    "i": "same",
+    "s": "same",
+    "f": "float",
+    "c": "complex",
+    "y": "bytes",
+    "Y": "bytearray",
+    "l": "list",
+    "t": "tuple",
+    "S": "size",
+    "e": "set",
+    "E": "frozenset",
+    "d": "dict",
+    "o": "ordered",
+    "C": "counter",
+    "m": "stateful",
+    "D": "dtype",
+    "V": "device",
+    "T": "tensor",
+    "A": "array",
+    "N": "numpy_scalar",
+}

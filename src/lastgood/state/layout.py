@@ -1,0 +1,168 @@
+"""The layout of a flattened state: a JSON tree that says how bytes become the state again.
+
+A node is a JSON list whose first item is a tag:
+
+====  =======================================================================================================
+tag   rest of the node
+====  =======================================================================================================
+n     None
+b     true or false
+i     an int
+f     a float, as the 16 hex digits of its IEEE bits (so that NaN payloads and signed zeros survive)
+c     a complex, as two such strings
+s     a str
+y Y   bytes or bytearray, as hex digits
+l t   list or tuple: [node, ...]
+S     torch.Size: [int, ...]
+e E   set or frozenset: [node, ...]
+d o   dict or OrderedDict: [[key node, value node], ...], in order
+C     collections.Counter: as d
+m     an object with state_dict/load_state_dict: node of its state_dict
+D     torch.dtype: name
+V     torch.device: text
+T     tensor: block, byte offset in the block, dtype name, shape, stride (in elements)
+A     numpy array (C order): block, dtype description, shape
+N     numpy scalar: dtype description, hex digits of its bytes
+====  =======================================================================================================
+
+A *block* is one contiguous range of bytes. Tensors that share memory point into one block. Blocks lie one after another in the
+*stream*, each at a multiple of 64 bytes; the first `deferred_blocks` are those that only an optimizer step changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lastgood.errors import CorruptCheckpoint, MismatchError
+
+__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "Layout", "Node"]
+
+LAYOUT_VERSION = 1
+BLOCK_ALIGNMENT = 64
+MAX_LAYOUT_BYTES = 1 << 30
+"""A layout read from a file may not be larger than this."""
+
+Node = list[Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a stream of bytes becomes a state again."""
+
+    tree: Node
+    block_bytes: tuple[int, ...]
+    deferred_blocks: int
+    version: int = LAYOUT_VERSION
+
+    def block_offsets(self) -> list[int]:
+        """Offset of every block in the stream, in bytes."""
+        offsets, position = [], 0
+        for size in self.block_bytes:
+            offsets.append(position)
+            position += _aligned(size)
+        return offsets
+
+    @property
+    def stream_bytes(self) -> int:
+        """Length of the stream that holds all blocks, padding included."""
+        return sum(_aligned(size) for size in self.block_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of tensors, aliases counted once, without padding."""
+        return sum(self.block_bytes)
+
+    def tensor_count(self) -> int:
+        """Number of tensors and arrays in the tree, aliases counted each."""
+        return _count_tensors(self.tree)
+
+    def to_json(self) -> bytes:
+        """The layout and all plain values as one JSON document in UTF-8."""
+        document = {
+            "layout_version": self.version,
+            "deferred_blocks": self.deferred_blocks,
+            "block_bytes": list(self.block_bytes),
+            "tree": self.tree,
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, where: str) -> Layout:
+        """Read what `to_json` wrote; `where` names the file in errors.
+
+        Raises MismatchError for another version, CorruptCheckpoint for anything that is not a layout.
+        """
+        if len(text) > MAX_LAYOUT_BYTES:
+            raise CorruptCheckpoint(f"{where}: a layout of {len(text)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
+        try:
+            document = json.loads(text)
+            version = document["layout_version"]
+            if version != LAYOUT_VERSION:
+                raise MismatchError(f"{where}: layout version {version}; this Lastgood reads version {LAYOUT_VERSION}")
+            sizes = tuple(document["block_bytes"])
+            deferred = document["deferred_blocks"]
+            tree = document["tree"]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or not isinstance(deferred, int):
+            raise CorruptCheckpoint(f"{where}: the layout holds block sizes that are not positive integers")
+        return cls(tree, sizes, deferred)
+
+    def digest(self) -> bytes:
+        """SHA-256 over the structure: keys, types, dtypes, shapes and blocks, but not over plain values.
+
+        Two saves of one training have one digest as long as nothing changes shape or appears.
+        """
+        hasher = hashlib.sha256(f"layout {self.version} {self.deferred_blocks} {self.block_bytes}".encode())
+        _hash_structure(self.tree, hasher)
+        return hasher.digest()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+_SEQUENCES = frozenset("lteE")
+_MAPPINGS = frozenset("doC")
+_VALUES = frozenset("nbifcsyYN")
+
+
+def _count_tensors(node: Node) -> int:
+    tag = node[0]
+    if tag in ("T", "A"):
+        return 1
+    if tag == "m":
+        return _count_tensors(node[1])
+    if tag in _SEQUENCES:
+        return sum(_count_tensors(child) for child in node[1])
+    if tag in _MAPPINGS:
+        return sum(_count_tensors(value) for _, value in node[1])
+    return 0
+
+
+def _hash_structure(node: Node, hasher: Any) -> None:
+    tag: str = node[0]
+    hasher.update(tag.encode())
+    if tag in _VALUES:
+        return
+    if tag == "m":
+        _hash_structure(node[1], hasher)
+    elif tag in _SEQUENCES:
+        hasher.update(f"{len(node[1])};".encode())
+        for child in node[1]:
+            _hash_structure(child, hasher)
+    elif tag in _MAPPINGS:
+        hasher.update(f"{len(node[1])};".encode())
+        for key, value in node[1]:
+            hasher.update(_compact(key))
+            _hash_structure(value, hasher)
+    else:
+        hasher.update(_compact(node))
+
+
+def _compact(value: Sequence[Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,72 @@
+"""The random number generators of a process as one part of a training state."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import MismatchError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["RngState", "seed_everything"]
+
+
+class RngState:
+    """State of the generators of Python, numpy, torch's CPU and every CUDA device, as tensors and plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Read every generator. CUDA generators are read only where CUDA is in use already."""
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {
+            # Packed into tensors: as a tuple of 625 ints it would be half of a small model's layout.
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "numpy": {
+                "name": name,
+                "keys": torch.from_numpy(keys.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached_gauss": float(cached),
+            },
+            "torch": torch.get_rng_state(),
+            "cuda": cuda,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator. Raises MismatchError if the checkpoint has more CUDA devices than this machine."""
+        cuda = state["cuda"]
+        if cuda and torch.cuda.device_count() < len(cuda):
+            raise MismatchError(
+                f"rng: the checkpoint holds generators of {len(cuda)} CUDA devices, this machine has "
+                f"{torch.cuda.device_count()}; restore where there are as many"
+            )
+        python, numpy_state = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        keys = numpy_state["keys"].numpy().astype(np.uint32)
+        np.random.set_state(
+            (
+                numpy_state["name"],
+                keys,
+                numpy_state["position"],
+                numpy_state["has_gauss"],
+                numpy_state["cached_gauss"],
+            )
+        )
+        torch.set_rng_state(state["torch"])
+        for device, generator_state in enumerate(cuda):
+            torch.cuda.set_rng_state(generator_state, device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
