@@ -1,0 +1,1 @@
+"""The systems: one file each, all behind the protocol in `base`."""

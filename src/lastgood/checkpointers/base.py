@@ -1,0 +1,219 @@
+"""The one protocol that every checkpointing system follows.
+
+The training side calls, in this order::
+
+    checkpointer.start(state)               # before the first step
+    for step in ...:
+        loss = forward(); loss.backward()
+        optimizer.step()                    # calls before_update() by itself, through the optimizer's step pre-hook
+        scheduler.step()
+        checkpointer.save(step)             # at the steps that the interval asks for
+    checkpointer.drain()
+    checkpointer.close()
+
+and, in a new process, ``checkpointer.restore(state)`` instead of starting from nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["DEFAULT_TIMEOUT_S", "BaseOptions", "CheckpointEvent", "Checkpointer", "Outcome"]
+
+_log = logging.getLogger("lastgood")
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
+
+
+class Outcome(str, enum.Enum):
+    """What became of a checkpoint that was asked for."""
+
+    PENDING = "pending"
+    DURABLE = "durable"
+    SUPERSEDED = "superseded"
+    """Written in full, but a newer one was durable first."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """Not started: the pressure rule said to skip."""
+
+
+@dataclass
+class CheckpointEvent:
+    """The life of one checkpoint; times are `time.perf_counter()` seconds of the training process."""
+
+    step: int
+    requested_s: float
+    copied_s: float | None = None
+    """When the last byte of it had left the live tensors."""
+    finished_s: float | None = None
+    """When it was as safe as the system makes it (or had failed)."""
+    outcome: Outcome = Outcome.PENDING
+    bytes_written: int = 0
+    error: str | None = None
+
+
+class BaseOptions(BaseModel):
+    """Base of every system's knobs: unknown keys and wrong types are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """Disk space that this system needs at once for a state of `state_bytes`."""
+        return 2 * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """Host memory that this system needs beside the training's own, for a state of `state_bytes`."""
+        return 0 * state_bytes
+
+
+@dataclass
+class _Hooks:
+    handles: list[Any] = field(default_factory=list)
+    stall_s: float = 0.0
+
+
+class Checkpointer(ABC):
+    """Takes the state of a running training and can give it back.
+
+    A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
+
+    Subclasses are made with a directory of their own (it need not exist) and validated options, and set three class
+    attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured, part of every run's
+    identity; raised when a change makes older records incomparable) and `Options`.
+    """
+
+    name: ClassVar[str]
+    METHOD: ClassVar[int] = 1
+    Options: ClassVar[type[BaseOptions]] = BaseOptions
+
+    def __init__(self, directory: Path | str, options: BaseOptions | None = None) -> None:
+        self.directory = Path(directory)
+        self.options = self.Options() if options is None else options
+        self.events: list[CheckpointEvent] = []
+        self._state: Mapping[str, Any] | None = None
+        self._hooks = _Hooks()
+        self._kinds_logged: set[str] = set()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Take charge of `state`. Called once, before the first step and after any restore.
+
+        Installs a step pre-hook on every optimizer in the state, so that user code never calls `before_update`.
+        """
+        if self._state is not None:
+            raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
+        self._state = state
+        for value in state.values():
+            if isinstance(value, torch.optim.Optimizer):
+                self._hooks.handles.append(value.register_step_pre_hook(self._pre_step_hook))
+        self._start()
+
+    def close(self) -> None:
+        """Give back threads, files and hooks. Safe to call twice, and after a failure."""
+        for handle in self._hooks.handles:
+            handle.remove()
+        self._hooks.handles.clear()
+        self._state = None
+        self._close()
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The state given to `start`."""
+        if self._state is None:
+            raise CheckpointError(f"{self.name}: start(state) must be called first")
+        return self._state
+
+    @property
+    def update_stall_s(self) -> float:
+        """Seconds for which optimizers have waited in `before_update` so far."""
+        return self._hooks.stall_s
+
+    def storage_facts(self) -> dict[str, Any]:
+        """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""
+        return {}
+
+    def _request(self, step: int) -> CheckpointEvent:
+        """Note that a checkpoint of `step` was asked for."""
+        event = CheckpointEvent(step, time.perf_counter())
+        self.events.append(event)
+        return event
+
+    def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
+        """Note that a checkpoint failed; the first failure of each kind is logged."""
+        event.outcome = Outcome.FAILED
+        event.finished_s = time.perf_counter()
+        event.error = f"{type(error).__name__}: {error}"
+        kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
+        if kind not in self._kinds_logged:
+            self._kinds_logged.add(kind)
+            _log.error("%s: the checkpoint of step %d failed, older ones stay: %s", self.name, event.step, event.error)
+
+    def _pre_step_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CheckpointError(
+                f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
+                "capture before start(), and call before_update() yourself before each replay"
+            )
+        before = time.perf_counter()
+        self.before_update()
+        self._hooks.stall_s += time.perf_counter() - before
+
+    # -- what a system does ----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:  # noqa: B027 - most systems need nothing here
+        """Prepare storage; called by `start` once `self.state` is set."""
+
+    def _close(self) -> None:  # noqa: B027
+        """Release what the system holds; called by `close`, perhaps more than once."""
+
+    @abstractmethod
+    def save(self, step: int) -> None:
+        """Start a checkpoint of the state as it is now, after `step` finished steps; return when training may go on.
+
+        On return all that changes outside ``optimizer.step()`` is copied (buffers, RNG states, schedule, data cursor and
+        so on). Only parameters that an optimizer updates, and that optimizer's tensors, may be copied later, until
+        `before_update` returns. A failure is recorded in `events`, logged, and never loses an older checkpoint; it does
+        not raise.
+        """
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Return when the old weights may be overwritten."""
+
+    @abstractmethod
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return when every checkpoint asked for is finished (as safe as the system makes it, or failed).
+
+        Raises WaitTimeout, naming the steps that are still under way.
+        """
+
+    @abstractmethod
+    def latest(self) -> int | None:
+        """The newest step that `restore` would take, or None. Needs no `start`."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Load the newest whole checkpoint (or that of `step`) into `state`, to the bit, and return its step.
+
+        Needs no `start`. Raises NoCheckpoint where there is none.
+        """

@@ -1,0 +1,130 @@
+"""CheckFreq (Mohan et al., FAST'21): snapshot beside the next forward and backward pass, persist in the background.
+
+Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the next
+weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is under way at a time: the
+next one waits until its predecessor is durable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, CheckpointEvent, Checkpointer, Outcome
+from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
+from lastgood.checkpointers.torch_files import TorchFiles
+from lastgood.errors import WaitTimeout
+from lastgood.state import FlatState, apply_tree, flatten, unflatten
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["CheckFreq", "CheckFreqOptions"]
+
+
+class CheckFreqOptions(BaseOptions):
+    """Knobs of CheckFreq."""
+
+    keep: int = Field(default=2, ge=1)
+    """Whole checkpoints kept."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """The kept ones, and the one being written."""
+        return (self.keep + 1) * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """One snapshot in host memory."""
+        return state_bytes
+
+
+class CheckFreq(Checkpointer):
+    """Snapshot, then persist, one checkpoint at a time."""
+
+    name: ClassVar[str] = "checkfreq"
+    Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
+
+    def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None) -> None:
+        super().__init__(directory, options)
+        self._files = TorchFiles(self.directory, (options or CheckFreqOptions()).keep)
+        self._buffers: list[torch.Tensor] = []
+        self._snapshot: HostSnapshot | None = None
+        self._worker: threading.Thread | None = None
+
+    def _start(self) -> None:
+        flatten(self.state)
+        self._files.prepare()
+
+    def save(self, step: int) -> None:
+        """Wait for the checkpoint before, then start the snapshot."""
+        event = self._request(step)
+        try:
+            self.drain()
+            flat = flatten(self.state)
+            self._snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
+        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
+            self._fail(event, error)
+            return
+        self._worker = threading.Thread(
+            target=self._persist, args=(self._snapshot, event), name=f"checkfreq-persist-{step}"
+        )
+        self._worker.start()
+
+    def before_update(self) -> None:
+        """Wait until the snapshot has left the training's memory."""
+        if self._snapshot is not None:
+            self._snapshot.fence.wait(DEFAULT_TIMEOUT_S)
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until the checkpoint under way is durable, or has failed."""
+        if self._worker is None:
+            return
+        self._worker.join(timeout_s)
+        if self._worker.is_alive():
+            raise WaitTimeout(f"waited {timeout_s:.0f} s for {self._worker.name} in {self.directory}")
+        self._worker = None
+        self._snapshot = None
+
+    def _close(self) -> None:
+        self.drain()
+        self._buffers = []
+
+    def latest(self) -> int | None:
+        """The newest file's step."""
+        return next(iter(self._files.steps()), None)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Read the newest readable file (or that of `step`) into `state`."""
+        found, tree, where = self._files.read(step)
+        apply_tree(state, tree, where)
+        return found
+
+    def storage_facts(self) -> dict[str, Any]:
+        """Buffered writes, then fsync."""
+        return {"direct_io": False, "durability": "torch.save, fsync, rename, fsync of the directory"}
+
+    def _buffers_for(self, flat: FlatState) -> list[torch.Tensor]:
+        """The snapshot's buffers, made again only when the layout's sizes change."""
+        sizes = list(flat.layout.block_bytes)
+        if [buffer.numel() for buffer in self._buffers] != sizes:
+            pinned = any(block.is_cuda for block in flat.blocks)
+            self._buffers = [host_buffer(size, pinned) for size in sizes]
+        return self._buffers
+
+    def _persist(self, snapshot: HostSnapshot, event: CheckpointEvent) -> None:
+        try:
+            snapshot.copy()
+            event.copied_s = time.perf_counter()
+            tree = unflatten(snapshot.layout, snapshot.buffers, "checkfreq's snapshot")
+            event.bytes_written = self._files.write(event.step, tree)
+            event.finished_s = time.perf_counter()
+            event.outcome = Outcome.DURABLE
+        except Exception as error:  # this thread has no caller: the event and the log carry the failure
+            self._fail(event, error)

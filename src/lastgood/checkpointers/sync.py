@@ -1,0 +1,74 @@
+"""The plain way: training stops, torch.save writes, fsync makes it durable, a rename makes it whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, Outcome
+from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
+from lastgood.errors import StorageError
+from lastgood.state import apply_tree, flatten
+
+__all__ = ["SyncCheckpointer", "SyncOptions"]
+
+
+class SyncOptions(BaseOptions):
+    """Knobs of the synchronous baseline."""
+
+    keep: int = Field(default=2, ge=1)
+    """Whole checkpoints kept."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """The kept ones, and the one being written."""
+        return (self.keep + 1) * state_bytes
+
+
+class SyncCheckpointer(Checkpointer):
+    """torch.save + fsync + rename + fsync of the directory, all inside save()."""
+
+    name: ClassVar[str] = "sync"
+    Options: ClassVar[type[BaseOptions]] = SyncOptions
+
+    def __init__(self, directory: Path | str, options: SyncOptions | None = None) -> None:
+        super().__init__(directory, options)
+        self._files = TorchFiles(self.directory, (options or SyncOptions()).keep)
+
+    def _start(self) -> None:
+        flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._files.prepare()
+
+    def save(self, step: int) -> None:
+        """Write the state; training goes on when it is durable."""
+        event = self._request(step)
+        try:
+            event.bytes_written = self._files.write(step, plain_tree(dict(self.state)))
+        except StorageError as error:
+            self._fail(event, error)
+            return
+        event.copied_s = event.finished_s = time.perf_counter()
+        event.outcome = Outcome.DURABLE
+
+    def before_update(self) -> None:
+        """Nothing is ever under way here."""
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Nothing is ever under way here."""
+
+    def latest(self) -> int | None:
+        """The newest file's step."""
+        return next(iter(self._files.steps()), None)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Read the newest readable file (or that of `step`) into `state`."""
+        found, tree, where = self._files.read(step)
+        apply_tree(state, tree, where)
+        return found
+
+    def storage_facts(self) -> dict[str, Any]:
+        """Buffered writes, then fsync."""
+        return {"direct_io": False, "durability": "torch.save, fsync, rename, fsync of the directory"}

@@ -1,0 +1,293 @@
+"""What every checkpointing system promises, one test for all of them."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small_training import SmallTraining
+
+from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
+from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
+
+SYSTEMS = ["sync", "checkfreq", "pccheck"]
+
+
+@pytest.fixture(params=SYSTEMS)
+def system(request):
+    return checkpointer_class(request.param)
+
+
+@pytest.fixture
+def opened():
+    """Makes started checkpointers and closes them at the end of the test."""
+    made = []
+
+    def make(kind, directory, state, **options) -> Checkpointer:
+        checkpointer = kind(directory, kind.Options(**options))
+        checkpointer.start(state)
+        made.append(checkpointer)
+        return checkpointer
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def outcomes(checkpointer):
+    return [event.outcome for event in checkpointer.events]
+
+
+def test_restores_the_state_at_the_save_though_training_went_on(system, opened, tmp_path):
+    training = SmallTraining(width=900)
+    checkpointer = opened(system, tmp_path, training.state)
+    saved = {}
+    for _ in range(5):
+        training.step()
+        saved[training.step_number] = training.digest()
+        checkpointer.save(training.step_number)
+        # Outside optimizer.step(): these must have been copied when save() returned.
+        training.plain["moving"] += 1
+        training.model[1].running_mean.add_(1)
+        torch.rand(1)
+    training.step()
+    checkpointer.drain()
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+    fresh = SmallTraining(width=900, seed=1)
+    step = system(tmp_path).restore(fresh.state)
+    assert step == 5 == checkpointer.latest() == system(tmp_path).latest()
+    assert fresh.digest() == saved[5]
+
+
+def test_losses_after_a_restore_are_those_of_the_unbroken_run(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    for _ in range(3):
+        training.step()
+    checkpointer.save(3)
+    expected = [training.step() for _ in range(4)]
+    checkpointer.drain()
+    fresh = SmallTraining(seed=1)
+    fresh.step()
+    assert system(tmp_path).restore(fresh.state) == 3
+    assert [fresh.step() for _ in range(4)] == expected
+
+
+def test_keeps_the_checkpoint_before_and_restores_it_by_step(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    digests = {}
+    for _ in range(4):
+        training.step()
+        digests[training.step_number] = training.digest()
+        checkpointer.save(training.step_number)
+        checkpointer.drain()
+    fresh = SmallTraining(seed=1)
+    assert system(tmp_path).restore(fresh.state, step=3) == 3
+    assert fresh.digest() == digests[3]
+    with pytest.raises(NoCheckpoint, match=r"step 99.*4"):
+        system(tmp_path).restore(fresh.state, step=99)
+
+
+def test_a_new_life_goes_on_in_the_same_directory(system, opened, tmp_path):
+    training = SmallTraining()
+    first = opened(system, tmp_path, training.state)
+    for _ in range(2):
+        training.step()
+        first.save(training.step_number)
+    first.close()
+    fresh = SmallTraining(seed=1)
+    second = system(tmp_path)
+    assert second.restore(fresh.state) == 2
+    second.start(fresh.state)
+    fresh.step()
+    digest = fresh.digest()
+    second.save(3)
+    second.close()
+    last = SmallTraining(seed=2)
+    assert system(tmp_path).restore(last.state) == 3
+    assert last.digest() == digest
+
+
+@pytest.mark.parametrize("place", ["missing", "empty"])
+def test_nothing_to_restore_is_said_clearly(system, tmp_path, place):
+    directory = tmp_path / "job"
+    if place == "empty":
+        directory.mkdir()
+    checkpointer = system(directory)
+    assert checkpointer.latest() is None
+    with pytest.raises(NoCheckpoint, match="job"):
+        checkpointer.restore(SmallTraining().state)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(system, opened, tmp_path, caplog):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    digests = {}
+    for _ in range(2):
+        training.step()
+        digests[training.step_number] = training.digest()
+        checkpointer.save(training.step_number)
+        checkpointer.drain()
+    checkpointer.close()
+    newest = max((path for path in tmp_path.iterdir() if path.stat().st_size > 10_000), key=lambda path: path.stat().st_mtime_ns)
+    damaged = bytearray(newest.read_bytes())
+    middle = damaged.find(bytes(training.model[0].weight.detach().numpy().tobytes()[:64]))
+    assert middle > 0, "the newest file must hold the newest weights"
+    damaged[middle + 5] ^= 0x40
+    newest.write_bytes(damaged)
+    fresh = SmallTraining(seed=1)
+    assert system(tmp_path).restore(fresh.state) == 1
+    assert fresh.digest() == digests[1]
+    assert "trying the checkpoint before it" in caplog.text
+
+
+def test_a_state_of_another_shape_is_refused_with_both_sides(system, opened, tmp_path):
+    training = SmallTraining(width=8)
+    checkpointer = opened(system, tmp_path, training.state)
+    training.step()
+    checkpointer.save(1)
+    checkpointer.close()
+    with pytest.raises(MismatchError, match=r"\(8, 8\).*\(16, 16\)"):
+        system(tmp_path).restore(SmallTraining(width=16).state)
+
+
+def test_what_cannot_be_stored_is_refused_at_the_start(system, tmp_path):
+    checkpointer = system(tmp_path)
+    with pytest.raises(StateError, match="state.bad"):
+        checkpointer.start({"bad": lambda: None})
+    checkpointer.close()
+
+
+def test_starting_twice_is_refused(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    with pytest.raises(CheckpointError, match="twice"):
+        checkpointer.start(training.state)
+
+
+def test_close_twice_and_hooks_are_gone(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    training.step()
+    checkpointer.save(1)
+    checkpointer.close()
+    checkpointer.close()
+    training.step()
+    with pytest.raises(CheckpointError, match="start"):
+        _ = checkpointer.state
+
+
+@pytest.fixture
+def file_size_limit():
+    """Makes the kernel refuse writes beyond a file size, as a full disk would, and lifts that again."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_failed_save_is_counted_logged_once_and_loses_nothing(system, opened, tmp_path, file_size_limit, caplog):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    training.step()
+    digest = training.digest()
+    checkpointer.save(1)
+    checkpointer.drain()
+    file_size_limit(4096)
+    for _ in range(2):
+        training.step()
+        checkpointer.save(training.step_number)
+        checkpointer.drain()
+    file_size_limit(None)
+    assert outcomes(checkpointer) == [Outcome.DURABLE, Outcome.FAILED, Outcome.FAILED]
+    assert str(tmp_path) in (checkpointer.events[1].error or "")
+    assert caplog.text.count("older ones stay") == 1
+    fresh = SmallTraining(seed=1)
+    assert system(tmp_path).restore(fresh.state) == 1
+    assert fresh.digest() == digest
+    training.step()
+    digest = training.digest()
+    checkpointer.save(training.step_number)
+    checkpointer.drain()
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+    assert system(tmp_path).restore(fresh.state) == 4
+    assert fresh.digest() == digest
+
+
+def test_the_optimizer_waits_for_the_copy_by_itself(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    calls = []
+    original = checkpointer.before_update
+    checkpointer.before_update = lambda: (calls.append(time.perf_counter()), original())
+    training.step()
+    training.step()
+    assert len(calls) == 2
+    assert checkpointer.update_stall_s > 0
+
+
+def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    training.step()
+    checkpointer.save(1)
+    checkpointer.drain()
+    (event,) = checkpointer.events
+    assert event.step == 1
+    assert event.requested_s <= event.copied_s <= event.finished_s
+    assert event.bytes_written >= 64 * 64 * 4 * 3
+    assert checkpointer.storage_facts()["durability"]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_kill_and_restore_in_a_fresh_process(name, tmp_path):
+    driver = Path(__file__).with_name("kill_driver.py")
+    done = subprocess.run(
+        [sys.executable, str(driver), name, str(tmp_path / "job"), "10", "7"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("exact") == 10
+
+
+def test_none_saves_nothing(tmp_path):
+    training = SmallTraining()
+    checkpointer = checkpointer_class("none")(tmp_path / "job")
+    checkpointer.start(training.state)
+    training.step()
+    checkpointer.save(1)
+    checkpointer.drain()
+    assert checkpointer.latest() is None
+    assert not (tmp_path / "job").exists()
+    with pytest.raises(NoCheckpoint, match="none"):
+        checkpointer.restore(training.state)
+    checkpointer.close()
+
+
+def test_registry_names_what_is_known():
+    assert checkpointer_names()[:4] == ["none", *SYSTEMS]
+    with pytest.raises(ConfigError, match=r"'pcheck'.*pccheck"):
+        checkpointer_class("pcheck")
+
+
+@pytest.mark.parametrize("name", ["none", *SYSTEMS])
+def test_options_are_strict_and_state_their_cost(name):
+    kind = checkpointer_class(name)
+    options = kind.Options()
+    assert isinstance(options, BaseOptions)
+    assert options.disk_bytes(100) >= (0 if name == "none" else 200)
+    assert options.host_bytes(100) >= 0
+    with pytest.raises(ValueError, match="no_such_knob"):
+        kind.Options(no_such_knob=1)
