@@ -1,0 +1,1 @@
+"""Models and data that are trained while checkpointers are measured."""

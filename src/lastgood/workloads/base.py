@@ -1,0 +1,96 @@
+"""What a workload is: one factory that gives a model, its optimizer and an endless, deterministic stream of batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from lastgood._lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Batch", "BatchStream", "Workload", "WorkloadOptions"]
+
+Batch = dict[str, "torch.Tensor"]
+
+
+class WorkloadOptions(BaseModel):
+    """Base of every workload's options. All sizes are explicit, so that a record says what ran."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    optimizer_moments: ClassVar[int] = 0
+    """Tensors of the parameters' size that the optimizer keeps (SGD with momentum 1, Adam 2)."""
+
+    def parameters(self) -> int:
+        """Number of trainable parameters, from a formula that needs no torch; a test holds it to the real model."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Predicted size of a checkpoint in bytes: fp32 parameters and optimizer moments."""
+        return 4 * self.parameters() * (1 + self.optimizer_moments)
+
+
+class BatchStream(ABC):
+    """An endless iterator of batches whose position is the number of batches *consumed*, and part of the state.
+
+    Batch `i` depends on the data, the seed and `i` alone, never on what was drawn before or on a worker's timing, so
+    a restored position gives the same batches as a run that was never stopped.
+    """
+
+    def __init__(self) -> None:
+        self.consumed = 0
+
+    @abstractmethod
+    def batch(self, index: int) -> Batch:
+        """Batch number `index` (from 0), on the CPU."""
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Batch:
+        found = self.batch(self.consumed)
+        self.consumed += 1
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        self.consumed = int(state["consumed"])
+
+
+@dataclass
+class Workload:
+    """One training job, ready to step.
+
+    `loss` runs the forward pass on a batch that is already on the device and returns the scalar loss.
+    `extra` holds further parts of the state (objects with state_dict/load_state_dict), such as a recurrent memory.
+    """
+
+    name: str
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    data: BatchStream
+    loss: Callable[[Batch], torch.Tensor]
+    data_facts: dict[str, str]
+    """What the data is: keys `name`, `source` and `sha256`, for the run record."""
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        """All that this training needs to go on, but for the random number generators (the loop adds those)."""
+        state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler
+        state.update(self.extra)
+        return state

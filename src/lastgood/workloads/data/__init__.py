@@ -1,0 +1,1 @@
+"""Data of the workloads: small real data from packages, users' own files, tokenizers and streams of batches."""

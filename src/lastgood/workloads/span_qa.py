@@ -1,0 +1,57 @@
+"""BERT for span question answering, from transformers, with random weights, trained by AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers.models.bert.configuration_bert import BertConfig
+from transformers.models.bert.modeling_bert import BertForQuestionAnswering
+
+from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.data.squad import open_squad
+from lastgood.workloads.options import BertOptions
+from lastgood.workloads.training_parts import adamw_with_warmup, seeded_build
+
+__all__ = ["build_bert"]
+
+_LEARNING_RATE = 5e-5
+
+
+def build_bert(options: BertOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
+    """Build the workload ``bert``; see `lastgood.workloads.registry.build_workload`."""
+    stream, facts = open_squad(
+        data_dir,
+        data_path,
+        batch_size=options.batch_size,
+        length=options.sequence_length,
+        vocabulary=options.vocabulary,
+        seed=seed,
+    )
+    config = BertConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        intermediate_size=options.feedforward,
+        max_position_embeddings=options.positions,
+        # Eager attention gives the same bits on every run, on CUDA too, where flash attention's backward does not.
+        attn_implementation="eager",
+    )
+    with seeded_build(seed, device):
+        model = BertForQuestionAnswering(config).train()
+        optimizer, scheduler = adamw_with_warmup(model, _LEARNING_RATE)
+
+    def loss(batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).loss
+        return found
+
+    return Workload(
+        name="bert",
+        model=model,
+        optimizer=optimizer,
+        data=stream,
+        loss=loss,
+        data_facts=facts,
+        scheduler=scheduler,
+    )

@@ -1,0 +1,104 @@
+"""VGG-16 and ResNet-50 from torchvision, with random weights, trained by SGD with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchvision.models.resnet import resnet50
+from torchvision.models.vgg import VGG, cfgs, make_layers
+
+from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.data.images import open_images
+from lastgood.workloads.options import Resnet50Options, Vgg16Options
+from lastgood.workloads.training_parts import seeded_build
+
+__all__ = ["build_resnet50", "build_vgg16"]
+
+_VisionOptionsT = TypeVar("_VisionOptionsT", Vgg16Options, Resnet50Options)
+
+_VGG_LEARNING_RATE = 0.01
+_RESNET_LEARNING_RATE_PER_IMAGE = 0.1 / 256
+"""Scaled with the batch size (Goyal et al. 2017): BatchNorm over a laptop's small batches diverges otherwise."""
+_MOMENTUM = 0.9
+_WEIGHT_DECAY = 1e-4
+_PIXEL_MEAN, _PIXEL_SPREAD = 127.5, 63.75
+
+
+def build_vgg16(options: Vgg16Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
+    """Build the workload ``vgg16``; see `lastgood.workloads.registry.build_workload`."""
+    return _build("vgg16", options, _vgg16, _VGG_LEARNING_RATE, data_dir, data_path, seed, device)
+
+
+def build_resnet50(
+    options: Resnet50Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str
+) -> Workload:
+    """Build the workload ``resnet50``; see `lastgood.workloads.registry.build_workload`."""
+    learning_rate = _RESNET_LEARNING_RATE_PER_IMAGE * options.batch_size
+    return _build("resnet50", options, _resnet50, learning_rate, data_dir, data_path, seed, device)
+
+
+def _vgg16(options: Vgg16Options) -> nn.Module:
+    # torchvision's class always makes the 4096 wide classifier: on the meta device that costs nothing.
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model: nn.Module = VGG(make_layers(cfgs["D"]), num_classes=options.classes, init_weights=False)
+        width = options.classifier_width
+        model.set_submodule("classifier.0", nn.Linear(512 * 7 * 7, width))
+        model.set_submodule("classifier.3", nn.Linear(width, width))
+        model.set_submodule("classifier.6", nn.Linear(width, options.classes))
+    model.to_empty(device=device)
+    for module in model.modules():
+        # The rules of torchvision's own VGG.
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0, 0.01)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.zeros_(parameter)
+    return model
+
+
+def _resnet50(options: Resnet50Options) -> nn.Module:
+    model: nn.Module = resnet50(weights=None, num_classes=options.classes)
+    return model
+
+
+def _build(
+    name: str,
+    options: _VisionOptionsT,
+    make_model: Callable[[_VisionOptionsT], nn.Module],
+    learning_rate: float,
+    data_dir: Path,
+    data_path: Path | None,
+    seed: int,
+    device: str,
+) -> Workload:
+    stream, facts = open_images(
+        data_dir,
+        data_path,
+        batch_size=options.batch_size,
+        image_size=options.image_size,
+        classes=options.classes,
+        seed=seed,
+    )
+    with seeded_build(seed, device):
+        model = make_model(options).train()
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=learning_rate,
+            momentum=_MOMENTUM,
+            weight_decay=_WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def loss(batch: Batch) -> torch.Tensor:
+        pixels = (batch["images"].float() - _PIXEL_MEAN) / _PIXEL_SPREAD
+        return cross_entropy(model(pixels), batch["labels"])
+
+    return Workload(name=name, model=model, optimizer=optimizer, data=stream, loss=loss, data_facts=facts)
