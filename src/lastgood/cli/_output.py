@@ -1,0 +1,30 @@
+"""How every command talks: tables and progress for people on stderr, JSON for programs on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["console", "emit_json", "emit_table"]
+
+console = Console(stderr=True, highlight=False)
+
+
+def emit_json(value: Any) -> None:
+    """Print `value` (made of JSON types) to stdout as indented JSON."""
+    sys.stdout.write(json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+
+def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table for a person to stdout."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    Console(highlight=False).print(table)

@@ -1,0 +1,100 @@
+"""`lastgood doctor`: can this machine do the work, and if not, what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lastgood.cli._output import emit_json, emit_table
+from lastgood.units import GIB, format_bytes
+
+__all__ = ["doctor"]
+
+Verdict = Literal["ok", "warning", "fault"]
+
+
+@dataclass(frozen=True)
+class _Finding:
+    verdict: Verdict
+    what: str
+    found: str
+    to_do: str = ""
+
+
+def doctor(
+    scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("scratch"),
+    data_dir: Annotated[Path, typer.Option(help="Folder of prepared data.")] = Path("data"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings to stdout as JSON.")] = False,
+) -> None:
+    """Check Python, packages, the native core, disk, memory, GPU and data; exit 1 if something must be mended."""
+    findings = [*_software(), *_machine(scratch), *_data(data_dir)]
+    if as_json:
+        emit_json([asdict(finding) for finding in findings])
+    else:
+        rows = ((finding.verdict, finding.what, finding.found, finding.to_do) for finding in findings)
+        emit_table("Lastgood on this machine", ("", "what", "found", "to do"), rows)
+    if any(finding.verdict == "fault" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _software() -> Iterator[_Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 10):
+        yield _Finding("fault", "Python", version, "use Python 3.10 or newer")
+    elif sys.version_info < (3, 11):
+        yield _Finding("warning", "Python", version, "Snakemake 9 needs 3.11; the library and `lastgood run` work")
+    else:
+        yield _Finding("ok", "Python", version)
+    for package in ("torch", "torchvision", "transformers", "snakemake", "pandas", "matplotlib"):
+        try:
+            yield _Finding("ok", package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield _Finding("fault", package, "missing", "run bash install.sh")
+    try:
+        from lastgood import _native
+    except ImportError as error:
+        yield _Finding("fault", "native core", str(error), "run bash install.sh; it needs a C++17 compiler")
+    else:
+        yield _Finding("ok", "native core", f"checksums by {_native.crc32c_implementation()}")
+
+
+def _machine(scratch: Path) -> Iterator[_Finding]:
+    from lastgood.experiments.machine import (
+        cpu_model,
+        cuda_devices,
+        free_bytes,
+        is_tmpfs,
+        machine_label,
+        memory_bytes,
+        mount_of,
+        usable_cores,
+    )
+
+    yield _Finding("ok", "machine", f"{machine_label()}: {cpu_model()}, {usable_cores()} cores")
+    memory = memory_bytes()
+    low = memory < 6 * GIB
+    yield _Finding("warning" if low else "ok", "memory", format_bytes(memory), "laptop scale wants 6 GiB" if low else "")
+    devices = cuda_devices()
+    yield _Finding("ok", "CUDA devices", ", ".join(device.name for device in devices) or "none")
+    mount, free = mount_of(scratch), free_bytes(scratch)
+    found = f"{scratch.absolute()} on {mount.filesystem}, {format_bytes(free)} free"
+    if is_tmpfs(scratch):
+        yield _Finding("fault", "scratch", found, "memory is not durable: set scratch to a folder on a disk")
+    elif free < 4 * GIB:
+        yield _Finding("fault", "scratch", found, "laptop scale wants 4 GiB free")
+    else:
+        yield _Finding("ok", "scratch", found)
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    yield _Finding("ok" if compiler else "warning", "C++ compiler", compiler or "none", "" if compiler else "needed to build")
+
+
+def _data(data_dir: Path) -> Iterator[_Finding]:
+    ready = data_dir.is_dir() and any(data_dir.iterdir())
+    yield _Finding("ok" if ready else "warning", "data", str(data_dir), "" if ready else "run lastgood data prepare")

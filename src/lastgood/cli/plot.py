@@ -1,0 +1,41 @@
+"""`lastgood plot`: a figure from its CSV file alone."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lastgood.cli._output import console
+
+__all__ = ["plot"]
+
+
+class FigureName(str, Enum):
+    """Figures that can be drawn."""
+
+    FIG8 = "fig8"
+
+
+class ColumnWidth(str, Enum):
+    """Widths in a two-column paper."""
+
+    SINGLE = "single"
+    DOUBLE = "double"
+
+
+def plot(
+    figure: Annotated[FigureName, typer.Argument(help="Which figure.", show_default=False)],
+    csv: Annotated[Path, typer.Argument(metavar="CSV", help="Its tidy CSV file.", show_default=False)],
+    out_stem: Annotated[Path, typer.Option(help="Path of the pictures without .pdf, .png, .svg.")],
+    width: Annotated[ColumnWidth, typer.Option(help="One column (3.4 in) or both (7 in).")] = ColumnWidth.DOUBLE,
+    partial: Annotated[bool, typer.Option("--partial", help="Draw it although runs are missing, and say so.")] = False,
+) -> None:
+    """Draw a figure as PDF, PNG and SVG. The same CSV always gives the same bytes."""
+    from lastgood.experiments.plot import plot_fig8
+
+    draw = {FigureName.FIG8: plot_fig8}[figure]
+    for path in draw(csv, out_stem, width="single" if width is ColumnWidth.SINGLE else "double", partial=partial):
+        console.print(str(path), markup=False)

@@ -1,0 +1,63 @@
+"""`lastgood run`: one measurement, one record."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json
+
+__all__ = ["run"]
+
+
+def run(
+    spec: Annotated[str, typer.Option(help="The run as one line of JSON; `lastgood plan FIGURE --json` prints them.")],
+    out: Annotated[Path, typer.Option(help="The record to write.")],
+    data_dir: Annotated[Path, typer.Option(help="Folder of prepared data.")] = Path("data"),
+    scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("scratch"),
+    end_with_parent: Annotated[
+        bool, typer.Option(help="End when the process that started this one ends; workflows leave no orphans this way.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as well.")] = False,
+) -> None:
+    """Measure one run and write its record, which appears whole or not at all.
+
+    Waits for its turn: one measurement at a time on a machine.
+    """
+    from pydantic import ValidationError
+
+    from lastgood.errors import ConfigError
+    from lastgood.experiments.run import execute
+    from lastgood.experiments.spec import RunSpec
+    from lastgood.processes import die_with_parent
+
+    if end_with_parent:
+        die_with_parent()
+    command = ["lastgood", "run", "--spec", spec, "--out", str(out), "--data-dir", str(data_dir), "--scratch", str(scratch)]
+    sys.stderr.write(shlex.join(command) + "\n")
+    try:
+        chosen = RunSpec.model_validate_json(spec)
+    except ValidationError as error:
+        raise ConfigError(f"--spec: not a run: {error}") from error
+    # A status line for a person at a terminal, plain lines for a log.
+    if console.is_terminal:
+        with console.status(chosen.title()) as status:
+            record = execute(chosen, data_dir, scratch, lambda stage: status.update(f"{chosen.title()}: {stage}"))
+    else:
+        record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
+    record.write(out)
+    clocks = record.clocks
+    proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"
+    console.print(
+        f"{chosen.title()}: {clocks.iterations_per_s:.3g} iterations/s, {record.counts.durable} durable checkpoints{proof}, "
+        f"{record.wall_s:.0f} s in all"
+    )
+    if as_json:
+        emit_json(record.model_dump(mode="json"))
+    if record.proof is not None and not record.proof.equal:
+        # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
+        console.print(f"[red]{chosen.title()}: the restored state differs from the live one; see the record's proof")

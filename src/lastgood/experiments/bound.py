@@ -1,0 +1,83 @@
+"""The bound: the throughput that a machine's ceilings allow, whatever the checkpointing system. Pure arithmetic.
+
+A checkpoint of S bytes every f iterations of t seconds costs two things that no system can avoid. The copy of the state
+must end before the next update overwrites it: S/C seconds, of which h hide behind the next forward and backward pass.
+And storage must take S bytes per interval, at B bytes per second in the long run. So::
+
+    bound = min(1 / (t + max(0, S/C - h) / f),  f * B / S)
+
+docs/timing.md explains the terms and how each is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Binds", "Bound", "bound_iterations_per_s", "throughput_bound"]
+
+Binds = Literal["training", "copy", "disk"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The best possible throughput, and what sets it."""
+
+    iterations_per_s: float
+    binds: Binds
+    """``disk``: the persist ceiling; ``copy``: a copy too long to hide; ``training``: neither, so it is 1/t."""
+
+
+def throughput_bound(
+    *,
+    iteration_s: float,
+    interval_steps: int,
+    state_bytes: float,
+    copy_bytes_per_s: float,
+    persist_bytes_per_s: float,
+    hide_s: float,
+) -> Bound:
+    """The bound for iterations of `iteration_s` with a checkpoint of `state_bytes` every `interval_steps`.
+
+    `hide_s` is the time from a save to the next update, behind which a copy costs nothing. An interval of 0 means no
+    checkpoints. Raises ValueError where a term is outside its range.
+    """
+    for name, value in (
+        ("iteration_s", iteration_s),
+        ("copy_bytes_per_s", copy_bytes_per_s),
+        ("persist_bytes_per_s", persist_bytes_per_s),
+    ):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value!r}")
+    for name, value in (("interval_steps", interval_steps), ("state_bytes", state_bytes), ("hide_s", hide_s)):
+        if not value >= 0:
+            raise ValueError(f"{name} must not be below 0, not {value!r}")
+    if interval_steps == 0:
+        return Bound(1 / iteration_s, "training")
+    exposed_s = max(0.0, state_bytes / copy_bytes_per_s - hide_s)
+    by_copy = 1 / (iteration_s + exposed_s / interval_steps)
+    by_disk = interval_steps * persist_bytes_per_s / state_bytes if state_bytes > 0 else math.inf
+    if by_disk < by_copy:
+        return Bound(by_disk, "disk")
+    return Bound(by_copy, "copy" if exposed_s > 0 else "training")
+
+
+def bound_iterations_per_s(
+    *,
+    iteration_s: float,
+    interval_steps: int,
+    state_bytes: float,
+    copy_bytes_per_s: float,
+    persist_bytes_per_s: float,
+    hide_s: float,
+) -> float:
+    """The number of `throughput_bound` alone, in iterations per second."""
+    return throughput_bound(
+        iteration_s=iteration_s,
+        interval_steps=interval_steps,
+        state_bytes=state_bytes,
+        copy_bytes_per_s=copy_bytes_per_s,
+        persist_bytes_per_s=persist_bytes_per_s,
+        hide_s=hide_s,
+    ).iterations_per_s

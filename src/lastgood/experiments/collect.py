@@ -1,0 +1,458 @@
+"""From run records to one figure's CSV files: a tidy one (a row per run) and a wide one (a row per system).
+
+Everything that a figure shows is in its tidy CSV, and everything in the CSV comes from the records and the ceilings.
+docs/figures.md explains each column.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePosixPath
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.atomic import write_atomically
+from lastgood.experiments.bound import Bound, throughput_bound
+from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
+from lastgood.experiments.record import RunRecord, load_record
+from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.style import system_label, system_rank
+
+__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "load_placed_record", "run_name"]
+
+_PATH_PARTS = 7
+"""Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
+
+
+@dataclass(frozen=True)
+class TidyRow:
+    """One run; the fields are the columns of the tidy CSV, in their order. None is an empty field."""
+
+    figure: str
+    panel: str
+    machine: str
+    scale: str
+    workload: str
+    system: str
+    interval_steps: int
+    repetition: int
+    cell: str
+    iterations_per_s: float
+    durable_iterations_per_s: float
+    none_iterations_per_s: float | None
+    ratio_to_none: float | None
+    bound_iterations_per_s: float | None
+    bound_binds: str | None
+    ratio_to_bound: float | None
+    stall_save_s: float
+    stall_update_s: float
+    persist_p50_s: float | None
+    persist_p99_s: float | None
+    drain_s: float
+    restore_s: float | None
+    state_bytes: int
+    checkpoints_started: int
+    checkpoints_durable: int
+    checkpoints_superseded: int
+    checkpoints_failed: int
+    checkpoints_skipped: int
+    enough_checkpoints: bool | None
+    proof_equal: bool | None
+    peak_rss_bytes: int
+    peak_device_bytes: int
+    cpu_s: float
+    bytes_written: int
+    warmup_steps: int
+    measured_steps: int
+    threads: int
+    device: str
+    seed: int
+    method: int
+    system_options: str
+    workload_options: str
+    data_name: str
+    parameters: int
+    iteration_s: float | None
+    hide_s: float | None
+    copy_ceiling_bytes_per_s: float | None
+    persist_ceiling_bytes_per_s: float
+    ceilings_measured_at: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpu: str | None
+    kernel: str
+    scratch_filesystem: str
+    scratch_device: str
+    storage: str
+    git_revision: str | None
+    git_dirty: bool | None
+    started_at: str
+    record: str
+    runs_expected: int
+    runs_missing: str
+    notes: str
+
+
+TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A figure's numbers."""
+
+    tidy: list[TidyRow]
+    wide: list[list[str]]
+    """Rows of text: the header first."""
+    warnings: list[str]
+
+    def write(self, out_tidy: Path, out_wide: Path) -> None:
+        """Write both files, each whole or not at all."""
+        write_atomically(out_wide, _csv_bytes(self.wide))
+        lines = [[_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
+        write_atomically(out_tidy, _csv_bytes([list(TIDY_COLUMNS), *lines]))
+
+
+def load_placed_record(path: Path) -> RunRecord:
+    """Load a record and check that it lies where its spec says.
+
+    Raises LastgoodError where it does not: the file was moved or edited, or belongs to another version of the settings.
+    """
+    record = load_record(path)
+    expected = record.spec.record_path()
+    if path.absolute().parts[-_PATH_PARTS:] != expected.parts:
+        raise LastgoodError(
+            f"{path}: this record's settings belong at .../{expected}; it was moved or edited, or the settings' hash "
+            "changed; remove it and run again"
+        )
+    return record
+
+
+def run_name(path: Path | PurePosixPath) -> str:
+    """``vgg16 pccheck f10 r1`` from a record's path, for messages about a record that is not there."""
+    parts = path.parts[-_PATH_PARTS:]
+    if len(parts) < _PATH_PARTS:
+        return str(path)
+    return f"{parts[2]} {parts[3]} {parts[4]} {parts[6].removesuffix('.json')}"
+
+
+def collect_files(
+    figure: str,
+    panel: str,
+    paths: Sequence[Path],
+    ceilings_path: Path,
+    *,
+    partial: bool = False,
+    expected: int | None = None,
+) -> Collected:
+    """Load records and ceilings from files and collect them.
+
+    With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `expected` is
+    the number of runs of the whole figure, where `paths` does not name all of them.
+    """
+    there = [path for path in paths if path.exists()]
+    missing = [run_name(path) for path in paths if not path.exists()]
+    runs_expected = max(len(paths), expected or 0)
+    if not there:
+        raise LastgoodError(f"{figure} {panel}: none of its {runs_expected} run records is there")
+    if not partial and len(there) < runs_expected:
+        named = f": {', '.join(missing)}" if missing else ""
+        raise LastgoodError(
+            f"{figure} {panel}: {len(there)} of {runs_expected} run records are there{named}; run what is missing, "
+            "or use --partial"
+        )
+    records = [load_placed_record(path) for path in there]
+    return collect(
+        figure, panel, records, load_ceilings(ceilings_path), runs_expected=runs_expected, runs_missing=missing
+    )
+
+
+def collect(
+    figure: str,
+    panel: str,
+    records: Sequence[RunRecord],
+    ceilings: CeilingsRecord,
+    *,
+    runs_expected: int | None = None,
+    runs_missing: Sequence[str] = (),
+) -> Collected:
+    """Put `records` of one panel together with the ceilings of their machine. Pure; the order of records is no matter.
+
+    Raises LastgoodError where records do not make one panel: several workloads or scales, a run given twice, or two
+    settings of one system at one interval.
+    """
+    _refuse_mixtures(f"{figure} {panel}", records)
+    ordered = sorted(records, key=_order)
+    shared_notes = _shared_notes(ordered, ceilings)
+    warnings = [f"{figure} {panel}: {note}" for note in shared_notes]
+    baselines = _baselines(ordered)
+    proofs = _proofs(ordered)
+    rows = []
+    for record in ordered:
+        baseline = baselines.get(_workload_key(record.spec))
+        notes = [*record.notes, *shared_notes]
+        if baseline is None:
+            notes.append("no `none` run of this workload: no ratio and no bound")
+            warnings.append(
+                f"{figure} {panel}: {record.spec.title()}: no `none` run of this workload: no ratio, no bound"
+            )
+        elif record.spec.repetition not in baseline.iterations_per_s:
+            notes.append("no `none` run of this repetition: no ratio")
+            warnings.append(f"{figure} {panel}: {record.spec.title()}: no `none` run of this repetition: no ratio")
+        rows.append(
+            _row(
+                figure,
+                panel,
+                record,
+                ceilings,
+                baseline,
+                proof_equal=proofs.get(record.spec.cell_hash),
+                runs_expected=max(len(records), runs_expected or 0),
+                runs_missing="; ".join(runs_missing),
+                notes="; ".join(notes),
+            )
+        )
+    return Collected(rows, _wide(rows), warnings)
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """What the `none` runs of a workload say."""
+
+    iterations_per_s: dict[int, float]
+    """By repetition."""
+    iteration_s: float
+    hide_s: float
+
+
+def _row(
+    figure: str,
+    panel: str,
+    record: RunRecord,
+    ceilings: CeilingsRecord,
+    baseline: _Baseline | None,
+    *,
+    proof_equal: bool | None,
+    runs_expected: int,
+    runs_missing: str,
+    notes: str,
+) -> TidyRow:
+    spec, clocks, counts, where = record.spec, record.clocks, record.counts, record.where
+    bound: Bound | None = None
+    copy_ceiling: float | None = None
+    none_iterations_per_s: float | None = None
+    if baseline is not None:
+        copy_ceiling = ceilings.copy_bytes_per_s(spec.device)
+        bound = throughput_bound(
+            iteration_s=baseline.iteration_s,
+            interval_steps=spec.interval_steps,
+            state_bytes=record.workload.state_bytes,
+            copy_bytes_per_s=copy_ceiling,
+            persist_bytes_per_s=ceilings.persist_bytes_per_s,
+            hide_s=baseline.hide_s,
+        )
+        none_iterations_per_s = baseline.iterations_per_s.get(spec.repetition)
+    proof = record.proof
+    return TidyRow(
+        figure=figure,
+        panel=panel,
+        machine=spec.machine,
+        scale=spec.scale,
+        workload=spec.workload,
+        system=spec.system,
+        interval_steps=spec.interval_steps,
+        repetition=spec.repetition,
+        cell=spec.variant,
+        iterations_per_s=clocks.iterations_per_s,
+        durable_iterations_per_s=clocks.durable_iterations_per_s,
+        none_iterations_per_s=none_iterations_per_s,
+        ratio_to_none=clocks.iterations_per_s / none_iterations_per_s if none_iterations_per_s else None,
+        bound_iterations_per_s=bound.iterations_per_s if bound else None,
+        bound_binds=bound.binds if bound else None,
+        ratio_to_bound=clocks.durable_iterations_per_s / bound.iterations_per_s if bound else None,
+        stall_save_s=clocks.stall_save_s,
+        stall_update_s=clocks.stall_update_s,
+        persist_p50_s=statistics.median(clocks.persist_s) if clocks.persist_s else None,
+        persist_p99_s=_nearest_rank(clocks.persist_s, 0.99) if clocks.persist_s else None,
+        drain_s=clocks.drain_s,
+        restore_s=proof.restore_s if proof else None,
+        state_bytes=record.workload.state_bytes,
+        checkpoints_started=counts.started,
+        checkpoints_durable=counts.durable,
+        checkpoints_superseded=counts.superseded,
+        checkpoints_failed=counts.failed,
+        checkpoints_skipped=counts.skipped,
+        # A superseded checkpoint was written in full, so it cost what a durable one costs.
+        enough_checkpoints=counts.durable + counts.superseded >= 2 if spec.interval_steps else None,
+        proof_equal=proof.equal if proof else proof_equal,
+        peak_rss_bytes=record.resources.peak_rss_bytes,
+        peak_device_bytes=record.resources.peak_device_bytes,
+        cpu_s=record.resources.cpu_s,
+        bytes_written=record.resources.bytes_written,
+        warmup_steps=spec.warmup_steps,
+        measured_steps=clocks.measured_steps,
+        threads=spec.threads,
+        device=spec.device,
+        seed=spec.seed,
+        method=spec.method,
+        system_options=_json(spec.system_options),
+        workload_options=_json(spec.workload_options),
+        data_name=record.workload.data_name,
+        parameters=record.workload.parameters,
+        iteration_s=baseline.iteration_s if baseline else None,
+        hide_s=baseline.hide_s if baseline else None,
+        copy_ceiling_bytes_per_s=copy_ceiling,
+        persist_ceiling_bytes_per_s=ceilings.persist_bytes_per_s,
+        ceilings_measured_at=ceilings.measured_at,
+        cpu=where.cpu,
+        cores=where.cores,
+        memory_bytes=where.memory_bytes,
+        gpu=where.gpu,
+        kernel=where.kernel,
+        scratch_filesystem=where.scratch_filesystem,
+        scratch_device=where.scratch_device,
+        storage=_json(record.storage),
+        git_revision=where.git_revision,
+        git_dirty=where.git_dirty,
+        started_at=record.started_at,
+        record=str(spec.record_path()),
+        runs_expected=runs_expected,
+        runs_missing=runs_missing,
+        notes=notes,
+    )
+
+
+def _order(record: RunRecord) -> tuple[tuple[int, str], int, int]:
+    return (system_rank(record.spec.system), record.spec.interval_steps, record.spec.repetition)
+
+
+def _workload_key(spec: RunSpec) -> str:
+    """What a run and its `none` run share."""
+    shared = (spec.machine, spec.scale, spec.workload, spec.workload_options, spec.device, spec.threads, spec.data)
+    return _json(shared)
+
+
+def _baselines(records: Iterable[RunRecord]) -> dict[str, _Baseline]:
+    runs: dict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        if record.spec.system == "none":
+            runs[_workload_key(record.spec)].append(record)
+    return {
+        key: _Baseline(
+            iterations_per_s={record.spec.repetition: record.clocks.iterations_per_s for record in found},
+            iteration_s=statistics.median(1 / record.clocks.iterations_per_s for record in found),
+            hide_s=statistics.median(record.clocks.hide_s for record in found),
+        )
+        for key, found in runs.items()
+    }
+
+
+def _proofs(records: Iterable[RunRecord]) -> dict[str, bool]:
+    """By cell: whether every proof made in it held. Cells without a proof are not there."""
+    found: dict[str, bool] = {}
+    for record in records:
+        if record.proof is not None:
+            cell = record.spec.cell_hash
+            found[cell] = found.get(cell, True) and record.proof.equal
+    return found
+
+
+def _refuse_mixtures(name: str, records: Sequence[RunRecord]) -> None:
+    if not records:
+        raise LastgoodError(f"{name}: no run record")
+    for what, values in (
+        ("workload", {record.spec.workload for record in records}),
+        ("scale", {record.spec.scale for record in records}),
+    ):
+        if len(values) > 1:
+            raise LastgoodError(
+                f"{name}: a panel shows one {what}, not {', '.join(sorted(values))}; collect them one by one"
+            )
+    twice = [str(path) for path, count in Counter(record.spec.record_path() for record in records).items() if count > 1]
+    if twice:
+        raise LastgoodError(f"{name}: given twice: {', '.join(sorted(twice))}")
+    cells: dict[tuple[str, int], PurePosixPath] = {}
+    for record in sorted(records, key=_order):
+        path = record.spec.record_path()
+        first = cells.setdefault((record.spec.system, record.spec.interval_steps), path)
+        if first.parent != path.parent:
+            raise LastgoodError(
+                f"{name}: two settings of {record.spec.system} at interval {record.spec.interval_steps}: "
+                f"{first.parent} and {path.parent}; a panel shows one, so leave the other out"
+            )
+
+
+def _shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> list[str]:
+    """What every row of a panel should say, because its rows are not of one make."""
+    notes = []
+    revisions = {_revision(record) for record in records}
+    if len(revisions) > 1:
+        notes.append(f"mixed revisions: {', '.join(sorted(revisions))}")
+    machines = {record.spec.machine for record in records}
+    if len(machines) > 1:
+        notes.append(f"mixed machines: {', '.join(sorted(machines))}")
+    if machines != {ceilings.machine}:
+        notes.append(f"ceilings are of {ceilings.machine}, runs of {', '.join(sorted(machines))}")
+    methods: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        methods[record.spec.system].add(record.spec.method)
+    for system, versions in methods.items():
+        if len(versions) > 1:
+            notes.append(f"mixed methods of {system}: {', '.join(map(str, sorted(versions)))}")
+    if ceilings.quick:
+        notes.append("ceilings were measured with --quick")
+    return notes
+
+
+def _revision(record: RunRecord) -> str:
+    revision = (record.where.git_revision or "unknown")[:12]
+    return f"{revision}+dirty" if record.where.git_dirty else revision
+
+
+def _wide(rows: Sequence[TidyRow]) -> list[list[str]]:
+    """Median iterations/s with a row per system and a column per interval.
+
+    As in the files of PCcheck's artefact, systems go by their printed names, and column 0 (no checkpoints) is filled in
+    every row: here with the one `none` run that all of them share.
+    """
+    values: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        values[row.system, row.interval_steps].append(row.iterations_per_s)
+    medians = {key: statistics.median(found) for key, found in values.items()}
+    systems = sorted({row.system for row in rows} - {"none"}, key=system_rank) or ["none"]
+    intervals = sorted({row.interval_steps for row in rows})
+    table = [["system", *map(str, intervals)]]
+    for system in systems:
+        line = [medians.get((system, interval)) for interval in intervals]
+        if intervals[0] == 0 and line[0] is None:
+            line[0] = medians.get(("none", 0))
+        table.append([system_label(system), *map(_text, line)])
+    return table
+
+
+def _nearest_rank(values: Sequence[float], share: float) -> float:
+    """The smallest measured value that at least `share` of all values do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _text(value: object) -> str:
+    """A field of a CSV; a float is written so that reading it back gives the same float."""
+    if value is None:
+        return ""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue().encode()

@@ -1,0 +1,266 @@
+"""What the processes of one run do: the trainer measures and takes the live digest, the restorer proves. Needs torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lastgood.checkpointers.base import CheckpointEvent, Checkpointer, Outcome
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
+from lastgood.experiments.spec import RunSpec
+from lastgood.state import flatten, seed_everything, state_digest
+from lastgood.training.loop import Segment, TrainingLoop, configure_compute
+from lastgood.workloads.base import Workload
+from lastgood.workloads.registry import build_workload, workload_options_class
+
+__all__ = ["LiveProof", "Measurement", "RestoredProof", "prove_restore", "train_and_measure"]
+
+_PROOF_STEPS_AFTER = 2
+"""Steps trained on after the proved checkpoint, live and restored, whose losses must agree."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LiveProof:
+    """What the trainer saw of the checkpoint to prove."""
+
+    step: int
+    digest: str
+    next_losses: list[float]
+
+
+@dataclass(frozen=True)
+class RestoredProof:
+    """What the restorer saw of it."""
+
+    step: int
+    digest: str
+    next_losses: list[float]
+    restore_s: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the trainer hands back."""
+
+    workload: WorkloadFacts
+    clocks: Clocks
+    resources: Resources
+    counts: Counts
+    storage: dict[str, Any]
+    proof: LiveProof | None
+    notes: list[str] = field(default_factory=list)
+
+
+def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> Measurement:
+    """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
+
+    Raises LastgoodError if a checkpoint failed: such a run measures something else.
+    """
+    configure_compute(spec.threads, deterministic=False)
+    report("building the workload")
+    workload = _build(spec, data_dir)
+    checkpointer = _checkpointer(spec, checkpoints)
+    loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    loop.start()
+    try:
+        report(f"warming up, {spec.warmup_steps} steps")
+        loop.train(spec.warmup_steps)
+        if spec.interval_steps:
+            # One untimed checkpoint: slots are written for the first time, and buffers touched.
+            loop.save()
+            _drain(checkpointer)
+        loop.first_step = loop.progress.step
+        loop.interval_steps = spec.interval_steps
+        before = len(checkpointer.events)
+        report(f"measuring, {spec.measured_steps} steps")
+        cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
+        segment = loop.train(spec.measured_steps)
+        stall_update_s = checkpointer.update_stall_s - stall_before
+        started = time.perf_counter()
+        checkpointer.drain()
+        drain_s = time.perf_counter() - started if spec.interval_steps else 0.0
+        cpu_s = _cpu_s() - cpu_before
+        events = checkpointer.events[before:]
+        _refuse_failures(events)
+        if not all(map(math.isfinite, segment.losses)):
+            raise LastgoodError(f"{spec.title()}: a loss is not finite: {segment.losses}; the workload's options diverge")
+        flat = flatten(loop.state)
+        measurement = Measurement(
+            workload=WorkloadFacts(
+                parameters=sum(parameter.numel() for parameter in workload.model.parameters()),
+                state_bytes=flat.layout.payload_bytes,
+                state_tensors=flat.layout.tensor_count(),
+                data_name=workload.data_facts["name"],
+                data_source=workload.data_facts["source"],
+                data_sha256=workload.data_facts["sha256"],
+                losses=segment.losses,
+            ),
+            clocks=_clocks(spec, segment, events, stall_update_s, drain_s),
+            resources=Resources(
+                peak_rss_bytes=_peak_rss_bytes(),
+                peak_device_bytes=torch.cuda.max_memory_allocated() if spec.device == "cuda" else 0,
+                cpu_s=cpu_s,
+                bytes_written=sum(event.bytes_written for event in events),
+            ),
+            counts=_counts(events),
+            storage=checkpointer.storage_facts(),
+            proof=None,
+        )
+        del flat
+        if not spec.proof:
+            return measurement
+        report("training on for the restore proof")
+        return Measurement(**{**measurement.__dict__, "proof": _live_proof(loop)})
+    finally:
+        checkpointer.close()
+
+
+def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> RestoredProof:
+    """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
+    configure_compute(spec.threads, deterministic=True)
+    report("building the workload again")
+    workload = _build(spec, data_dir)
+    _scramble(workload)
+    checkpointer = _checkpointer(spec, checkpoints)
+    loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    _forget_cached_pages(checkpoints)
+    report("restoring")
+    started = time.perf_counter()
+    step = loop.restore()
+    restore_s = time.perf_counter() - started
+    digest = state_digest(loop.state)
+    report("training on from the restored state")
+    workload.model.train()
+    losses = loop.train(_PROOF_STEPS_AFTER).losses
+    checkpointer.close()
+    return RestoredProof(step, digest, losses, restore_s)
+
+
+def _live_proof(loop: TrainingLoop) -> LiveProof:
+    """Two checkpoints in neighbouring steps, the second of which is proved, and training that overwrites both at once.
+
+    The digest is taken from the live tensors before the save, not between save and update, where it would give a careless
+    copy the time to finish.
+    """
+    configure_compute(torch.get_num_threads(), deterministic=True)
+    events = loop.checkpointer.events
+    before = len(events)
+    loop.interval_steps = 0
+    loop.train(1)
+    loop.save()
+    loop.train(1)
+    digest, step = state_digest(loop.state), loop.progress.step
+    loop.save()
+    losses = loop.train(_PROOF_STEPS_AFTER).losses
+    _drain(loop.checkpointer)
+    _refuse_failures(events[before:])
+    return LiveProof(step, digest, losses)
+
+
+def _build(spec: RunSpec, data_dir: Path) -> Workload:
+    options = workload_options_class(spec.workload).model_validate(spec.workload_options)
+    seed_everything(spec.seed)
+    data_path = Path(spec.data) if spec.data is not None else None
+    return build_workload(
+        spec.workload, options, data_dir=data_dir, data_path=data_path, seed=spec.seed, device=spec.device
+    )
+
+
+def _checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
+    kind = checkpointer_class(spec.system)
+    return kind(checkpoints, kind.Options.model_validate(spec.knobs()))
+
+
+def _scramble(workload: Workload) -> None:
+    """Make every parameter and generator wrong, so that what a restore leaves out shows."""
+    with torch.no_grad():
+        for parameter in workload.model.parameters():
+            parameter.add_(1)
+    seed_everything(20_000_001)
+    for _ in range(3):
+        next(workload.data)
+
+
+def _drain(checkpointer: Checkpointer) -> None:
+    checkpointer.drain()
+    _refuse_failures(checkpointer.events)
+
+
+def _refuse_failures(events: Sequence[CheckpointEvent]) -> None:
+    failed = [event for event in events if event.outcome is Outcome.FAILED]
+    if failed:
+        raise CheckpointError(
+            f"{len(failed)} of {len(events)} checkpoints failed, so this run measures nothing; "
+            f"the first, of step {failed[0].step}: {failed[0].error}"
+        )
+
+
+def _clocks(
+    spec: RunSpec, segment: Segment, events: Sequence[CheckpointEvent], stall_update_s: float, drain_s: float
+) -> Clocks:
+    elapsed_s = segment.clock.elapsed_s
+    finished = [
+        event.finished_s - event.requested_s
+        for event in events
+        if event.finished_s is not None and event.outcome in (Outcome.DURABLE, Outcome.SUPERSEDED)
+    ]
+    return Clocks(
+        measured_steps=spec.measured_steps,
+        elapsed_s=elapsed_s,
+        iterations_per_s=spec.measured_steps / elapsed_s,
+        durable_iterations_per_s=spec.measured_steps / (elapsed_s + drain_s),
+        step_s=segment.clock.step_s(),
+        hide_s=segment.clock.hide_s(),
+        stall_save_s=segment.stall_save_s,
+        stall_update_s=stall_update_s,
+        persist_s=finished,
+        drain_s=drain_s,
+    )
+
+
+def _counts(events: Sequence[CheckpointEvent]) -> Counts:
+    def count(outcome: Outcome) -> int:
+        return sum(event.outcome is outcome for event in events)
+
+    return Counts(
+        started=len(events),
+        durable=count(Outcome.DURABLE),
+        superseded=count(Outcome.SUPERSEDED),
+        failed=count(Outcome.FAILED),
+        skipped=count(Outcome.SKIPPED),
+    )
+
+
+def _cpu_s() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
+
+def _peak_rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LastgoodError("/proc/self/status holds no VmHWM; run records need a Linux kernel with /proc")
+
+
+def _forget_cached_pages(folder: Path) -> None:
+    """Ask the kernel to drop the files from its page cache, so that a restore reads the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,143 @@
+"""The run record: one JSON file per run, written once, atomically, and never edited. Needs no torch.
+
+This schema serves the workflow's validation, the CSV columns and the docs (docs/timing.md explains each clock).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.atomic import write_atomically
+from lastgood.experiments.spec import RunSpec
+
+__all__ = ["RECORD_VERSION", "Clocks", "Counts", "Proof", "Resources", "RunRecord", "WhereRun", "WorkloadFacts", "load_record"]
+
+RECORD_VERSION: Literal[1] = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WhereRun(_Part):
+    """The machine and the software of a run."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpu: str | None
+    kernel: str
+    scratch_path: str
+    scratch_filesystem: str
+    scratch_device: str
+    versions: dict[str, str]
+    git_revision: str | None
+    git_dirty: bool | None
+
+
+class WorkloadFacts(_Part):
+    """What was trained."""
+
+    parameters: int
+    state_bytes: int
+    """Bytes of one checkpoint's tensors, aliases counted once, after the warm-up."""
+    state_tensors: int
+    data_name: str
+    data_source: str
+    data_sha256: str
+    losses: list[float]
+    """Loss of every measured step, in order."""
+
+
+class Clocks(_Part):
+    """All times in seconds, of measured steps only; the warm-up is excluded."""
+
+    measured_steps: int
+    elapsed_s: float
+    """First measured step's start to last one's end, saves included, drain excluded."""
+    iterations_per_s: float
+    durable_iterations_per_s: float
+    """measured_steps / (elapsed_s + drain_s): what is unfinished at the end counts."""
+    step_s: list[float]
+    """Duration of every step, with its save if it had one."""
+    hide_s: float
+    """Median time from a save (or a step's end, without one) to the next update: what a copy can hide behind."""
+    stall_save_s: float
+    """Total time in save()."""
+    stall_update_s: float
+    """Total time that optimizers waited in before_update()."""
+    persist_s: list[float]
+    """From each save() call to that checkpoint's durability."""
+    drain_s: float
+
+
+class Resources(_Part):
+    """Peaks and totals of the training process, over its whole life unless said otherwise."""
+
+    peak_rss_bytes: int
+    peak_device_bytes: int
+    cpu_s: float
+    """User and system time over the measured steps and the drain, all threads."""
+    bytes_written: int
+    """Bytes that the checkpointer handed to storage over the measured steps and the drain."""
+
+
+class Counts(_Part):
+    """Checkpoints asked for during the measured steps, by what became of them."""
+
+    started: int
+    durable: int
+    superseded: int
+    failed: int
+    skipped: int
+
+
+class Proof(_Part):
+    """The restore proof: a digest of live tensors, and one taken in a fresh process after a restore."""
+
+    step: int
+    restored_step: int
+    digest_live: str
+    digest_restored: str
+    equal: bool
+    restore_s: float
+    next_losses_live: list[float]
+    """Losses of the steps that followed the checkpoint in the run that was never stopped."""
+    next_losses_restored: list[float]
+    """The same steps, trained on from the restored state."""
+
+
+class RunRecord(_Part):
+    """One run, whole."""
+
+    record_version: Literal[1] = RECORD_VERSION
+    spec: RunSpec
+    started_at: str
+    """UTC, ISO 8601."""
+    wall_s: float
+    """The whole `lastgood run`, from its lock to its record."""
+    where: WhereRun
+    workload: WorkloadFacts
+    clocks: Clocks
+    resources: Resources
+    counts: Counts
+    storage: dict[str, Any] = Field(default_factory=dict)
+    """What the system says about how its bytes reached the disk, for instance ``{"direct_io": true}``."""
+    proof: Proof | None
+    notes: list[str] = Field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the whole record or none."""
+        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+
+
+def load_record(path: Path) -> RunRecord:
+    """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
+    try:
+        return RunRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError, ValueError) as error:
+        raise LastgoodError(f"{path}: not a run record of version {RECORD_VERSION}: {error}; remove it and run again") from error

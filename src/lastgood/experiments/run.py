@@ -1,0 +1,200 @@
+"""One run: a parent that holds the machine's lock, and fresh processes that train and restore.
+
+The parent imports torch once and forks; it starts no thread, computes nothing and never touches CUDA, so that each child
+begins as an interpreter that has only imported. The restorer shares no memory of a model with the trainer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lastgood.errors import ConfigError, LastgoodError, LockHeld, WaitTimeout
+from lastgood.experiments.machine import is_tmpfs, where_run
+from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.record import Proof, RunRecord
+from lastgood.experiments.spec import RunSpec
+from lastgood.locks import FileLock
+from lastgood.processes import die_with_parent
+from lastgood.workloads.registry import workload_module
+
+__all__ = ["execute"]
+
+Report = Callable[[str], None]
+
+_SILENCE_S = 900.0
+"""A child that says nothing for this long is ended."""
+_LOCK_WAIT_S = 24 * 3600.0
+
+
+def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report) -> RunRecord:
+    """Measure `spec` and return its record. Checkpoints live in a folder of their own below `scratch`, removed at the end.
+
+    `report` is told each stage. Raises LastgoodError, naming what failed; nothing is left behind then.
+    """
+    if is_tmpfs(scratch):
+        raise ConfigError(f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk")
+    lock = machine_lock()
+    lock.acquire(_LOCK_WAIT_S, on_wait=report)
+    try:
+        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        began = time.monotonic()
+        folder = _Scratch(scratch, spec)
+        try:
+            return _execute(spec, data_dir, folder.path, report, started_at, began)
+        finally:
+            folder.remove()
+    finally:
+        lock.release()
+
+
+def _execute(
+    spec: RunSpec, data_dir: Path, folder: Path, report: Report, started_at: str, began: float
+) -> RunRecord:
+    report("importing torch")
+    _import_before_fork(spec)
+    from lastgood.experiments.measure import prove_restore, train_and_measure
+
+    checkpoints = folder / "checkpoints"
+    measured = _in_child(f"the trainer of {spec.title()}", train_and_measure, (spec, checkpoints, data_dir), report)
+    proof = None
+    if measured.proof is not None:
+        restored = _in_child(f"the restorer of {spec.title()}", prove_restore, (spec, checkpoints, data_dir), report)
+        proof = Proof(
+            step=measured.proof.step,
+            restored_step=restored.step,
+            digest_live=measured.proof.digest,
+            digest_restored=restored.digest,
+            equal=measured.proof.digest == restored.digest and measured.proof.step == restored.step,
+            restore_s=restored.restore_s,
+            next_losses_live=measured.proof.next_losses,
+            next_losses_restored=restored.next_losses,
+        )
+    return RunRecord(
+        spec=spec,
+        started_at=started_at,
+        wall_s=time.monotonic() - began,
+        where=where_run(folder.parent),
+        workload=measured.workload,
+        clocks=measured.clocks,
+        resources=measured.resources,
+        counts=measured.counts,
+        storage=measured.storage,
+        proof=proof,
+        notes=measured.notes,
+    )
+
+
+def _import_before_fork(spec: RunSpec) -> None:
+    """Import what both children need. numpy's OpenBLAS would start threads at import; a fork must not lose them."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    importlib.import_module("torch")
+    importlib.import_module("torch._dynamo")  # every optimizer imports it when it is made, a second for each child
+    importlib.import_module(workload_module(spec.workload))
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise LastgoodError(f"cannot fork: threads are running already ({names}); start runs through `lastgood run`")
+
+
+# -- children ----------------------------------------------------------------------------------------------------------
+
+
+def _in_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], report: Report) -> Any:
+    """Call `function(*arguments, report)` in a forked child and return its result.
+
+    Raises LastgoodError with the child's own message if it fails, its exit code if it dies, or WaitTimeout if it falls silent.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, os.getpid(), function, arguments), name=name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.start()
+    theirs.close()
+    try:
+        return _listen(name, ours, process, report)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join(60)
+        ours.close()
+
+
+def _listen(name: str, pipe: Connection, process: Any, report: Report) -> Any:
+    stage = "starting"
+    while True:
+        if not pipe.poll(_SILENCE_S):
+            raise WaitTimeout(f"{name} said nothing for {_SILENCE_S:.0f} s while {stage}; ended it")
+        try:
+            kind, content = pipe.recv()
+        except EOFError:
+            process.join(60)
+            raise LastgoodError(f"{name} died while {stage}, exit code {process.exitcode}") from None
+        if kind == "stage":
+            stage = content
+            report(content)
+        elif kind == "error":
+            raise LastgoodError(f"{name} failed while {stage}: {content}")
+        else:
+            return content
+
+
+def _child(pipe: Connection, parent: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
+    try:
+        result = function(*arguments, lambda stage: pipe.send(("stage", stage)))
+        pipe.send(("result", result))
+    except LastgoodError as error:
+        pipe.send(("error", str(error)))
+    except BaseException as error:  # whatever it is, the parent must hear of it, and the log must show where
+        traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+# -- scratch -----------------------------------------------------------------------------------------------------------
+
+
+class _Scratch:
+    """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
+
+    _NAME = re.compile(r"run-\d+-[0-9a-f]{8}")
+
+    def __init__(self, scratch: Path, spec: RunSpec) -> None:
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+            self._sweep(scratch)
+            self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
+            self.path.mkdir()
+        except OSError as error:
+            raise LastgoodError(f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to") from error
+        self._lock = FileLock(self.path / "lock", f"scratch folder {self.path}")
+        self._lock.acquire()
+
+    def _sweep(self, scratch: Path) -> None:
+        for left in scratch.iterdir():
+            if not self._NAME.fullmatch(left.name) or not (left / "lock").exists():
+                continue
+            lock = FileLock(left / "lock", f"scratch folder {left}")
+            try:
+                lock.acquire()
+            except (LockHeld, OSError):
+                continue  # in use, or another user's
+            shutil.rmtree(left, ignore_errors=True)
+            lock.release()
+
+    def remove(self) -> None:
+        """Delete the folder and all checkpoints in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()

@@ -1,0 +1,87 @@
+"""RunSpec: what one measurement is, where its record lies, and how it is asked for again. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["SPEC_VERSION", "RunSpec", "Scale"]
+
+SPEC_VERSION: Literal[1] = 1
+Scale = Literal["laptop", "gpu", "paper"]
+Scalar = str | int | float | bool | None
+
+
+class RunSpec(BaseModel):
+    """One measurement: workload, system, interval, repetition, and every knob resolved.
+
+    Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec_version: Literal[1] = SPEC_VERSION
+    machine: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    scale: Scale
+    workload: str
+    workload_options: dict[str, Scalar] = Field(default_factory=dict)
+    system: str
+    system_options: dict[str, Scalar] = Field(default_factory=dict)
+    method: int = Field(ge=1)
+    """The system's METHOD version."""
+    interval_steps: int = Field(ge=0)
+    """Steps between checkpoints; 0 for a run without any."""
+    warmup_steps: int = Field(ge=0)
+    measured_steps: int = Field(ge=1)
+    proof: bool = True
+    """Whether the run also proves its restore, untimed, after the measurement."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = Field(ge=1)
+    seed: int = Field(ge=0)
+    repetition: int = Field(ge=0)
+    data: str | None = None
+    """Path of the data that a user gave; None for the small data that Lastgood prepares."""
+
+    def canonical_json(self) -> str:
+        """One line of JSON with sorted keys: the argument of `lastgood run --spec`."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def cell_hash(self) -> str:
+        """Eight hex digits over everything but repetition, seed and proof."""
+        chosen = self.model_dump(mode="json", exclude={"repetition", "seed", "proof"})
+        text = json.dumps(chosen, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @property
+    def variant(self) -> str:
+        """Readable axes and the short hash, for instance ``n2-p2-c81f4a58``."""
+        readable = [f"{letter}{self.system_options[key]}" for key, letter in _READABLE if key in self.system_options]
+        return "-".join([*readable, f"c{self.cell_hash}"])
+
+    def record_path(self) -> PurePosixPath:
+        """Where the record lies, below the results folder."""
+        return PurePosixPath(
+            self.machine,
+            self.scale,
+            self.workload,
+            self.system,
+            f"f{self.interval_steps}",
+            self.variant,
+            f"r{self.repetition}.json",
+        )
+
+    def title(self) -> str:
+        """A short name for logs and progress bars."""
+        return f"{self.workload} {self.system} f{self.interval_steps} r{self.repetition}"
+
+    def knobs(self) -> dict[str, Any]:
+        """The system's options, as its Options model takes them."""
+        return dict(self.system_options)
+
+
+_READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

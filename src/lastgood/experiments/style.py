@@ -1,0 +1,110 @@
+"""How systems and workloads are named, ordered and coloured, alike in every figure and table. Needs no matplotlib."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "BOUND_COLOUR",
+    "NONE_COLOUR",
+    "RC_PARAMS",
+    "WIDTHS_IN",
+    "SystemStyle",
+    "panel_title",
+    "system_label",
+    "system_rank",
+    "system_styles",
+]
+
+# The colours of Okabe and Ito (2008), which people with any common colour vision tell apart; black and vermillion are
+# kept for the two lines that every figure has.
+NONE_COLOUR = "#000000"
+BOUND_COLOUR = "#D55E00"
+_SPARE_COLOURS = ("#CC79A7", "#F0E442", "#56B4E9", "#999999", "#009E73", "#E69F00", "#0072B2")
+
+_SYSTEMS = {
+    "none": ("no checkpoints", NONE_COLOUR),
+    "sync": ("sync", "#999999"),
+    "checkfreq": ("CheckFreq", "#E69F00"),
+    "gpm": ("GPM", "#56B4E9"),
+    "gemini": ("Gemini", "#CC79A7"),
+    "dcp": ("PyTorch DCP", "#F0E442"),
+    "checkmate": ("Checkmate", "#009E73"),
+    "flowcheck": ("FlowCheck", "#009E73"),
+    "pccheck": ("PCcheck", "#0072B2"),
+}
+"""Every system that has a place of its own, in the order of bars and rows: baselines first, the papers' own last."""
+
+_WORKLOADS = {
+    "vgg16": ("a", "VGG-16"),
+    "bert": ("b", "BERT"),
+    "transformer_xl": ("c", "Transformer-XL"),
+    "opt": ("d", "OPT"),
+    "bloom": ("f", "BLOOM"),
+    "resnet50": ("", "ResNet-50"),
+}
+"""The panel letter of PCcheck's figure 8, and the name to print."""
+
+WIDTHS_IN = {"single": 3.4, "double": 7.0}
+"""One column and the full width of a two-column paper, in inches."""
+
+RC_PARAMS: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "axes.labelsize": 7.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.0,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "hatch.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    # TrueType in PDF, as publishers ask; outlines in SVG, so that it looks the same without the font.
+    "pdf.fonttype": 42,
+    "svg.fonttype": "path",
+    # Names inside the SVG come from this and not from a clock, so that a second drawing is the same file.
+    "svg.hashsalt": "lastgood",
+}
+
+
+@dataclass(frozen=True)
+class SystemStyle:
+    """A system's name in print and its colour."""
+
+    label: str
+    colour: str
+
+
+def system_rank(system: str) -> tuple[int, str]:
+    """Sort key of systems: the fixed order, then all others by name."""
+    order = list(_SYSTEMS)
+    return (order.index(system) if system in order else len(order), system)
+
+
+def system_label(system: str) -> str:
+    """The name of `system` in print."""
+    return _SYSTEMS[system][0] if system in _SYSTEMS else system
+
+
+def system_styles(systems: list[str]) -> dict[str, SystemStyle]:
+    """A style for each of `systems`, in the fixed order; systems from other packages get the colours that are left."""
+    known = {system: _SYSTEMS[system][1] for system in systems if system in _SYSTEMS}
+    spare = [colour for colour in _SPARE_COLOURS if colour not in known.values()]
+    styles = {}
+    for system in sorted(systems, key=system_rank):
+        colour = known.get(system)
+        if colour is None:
+            colour = spare.pop(0) if spare else _SPARE_COLOURS[-1]
+        styles[system] = SystemStyle(system_label(system), colour)
+    return styles
+
+
+def panel_title(figure: str, workload: str) -> str:
+    """``Figure 8a: VGG-16`` for figure ``fig8`` and workload ``vgg16``."""
+    letter, name = _WORKLOADS.get(workload, ("", workload))
+    number = figure.removeprefix("fig")
+    heading = f"Figure {number}{letter if number == '8' else ''}" if number.isdigit() else figure
+    return f"{heading}: {name}"

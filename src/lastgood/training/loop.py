@@ -1,0 +1,127 @@
+"""The training loop: one workload, one checkpointer, and clocks around both."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.state import RngState
+from lastgood.training.clock import StepClock
+from lastgood.workloads.base import Batch, Workload
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Progress", "Segment", "TrainingLoop", "configure_compute"]
+
+
+def configure_compute(threads: int, deterministic: bool) -> None:
+    """Set CPU threads and, for proofs, deterministic kernels; TF32 as the papers' set-ups use it.
+
+    Deterministic kernels cost speed on CUDA and nothing on the CPU; a measurement runs without, a proof with them. cuBLAS
+    reads its workspace setting when CUDA starts, so it is set in either case.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+
+
+class Progress:
+    """The number of finished steps, as a part of the state."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved step."""
+        self.step = int(state["step"])
+
+
+@dataclass
+class Segment:
+    """What a number of steps gave."""
+
+    clock: StepClock
+    losses: list[float] = field(default_factory=list)
+    stall_save_s: float = 0.0
+
+
+class TrainingLoop:
+    """Trains `workload` and offers its state to `checkpointer` every `interval_steps` steps (0: never).
+
+    The interval counts from `first_step`, so that a warm-up of any length does not shift the saves of a measurement.
+    """
+
+    def __init__(self, workload: Workload, checkpointer: Checkpointer, interval_steps: int, device: str) -> None:
+        self.workload = workload
+        self.checkpointer = checkpointer
+        self.interval_steps = interval_steps
+        self.device = device
+        self.progress = Progress()
+        self.first_step = 0
+        self.state: dict[str, Any] = {**workload.state(), "rng": RngState(), "progress": self.progress}
+
+    def restore(self, step: int | None = None) -> int:
+        """Load the newest whole checkpoint (or that of `step`) and return its step."""
+        found = self.checkpointer.restore(self.state, step)
+        self.first_step = self.progress.step
+        return found
+
+    def start(self) -> None:
+        """Hand the state to the checkpointer; before the first step, after any restore."""
+        self.workload.model.train()
+        self.checkpointer.start(self.state)
+
+    def train(self, steps: int) -> Segment:
+        """Take `steps` steps, with saves where the interval asks for them."""
+        segment = Segment(StepClock(self.device))
+        losses = []
+        segment.clock.begin()
+        for _ in range(steps):
+            losses.append(self._step(segment))
+        segment.clock.end()
+        segment.losses = [float(loss) for loss in losses]
+        return segment
+
+    def save(self) -> None:
+        """Save now, whatever the interval says."""
+        self.checkpointer.save(self.progress.step)
+
+    def _step(self, segment: Segment) -> torch.Tensor:
+        clock, workload = segment.clock, self.workload
+        clock.step_started()
+        batch = self._to_device(next(workload.data))
+        loss = workload.loss(batch)
+        loss.backward()
+        clock.update_reached()
+        workload.optimizer.step()
+        if workload.scheduler is not None:
+            workload.scheduler.step()
+        workload.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        if self.interval_steps and (self.progress.step - self.first_step) % self.interval_steps == 0:
+            before = time.perf_counter()
+            self.save()
+            segment.stall_save_s += time.perf_counter() - before
+        clock.step_ended()
+        return loss.detach()
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,198 @@
+"""The ceilings: sane numbers, nothing left behind, refusals by name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from tests.experiments.records import make_ceilings
+from typer.testing import CliRunner
+
+from lastgood.errors import ConfigError, LastgoodError, StorageError
+from lastgood.experiments import ceilings as module
+from lastgood.experiments import disk_ceilings
+from lastgood.experiments.ceilings import cached_or_measured, load_ceilings, measure_ceilings, measure_memory_copy
+from lastgood.experiments.disk_ceilings import DiskPlan, measure_disk
+from lastgood.experiments.machine import where_run
+from lastgood.locks import FileLock
+
+MIB = 1 << 20
+SMALL = DiskPlan(file_bytes=8 * MIB, jobs=(1, 2), block_bytes=(MIB,), repetitions=2, pass_budget_s=0.2, flushes=3)
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests must neither wait for a measurement on this machine nor hold one up."""
+    monkeypatch.setattr(module, "machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn"))
+    monkeypatch.setattr(module, "cuda_devices", lambda: ())
+
+
+def test_a_quick_look_is_sane_and_leaves_nothing(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    stages: list[str] = []
+    record = measure_ceilings(scratch, "box", quick=True, report=stages.append)
+    assert list(scratch.iterdir()) == []
+    assert stages == ["disk", "memory copy"]
+    assert record.quick
+    assert 1e6 < record.persist_bytes_per_s < 1e12
+    assert 1e6 < record.disk.read_bytes_per_s < 1e12
+    assert 1e8 < record.copy_bytes_per_s("cpu") < 1e12
+    assert 0 < record.disk.median_fdatasync_s < 5
+    assert record.persist_bytes_per_s == max(point.median_bytes_per_s for point in record.disk.write)
+    assert {(point.jobs, point.block_bytes) for point in record.disk.write} == {
+        (jobs, block * MIB) for jobs in (1, 2) for block in (1, 4)
+    }
+    assert {len(point.bytes_per_s) for point in record.disk.write + record.disk.read} == {2}
+    assert record.wall_s < 15
+    record.write(tmp_path / "ceilings.json")
+    assert load_ceilings(tmp_path / "ceilings.json") == record
+
+
+def test_no_torch_is_imported_without_a_device(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; import lastgood.experiments.ceilings as c\n"
+        "c.cuda_devices = lambda: ()\n"
+        "from lastgood.locks import FileLock; c.machine_lock = lambda: FileLock(Path(sys.argv[1], 'lock'), 'test')\n"
+        "c.measure_ceilings(Path(sys.argv[1]), 'box', quick=True); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], timeout=60, check=True)
+
+
+def test_where_direct_io_is_refused_buffered_writes_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = os.open
+
+    def refuse_direct(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(disk_ceilings.os, "open", refuse_direct)
+    found = measure_disk(tmp_path, SMALL)
+    assert not found.direct_io
+    assert found.write_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_takes_the_flag_and_refuses_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_ceilings, "_takes_direct_io", lambda _: False)
+    assert not measure_disk(tmp_path, SMALL).direct_io
+
+
+def test_a_killed_measurement_leaves_no_file(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from lastgood.experiments.disk_ceilings import *\n"
+        "print('go', flush=True)\n"
+        "while True: measure_disk(Path(sys.argv[1]), DiskPlan(file_bytes=16 << 20, jobs=(1,), repetitions=9))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(0.5)
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    child.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_ceilings, "is_tmpfs", lambda _: True)
+    with pytest.raises(ConfigError, match="memory"):
+        measure_ceilings(tmp_path / "scratch", "box", quick=True)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_full_disk_is_refused_with_the_bytes_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_ceilings, "free_bytes", lambda _: 5 * MIB)
+    needed = SMALL.file_bytes + 64 * MIB
+    with pytest.raises(StorageError, match=f"{tmp_path}: .* needs {needed} bytes .*5242880 are free"):
+        measure_disk(tmp_path, SMALL)
+
+
+def test_a_scratch_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(StorageError, match="cannot make this folder"):
+        measure_disk(path, SMALL)
+
+
+def test_it_waits_for_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 0.3)
+    told: list[str] = []
+    with FileLock(tmp_path / "lock", "the test's turn"), pytest.raises(LastgoodError, match="held by"):
+        measure_ceilings(tmp_path / "scratch", "box", quick=True, report=told.append)
+    assert len(told) == 1
+    assert "waiting for the test's turn" in told[0]
+
+
+def test_memory_copy_by_one_and_by_all() -> None:
+    curves = measure_memory_copy(4 * MIB, repetitions=2)
+    assert curves[0].threads == 1
+    assert all(len(curve.bytes_per_s) == 2 and curve.median_bytes_per_s > 0 for curve in curves)
+
+
+def test_todays_record_is_kept_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ceilings.json"
+    kept = make_ceilings(machine="box", where=where_run(tmp_path))
+    fresh = make_ceilings(machine="box", where=where_run(tmp_path), write_bytes_per_s=5e9)
+    monkeypatch.setattr(module, "measure_ceilings", lambda *_, **__: fresh)
+    kept.write(path)
+    assert cached_or_measured(path, tmp_path, "box") == (kept, False)
+    assert cached_or_measured(path, tmp_path, "box", force=True) == (fresh, True)
+    yesterday = (datetime.now(timezone.utc) - timedelta(days=1)).isoformat()
+    for other in (
+        kept.model_copy(update={"measured_at": yesterday}),
+        kept.model_copy(update={"machine": "other"}),
+        kept.model_copy(update={"quick": True}),
+        kept.model_copy(update={"where": where_run(tmp_path).model_copy(update={"cores": 999})}),
+    ):
+        other.write(path)
+        assert cached_or_measured(path, tmp_path, "box") == (fresh, True)
+        assert load_ceilings(path) == fresh
+    path.write_text("{}")
+    assert cached_or_measured(path, tmp_path, "box") == (fresh, True)
+
+
+def test_a_commit_since_does_not_make_ceilings_stale(tmp_path: Path) -> None:
+    where = where_run(tmp_path)
+    changed = where.model_copy(update={"git_revision": "f" * 40, "versions": {}})
+    assert make_ceilings(machine="box", where=where).still_good("box", changed, quick=False)
+
+
+def test_a_damaged_record_is_refused_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_text('{"ceilings_version": 1}')
+    with pytest.raises(LastgoodError, match=r"ceilings\.json: not a ceilings record"):
+        load_ceilings(path)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    from lastgood.cli import app
+
+    out = tmp_path / "c.json"
+    arguments = ["ceilings", "--scratch", tmp_path / "s", "--out", out, "--machine", "box", "--quick"]
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    assert "disk write" in done.stdout
+    again = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--json"]])
+    assert json.loads(again.stdout) == json.loads(out.read_text())
+
+
+@pytest.mark.gpu
+def test_device_copies_are_measured_both_ways() -> None:
+    name, facts = module.measure_device_copies(64 * MIB)
+    assert name
+    assert len(facts) == 4
+    assert all(rate > 1e8 for rate in facts.values())
+    assert facts["device_to_host_pinned_bytes_per_s"] > facts["device_to_host_pageable_bytes_per_s"]

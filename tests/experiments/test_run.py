@@ -1,0 +1,215 @@
+"""One run, from its spec to its record, and the bad days of it. Real processes, real checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.record import load_record
+from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.verdict import judge
+from lastgood.workloads.data.prepare import prepare_dataset
+
+COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    prepare_dataset("images", folder)
+    return folder
+
+
+def spec_of(system="pccheck", interval=2, **changed):
+    values = {
+        "machine": "testbox",
+        "scale": "laptop",
+        "workload": "vgg16",
+        "workload_options": {"batch_size": 1, "image_size": 32, "classes": 10, "classifier_width": 8},
+        "system": system,
+        "method": 1,
+        "interval_steps": interval,
+        "warmup_steps": 1,
+        "measured_steps": 4,
+        "threads": 1,
+        "seed": 3,
+        "repetition": 0,
+        "proof": system != "none",
+    }
+    return RunSpec.model_validate({**values, **changed})
+
+
+class Job:
+    def __init__(self, folder: Path, data_dir: Path) -> None:
+        self.out = folder / "records" / "r0.json"
+        self.scratch = folder / "scratch of runs"
+        self.data_dir = data_dir
+
+    def start(self, spec, *more):
+        arguments = ["--spec", spec.canonical_json(), "--out", str(self.out)]
+        arguments += ["--data-dir", str(self.data_dir), "--scratch", str(self.scratch), *more]
+        return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def finish(self, spec, *more):
+        process = self.start(spec, *more)
+        output, _ = process.communicate(timeout=240)
+        return process.returncode, output
+
+    def left(self):
+        return list(self.scratch.glob("*")) if self.scratch.exists() else []
+
+
+@pytest.fixture
+def job(tmp_path, data_dir):
+    return Job(tmp_path, data_dir)
+
+
+@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "pccheck"])
+def test_a_run_gives_a_whole_record_with_its_proof(system, job):
+    spec = spec_of(system, interval=0 if system == "none" else 2)
+    code, output = job.finish(spec)
+    assert code == 0, output
+    assert output.splitlines()[0].startswith("lastgood run --spec '{")
+    record = load_record(job.out)
+    assert record.spec == spec
+    clocks = record.clocks
+    assert len(clocks.step_s) == len(record.workload.losses) == 4
+    assert clocks.iterations_per_s == pytest.approx(4 / clocks.elapsed_s)
+    assert clocks.durable_iterations_per_s <= clocks.iterations_per_s
+    assert record.workload.parameters * 8 <= record.workload.state_bytes < record.workload.parameters * 8 + 100_000
+    if system == "none":
+        assert record.proof is None
+        assert record.counts.started == clocks.drain_s == record.resources.bytes_written == 0
+    else:
+        assert record.counts.started == 2
+        assert record.counts.durable + record.counts.superseded == 2 == len(clocks.persist_s)
+        assert record.resources.bytes_written >= 2 * record.workload.state_bytes
+        assert judge(record, min_durable=1) == []
+        assert len(record.proof.next_losses_restored) == 2
+    assert job.left() == []
+
+
+def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(job):
+    process = job.start(spec_of(measured_steps=100_000))
+    children = []
+    for line in process.stdout:
+        if "measuring" in line:
+            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            break
+    assert children
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(running(pid) for pid in children):
+        assert time.monotonic() < deadline, f"children {children} outlived the run"
+        time.sleep(0.05)
+    assert not job.out.exists()
+    assert len(job.left()) == 1
+    code, output = job.finish(spec_of("none", 0))
+    assert code == 0, output
+    assert job.left() == []
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupt_ends_everything_at_once(job):
+    process = job.start(spec_of(measured_steps=100_000))
+    for line in process.stdout:
+        if "measuring" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert not job.out.exists()
+    assert job.left() == []
+
+
+def test_a_child_that_dies_is_named_with_its_stage(job):
+    process = job.start(spec_of(measured_steps=100_000))
+    for line in process.stdout:
+        if "measuring" in line:
+            (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(child), signal.SIGKILL)
+            break
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the trainer of vgg16 pccheck f2 r0 died while measuring, 100000 steps, exit code -9" in output
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize("system", ["sync", "checkfreq", "pccheck"])
+def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 20000; exec "$@"', "-"]
+    spec = spec_of(system)
+    arguments = ["--spec", spec.canonical_json(), "--out", str(job.out), "--data-dir", str(job.data_dir)]
+    done = subprocess.run(
+        [*limited, *COMMAND, *arguments, "--scratch", str(job.scratch)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert str(job.scratch) in done.stdout
+    assert "bytes" in done.stdout
+    assert "checkpoints failed" in done.stdout
+    assert not job.out.exists()
+    assert job.left() == []
+
+
+def test_waits_its_turn_and_says_for_whom(job):
+    lock = machine_lock()
+    lock.acquire(timeout_s=200)
+    process = job.start(spec_of("none", 0))
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "waiting" in line:
+                break
+        assert "this machine's turn to measure" in lines[-1]
+    finally:
+        lock.release()
+    assert process.wait(timeout=200) == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("{}", "--spec: not a run"), ("nonsense", "--spec: not a run")],
+)
+def test_a_spec_that_is_none_is_refused(spec, words, tmp_path):
+    done = subprocess.run([*COMMAND, "--spec", spec, "--out", str(tmp_path / "r.json")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_missing_data_names_the_command_that_makes_it(job, tmp_path):
+    job.data_dir = tmp_path / "nothing"
+    code, output = job.finish(spec_of("none", 0))
+    assert code == 1
+    assert "lastgood data prepare" in " ".join(output.split())
+
+
+def test_scratch_in_memory_is_refused(job):
+    job.scratch = Path("/dev/shm/lastgood-test-scratch")
+    code, output = job.finish(spec_of())
+    assert code == 2
+    assert "tmpfs" in output
+    assert not job.scratch.exists()
+
+
+def test_a_scratch_that_cannot_be_made_is_named(job, tmp_path):
+    (tmp_path / "file").write_text("")
+    job.scratch = tmp_path / "file" / "scratch"
+    code, output = job.finish(spec_of())
+    assert code == 1
+    assert "set `scratch`" in " ".join(output.split())
