@@ -1,0 +1,8 @@
+"""The slot store: durable, checksummed, recoverable checkpoints as streams of bytes. Knows nothing of torch."""
+
+from lastgood._native import ChunkPool
+from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.slots import SlotStore
+from lastgood.storage.write import SlotWrite
+
+__all__ = ["ChunkPool", "SlotInfo", "SlotState", "SlotStatus", "SlotStore", "SlotView", "SlotWrite"]

@@ -1,0 +1,246 @@
+"""Files on a disk, and what can go wrong with them: aligned direct I/O, whole new files, errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from pathlib import Path
+
+from lastgood import _native
+from lastgood.errors import StorageError
+from lastgood.storage import format as fmt
+from lastgood.units import format_bytes
+
+__all__ = [
+    "direct_io_works",
+    "flush",
+    "grow_slot_file",
+    "make_slot_file",
+    "open_file",
+    "read_block",
+    "remove_temporary_files",
+    "storage_error",
+    "sync_directory",
+    "write_atomically",
+    "write_block",
+]
+
+_TEMPORARY_SUFFIX = ".tmp"
+_PREFILL_STEP = 128 << 20
+"""Between two steps Python sees Ctrl-C."""
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+
+
+def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None = None) -> StorageError:
+    """The StorageError for what the operating system refused, with a hint where one is known."""
+    # The native side knows more closely what failed.
+    operation = getattr(error, "operation", operation)
+    nbytes = getattr(error, "nbytes", nbytes) or nbytes
+    offset = getattr(error, "offset", None)
+    amount = "" if nbytes is None else f" of {nbytes} bytes ({format_bytes(nbytes)})"
+    where = "" if offset is None else f" at offset {offset}"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    hint = {
+        errno.ENOSPC: f"; free {format_bytes(nbytes or 0)} on that file system or use another directory",
+        errno.EDQUOT: "; raise the quota or use another directory",
+        errno.EFBIG: "; raise the file size limit (ulimit -f)",
+        errno.EACCES: "; check the permissions of the directory and its parents",
+        errno.EPERM: "; check the permissions of the directory and its parents",
+        errno.EROFS: "; the file system is read-only, use another directory",
+        errno.EIO: "; the device failed, look into the kernel log",
+        errno.ENOENT: "; was it removed or unmounted?",
+    }.get(error.errno or 0, "")
+    return StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
+
+
+def open_file(path: Path, flags: int, *, direct: bool = True) -> tuple[int, bool]:
+    """Open an existing file, past the page cache if `direct` and the file system can; returns (descriptor, direct)."""
+    if direct:
+        try:
+            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+        else:
+            # Some file systems accept the flag and refuse the first transfer.
+            try:
+                read_block(descriptor, 0, fmt.BLOCK)
+            except OSError as error:
+                os.close(descriptor)
+                if error.errno not in _NO_DIRECT_IO:
+                    raise
+            else:
+                return descriptor, True
+    return os.open(path, flags | os.O_CLOEXEC), False
+
+
+def direct_io_works(directory: Path) -> bool:
+    """Whether files in `directory` can be written past the page cache; tried with a file that has no name left."""
+    path = directory / f"probe-{os.getpid()}{_TEMPORARY_SUFFIX}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            path.unlink(missing_ok=True)  # some file systems make the file before they refuse the flag
+            return False
+        raise
+    try:
+        path.unlink()
+        write_block(descriptor, b"\0" * fmt.BLOCK, 0)
+        read_block(descriptor, 0, fmt.BLOCK)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def read_block(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Read up to `nbytes` at `offset` through aligned memory; fewer where the file ends."""
+    padded = fmt.align_up(nbytes)
+    if padded == 0:
+        return b""
+    with mmap.mmap(-1, padded) as memory:
+        done = 0
+        while done < padded:
+            with memoryview(memory) as view, view[done:] as rest:
+                got = os.preadv(descriptor, [rest], offset + done)
+            done += got
+            if got == 0 or got % fmt.BLOCK:
+                break
+        return memory[: min(done, nbytes)]
+
+
+def write_block(descriptor: int, content: bytes, offset: int) -> None:
+    """Write `content`, filled up with zeros to whole blocks, at `offset` through aligned memory."""
+    padded = fmt.align_up(len(content))
+    if padded == 0:
+        return
+    with mmap.mmap(-1, padded) as memory:
+        memory[: len(content)] = content
+        done = 0
+        while done < padded:
+            with memoryview(memory) as view, view[done:] as rest:
+                written = os.pwrite(descriptor, rest, offset + done)
+            if written < padded - done and written < fmt.BLOCK:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done += written if written == padded - done else written // fmt.BLOCK * fmt.BLOCK
+
+
+def flush(descriptor: int) -> None:
+    """Make what was written durable. Never called again for the same bytes after it failed: they may be gone."""
+    os.fdatasync(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names that were made, changed or removed in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory keep its names by themselves
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary_files(directory: Path) -> list[Path]:
+    """Remove what a killed process left half made. Only under the directory's lock."""
+    left = sorted(directory.glob(f"*{_TEMPORARY_SUFFIX}"))
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Make or replace a small file: whole and durable, or not at all."""
+    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - of a descriptor
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool) -> None:
+    """Make a void slot file of `file_bytes`, written in full, under its final name only once it is durable.
+
+    Raises StorageError, and leaves no temporary file, where there is no room.
+    """
+    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        os.close(descriptor)
+        descriptor, _ = open_file(temporary, os.O_RDWR, direct=direct)
+        try:
+            _fill(descriptor, 0, file_bytes)
+            write_block(descriptor, header.encode(), fmt.HEADER_OFFSET)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(path)
+        sync_directory(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _no_room(error, path, file_bytes) from error
+        raise
+
+
+def grow_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool) -> None:
+    """Void an existing slot file and make it at least `file_bytes` long, written in full and durable.
+
+    Raises StorageError, with the file as long as it was, where there is no room.
+    """
+    try:
+        descriptor, _ = open_file(path, os.O_RDWR, direct=direct)
+        try:
+            before = os.fstat(descriptor).st_size // fmt.BLOCK * fmt.BLOCK
+            if before > fmt.COMMIT_OFFSET:
+                write_block(descriptor, b"\0" * fmt.BLOCK, fmt.COMMIT_OFFSET)
+                flush(descriptor)
+            try:
+                _fill(descriptor, before, file_bytes)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, before)
+                raise
+            write_block(descriptor, header.encode(), fmt.HEADER_OFFSET)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _no_room(error, path, file_bytes) from error
+
+
+def _fill(descriptor: int, begin: int, end: int) -> None:
+    if begin >= end:
+        return
+    try:
+        # Fails at once where there is no room, and gives the file long extents.
+        os.posix_fallocate(descriptor, begin, end - begin)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    # Written in full as well: the first write into a merely allocated block changes the file system's own records, and
+    # would make every later flush pay for them.
+    for offset in range(begin, end, _PREFILL_STEP):
+        _native.prefill(descriptor, offset, min(_PREFILL_STEP, end - offset))
+
+
+def _no_room(error: OSError, path: Path, file_bytes: int) -> StorageError:
+    # The whole file is what is needed, not the piece at which the disk was full.
+    plain = OSError(error.errno, error.strerror)
+    return storage_error(plain, path, "making a slot", file_bytes)

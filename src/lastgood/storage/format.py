@@ -1,0 +1,269 @@
+"""The slot file's format: offsets, records and their encoding. docs/file-format.md says the same in words.
+
+All numbers are little-endian. Every record carries a magic number, the format version, its own length and, in its last
+four bytes, a CRC32C over all that precedes; these five keep their places in every version of the format.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood import _native
+
+__all__ = [
+    "BLOCK",
+    "COMMIT_OFFSET",
+    "DATA_OFFSET",
+    "FORMAT_VERSION",
+    "HEADER_OFFSET",
+    "JOB_FILE",
+    "JOB_ID_BYTES",
+    "LOCK_FILE",
+    "RECORD_BYTES",
+    "CommitRecord",
+    "OtherVersionError",
+    "RecordError",
+    "RecordKind",
+    "SlotHeader",
+    "align_up",
+    "decode_job",
+    "encode_job",
+    "slot_name",
+    "slot_number",
+    "stream_layout",
+    "table_digest",
+]
+
+FORMAT_VERSION = 1
+BLOCK = 4096
+"""Unit of every offset, length and memory address of direct I/O; covers all sector sizes in use."""
+HEADER_OFFSET = 0
+COMMIT_OFFSET = 64 << 10
+"""Far from header and data: no device tears a write over such a distance."""
+DATA_OFFSET = 1 << 20
+RECORD_BYTES = 512
+"""A record fits into one sector of any disk; the rest of its block is zero and means nothing."""
+JOB_ID_BYTES = 16
+JOB_FILE = "job.json"
+LOCK_FILE = "lock"
+
+_HEADER_MAGIC = b"LGSLOT\r\n"
+_COMMIT_MAGIC = b"LGCOMMIT"
+_PREFIX = struct.Struct("<8sII")  # magic, format version, record length
+_HEADER = struct.Struct("<16sQ")  # job id, slot number
+_COMMIT = struct.Struct("<16sII10Q32s32s")
+_CHECKSUM = struct.Struct("<I")
+_SLOT_NAME = re.compile(r"slot-(\d{4,9})\.lgs")
+_U64_MAX = (1 << 64) - 1
+
+
+class RecordError(ValueError):
+    """The bytes are not a whole record: the text says which rule they break."""
+
+
+class OtherVersionError(ValueError):
+    """A whole record of a format version that this code does not know."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"format version {version}, and this program knows version {FORMAT_VERSION}")
+        self.version = version
+
+
+class RecordKind(enum.IntEnum):
+    """What a commit record says about its slot."""
+
+    WRITING = 1
+    """The slot is void: a checkpoint is being written over it, or was when the process ended."""
+    COMMITTED = 2
+    """The slot holds a checkpoint."""
+
+
+def align_up(nbytes: int) -> int:
+    """The next multiple of BLOCK."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def _seal(magic: bytes, body: bytes) -> bytes:
+    prefix = _PREFIX.pack(magic, FORMAT_VERSION, RECORD_BYTES)
+    covered = (prefix + body).ljust(RECORD_BYTES - _CHECKSUM.size, b"\0")
+    return covered + _CHECKSUM.pack(_native.crc32c(covered))
+
+
+def _unseal(magic: bytes, block: bytes) -> bytes:
+    """Return what follows the prefix, once magic, length, checksum and version hold, in this order."""
+    if len(block) < RECORD_BYTES:
+        raise RecordError(f"{len(block)} bytes are too few for a record")
+    found_magic, version, length = _PREFIX.unpack_from(block)
+    if found_magic != magic:
+        raise RecordError(f"magic number {found_magic!r} instead of {magic!r}")
+    if not RECORD_BYTES <= length <= min(BLOCK, len(block)):
+        raise RecordError(f"record length {length} is out of bounds")
+    covered = block[: length - _CHECKSUM.size]
+    (expected,) = _CHECKSUM.unpack_from(block, length - _CHECKSUM.size)
+    found = _native.crc32c(covered)
+    if found != expected:
+        raise RecordError(f"record checksum {found:#010x} instead of {expected:#010x}")
+    if version != FORMAT_VERSION:
+        raise OtherVersionError(version)
+    if length != RECORD_BYTES:
+        raise RecordError(f"record length {length} instead of {RECORD_BYTES}")
+    return covered[_PREFIX.size :]
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """Who a slot file belongs to; written once, when the file is made."""
+
+    job_id: bytes
+    slot: int
+
+    def encode(self) -> bytes:
+        """RECORD_BYTES bytes."""
+        return _seal(_HEADER_MAGIC, _HEADER.pack(self.job_id, self.slot))
+
+    @classmethod
+    def decode(cls, block: bytes) -> SlotHeader:
+        """Read a header. Raises RecordError or OtherVersionError."""
+        job_id, slot = _HEADER.unpack_from(_unseal(_HEADER_MAGIC, block))
+        return cls(job_id, slot)
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """What a slot holds. Lengths and offsets in bytes; `meta_offset` counts in the stream, the others in the file."""
+
+    kind: RecordKind
+    job_id: bytes
+    step: int
+    incarnation: int
+    sequence: int
+    stream_bytes: int
+    meta_offset: int
+    meta_bytes: int
+    chunk_bytes: int
+    data_offset: int
+    table_offset: int
+    table_bytes: int
+    layout_digest: bytes
+    """SHA-256 of the layout of the state, as its writer defines it."""
+    table_digest: bytes
+    """SHA-256 of the chunk-checksum table."""
+
+    def encode(self) -> bytes:
+        """RECORD_BYTES bytes. Raises RecordError for a record that no reader would accept."""
+        self._check()
+        body = _COMMIT.pack(
+            self.job_id,
+            self.kind,
+            0,
+            self.step,
+            self.incarnation,
+            self.sequence,
+            self.stream_bytes,
+            self.meta_offset,
+            self.meta_bytes,
+            self.chunk_bytes,
+            self.data_offset,
+            self.table_offset,
+            self.table_bytes,
+            self.layout_digest,
+            self.table_digest,
+        )
+        return _seal(_COMMIT_MAGIC, body)
+
+    @classmethod
+    def decode(cls, block: bytes) -> CommitRecord | None:
+        """Read a record; None where there never was one (all zero). Raises RecordError or OtherVersionError."""
+        if len(block) >= RECORD_BYTES and not any(block[:RECORD_BYTES]):
+            return None
+        job_id, kind, _, *fields = _COMMIT.unpack_from(_unseal(_COMMIT_MAGIC, block))
+        if kind not in (RecordKind.WRITING, RecordKind.COMMITTED):
+            raise RecordError(f"record kind {kind} is unknown")
+        record = cls(RecordKind(kind), job_id, *fields)
+        record._check()
+        return record
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the stream."""
+        return -(-self.stream_bytes // self.chunk_bytes)
+
+    @property
+    def end_offset(self) -> int:
+        """The file is at least this long."""
+        return self.table_offset + align_up(self.table_bytes)
+
+    def _check(self) -> None:
+        numbers = (self.step, self.incarnation, self.sequence, self.stream_bytes, self.meta_offset, self.meta_bytes)
+        if any(not 0 <= number <= _U64_MAX for number in numbers):
+            raise RecordError("a number does not fit into 64 bits")
+        if self.chunk_bytes <= 0 or self.chunk_bytes % BLOCK or self.chunk_bytes > 1 << 32:
+            raise RecordError(f"chunk size {self.chunk_bytes} is not a multiple of {BLOCK} up to 4 GiB")
+        if self.meta_offset + self.meta_bytes > self.stream_bytes:
+            raise RecordError(
+                f"meta data at {self.meta_offset} of {self.meta_bytes} bytes is outside of {self.stream_bytes} bytes"
+            )
+        layout = (self.data_offset, self.table_offset, self.table_bytes)
+        expected = (DATA_OFFSET, *stream_layout(self.stream_bytes, self.chunk_bytes)[:2])
+        if layout != expected:
+            raise RecordError(f"data and table lie at {layout} instead of {expected}")
+        if len(self.job_id) != JOB_ID_BYTES or len(self.layout_digest) != 32 or len(self.table_digest) != 32:
+            raise RecordError("job id or digest has a wrong length")
+
+
+def stream_layout(stream_bytes: int, chunk_bytes: int) -> tuple[int, int, int]:
+    """Offset and length of the checksum table, and the length of the file that a stream needs, in bytes."""
+    table_offset = DATA_OFFSET + align_up(stream_bytes)
+    table_bytes = 4 * -(-stream_bytes // chunk_bytes)
+    return table_offset, table_bytes, table_offset + align_up(table_bytes)
+
+
+def table_digest(table: bytes) -> bytes:
+    """SHA-256 of a chunk-checksum table."""
+    return hashlib.sha256(table).digest()
+
+
+def slot_name(slot: int) -> str:
+    """The file name of a slot."""
+    return f"slot-{slot:04d}.lgs"
+
+
+def slot_number(path: Path) -> int | None:
+    """The slot that a file name stands for, or None."""
+    match = _SLOT_NAME.fullmatch(path.name)
+    return int(match[1]) if match and slot_name(int(match[1])) == path.name else None
+
+
+def encode_job(job_id: bytes) -> bytes:
+    """The content of job.json."""
+    described = {"format": "lastgood-slots", "version": FORMAT_VERSION, "job_id": job_id.hex()}
+    return (json.dumps({**described, "crc32c": _job_checksum(described)}, indent=1) + "\n").encode()
+
+
+def decode_job(content: bytes) -> bytes:
+    """Read a job id from the content of job.json. Raises RecordError or OtherVersionError."""
+    try:
+        described = json.loads(content)
+        checksum = described.pop("crc32c")
+        job_id = bytes.fromhex(described["job_id"])
+        version = described["version"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"not a job description: {error}") from error
+    if checksum != _job_checksum(described):
+        raise RecordError(f"checksum {_job_checksum(described)} instead of {checksum}")
+    if version != FORMAT_VERSION:
+        raise OtherVersionError(version)
+    if described.get("format") != "lastgood-slots" or len(job_id) != JOB_ID_BYTES:
+        raise RecordError("not a job description of this format")
+    return job_id
+
+
+def _job_checksum(described: dict[str, object]) -> str:
+    canonical = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+    return f"{_native.crc32c(canonical):08x}"

@@ -1,0 +1,352 @@
+"""Looking at a directory of slots and reading checkpoints back. Changes nothing and needs no lock."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lastgood import _native
+from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.locks import lock_holders
+from lastgood.storage import format as fmt
+from lastgood.storage.files import open_file, read_block, storage_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["READ_TIMEOUT_S", "SlotInfo", "SlotState", "SlotStatus", "SlotView", "find_slots", "look_at_slot"]
+
+log = logging.getLogger("lastgood.storage")
+
+READ_TIMEOUT_S = 600.0
+READ_THREADS = 4
+
+
+class SlotState(str, enum.Enum):
+    """What one slot file holds, judged by its records; `verify` also reads the data."""
+
+    WHOLE = "whole"
+    """A committed checkpoint whose record and checksum table hold."""
+    VOID = "void"
+    """Nothing."""
+    TORN = "torn"
+    """Something that is not whole: a write that never finished, or damage."""
+    WRITING = "being written"
+    """A living process is writing here."""
+    FOREIGN = "foreign"
+    """Another job's, or of another format version."""
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """One committed checkpoint."""
+
+    path: Path
+    slot: int
+    record: fmt.CommitRecord
+
+    @property
+    def step(self) -> int:
+        """Finished training steps."""
+        return self.record.step
+
+    @property
+    def sequence(self) -> int:
+        """Place in the order of all checkpoints that were begun in this directory."""
+        return self.record.sequence
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the job wrote it, from 1."""
+        return self.record.incarnation
+
+    @property
+    def stream_bytes(self) -> int:
+        """Length of the stream."""
+        return self.record.stream_bytes
+
+    @property
+    def meta_offset(self) -> int:
+        """Where in the stream the meta data lies."""
+        return self.record.meta_offset
+
+    @property
+    def meta_bytes(self) -> int:
+        """Length of the meta data."""
+        return self.record.meta_bytes
+
+    @property
+    def layout_digest(self) -> bytes:
+        """SHA-256 of the state's layout (32 bytes)."""
+        return self.record.layout_digest
+
+
+@dataclass(frozen=True)
+class SlotStatus:
+    """What a look at one slot file showed. `record` is there wherever one could be read, of any job."""
+
+    path: Path
+    slot: int
+    state: SlotState
+    file_bytes: int
+    record: fmt.CommitRecord | None = None
+    header_ok: bool = True
+    detail: str = ""
+
+    @property
+    def info(self) -> SlotInfo | None:
+        """The checkpoint, if it is whole."""
+        if self.state is SlotState.WHOLE and self.record is not None:
+            return SlotInfo(self.path, self.slot, self.record)
+        return None
+
+
+def find_slots(directory: Path) -> dict[int, Path]:
+    """The slot files of a directory, by number. Raises StorageError where the directory cannot be read."""
+    try:
+        found = {fmt.slot_number(path): path for path in directory.iterdir()}
+    except OSError as error:
+        raise storage_error(error, directory, "reading the directory") from error
+    return dict(sorted((number, path) for number, path in found.items() if number is not None))
+
+
+def read_job_id(directory: Path) -> bytes | None:
+    """The job id of job.json, or None where that file is missing or damaged.
+
+    Raises MismatchError for another format version.
+    """
+    path = directory / fmt.JOB_FILE
+    try:
+        return fmt.decode_job(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except fmt.RecordError as error:
+        log.warning("%s is damaged (%s); the job id is taken from the slots", path, error)
+        return None
+    except fmt.OtherVersionError as error:
+        raise MismatchError(f"{path}: {error}") from error
+    except OSError as error:
+        raise storage_error(error, path, "reading") from error
+
+
+def job_id_of_slots(statuses: Sequence[SlotStatus]) -> bytes | None:
+    """The one job id that all readable commit records name, or None. Raises MismatchError where they name several."""
+    owners = {status.record.job_id: status.path for status in statuses if status.record is not None}
+    if len(owners) > 1:
+        named = "; ".join(f"{path} belongs to job {job_id.hex()}" for job_id, path in owners.items())
+        raise MismatchError(f"{named}; move the files of one job away")
+    return next(iter(owners), None)
+
+
+def look_at_slot(path: Path, slot: int, job_id: bytes | None, *, held: bool) -> SlotStatus:
+    """Judge one slot file; `held` says whether a living process has the directory open for writing."""
+    try:
+        descriptor, _ = open_file(path, os.O_RDONLY)
+    except OSError as error:
+        raise storage_error(error, path, "opening") from error
+    try:
+        return _judge(descriptor, path, slot, job_id, held)
+    except OSError as error:
+        raise storage_error(error, path, "reading records") from error
+    finally:
+        os.close(descriptor)
+
+
+def _judge(descriptor: int, path: Path, slot: int, job_id: bytes | None, held: bool) -> SlotStatus:
+    size = os.fstat(descriptor).st_size
+    header_ok, detail = True, ""
+    try:
+        header = fmt.SlotHeader.decode(read_block(descriptor, fmt.HEADER_OFFSET, fmt.BLOCK))
+    except fmt.OtherVersionError as error:
+        return SlotStatus(path, slot, SlotState.FOREIGN, size, detail=str(error))
+    except fmt.RecordError as error:
+        # The commit record says all that a reader needs.
+        header_ok, detail = False, f"header: {error}"
+    else:
+        if job_id is not None and header.job_id != job_id:
+            return SlotStatus(path, slot, SlotState.FOREIGN, size, detail=_other_job(header.job_id, job_id))
+        if header.slot != slot:
+            header_ok, detail = False, f"made as {fmt.slot_name(header.slot)}"
+
+    def status(state: SlotState, record: fmt.CommitRecord | None, *details: str) -> SlotStatus:
+        return SlotStatus(path, slot, state, size, record, header_ok, "; ".join(filter(None, (*details, detail))))
+
+    try:
+        record = fmt.CommitRecord.decode(read_block(descriptor, fmt.COMMIT_OFFSET, fmt.BLOCK))
+    except fmt.OtherVersionError as error:
+        return status(SlotState.FOREIGN, None, str(error))
+    except fmt.RecordError as error:
+        return status(SlotState.TORN, None, f"commit record: {error}")
+    if record is None:
+        return status(SlotState.VOID, None)
+    if job_id is not None and record.job_id != job_id:
+        return status(SlotState.FOREIGN, record, _other_job(record.job_id, job_id))
+    if record.kind is fmt.RecordKind.WRITING:
+        if held:
+            return status(SlotState.WRITING, record)
+        return status(SlotState.TORN, record, f"the write of step {record.step} never finished")
+    if record.end_offset > size:
+        return status(SlotState.TORN, record, f"the file has {size} bytes instead of {record.end_offset}")
+    table = read_block(descriptor, record.table_offset, record.table_bytes)
+    if fmt.table_digest(table) != record.table_digest:
+        return status(SlotState.TORN, record, "the checksum table does not have the digest of the commit record")
+    return status(SlotState.WHOLE, record)
+
+
+def _other_job(found: bytes, expected: bytes) -> str:
+    return f"belongs to job {found.hex()}, and this directory to job {expected.hex()}"
+
+
+def newest_first(statuses: Sequence[SlotStatus]) -> list[SlotInfo]:
+    """The whole checkpoints, newest first, each sequence once (a copied slot file counts once)."""
+    by_sequence = {info.sequence: info for info in (status.info for status in reversed(statuses)) if info is not None}
+    return [by_sequence[sequence] for sequence in sorted(by_sequence, reverse=True)]
+
+
+def refuse_foreign(statuses: Sequence[SlotStatus]) -> None:
+    """Raise MismatchError if a slot is another job's or of another format version."""
+    for status in statuses:
+        if status.state is SlotState.FOREIGN:
+            raise MismatchError(f"{status.path}: {status.detail}; move that file away to go on without it")
+
+
+class SlotView:
+    """A directory of slots, for reading only. Works beside a training that writes there, and on copies.
+
+    Such a training may overwrite what was seen; reading that raises CorruptCheckpoint and never gives other bytes.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what is held: nothing, for a view."""
+
+    @property
+    def held(self) -> bool:
+        """Whether a process has the directory open for writing, as far as the kernel tells this user."""
+        try:
+            descriptor = os.open(self.directory / fmt.LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return bool(lock_holders(descriptor))
+        finally:
+            os.close(descriptor)
+
+    def statuses(self) -> list[SlotStatus]:
+        """A look at every slot file, in the order of their numbers. Raises StorageError, MismatchError."""
+        slots = find_slots(self.directory)
+        held = self.held
+        job_id = read_job_id(self.directory)
+        found = [look_at_slot(path, number, job_id, held=held) for number, path in slots.items()]
+        if job_id is None:
+            job_id_of_slots(found)
+        return found
+
+    def committed(self) -> list[SlotInfo]:
+        """The whole checkpoints, newest first. Raises StorageError, MismatchError."""
+        statuses = self.statuses()
+        refuse_foreign(statuses)
+        return newest_first(statuses)
+
+    def newest(self) -> SlotInfo:
+        """The newest whole checkpoint. Raises NoCheckpoint, naming what is there instead."""
+        found = self.committed()
+        if not found:
+            raise NoCheckpoint(f"{self.directory}: no whole checkpoint; {self._describe()}")
+        return found[0]
+
+    def read_meta(self, info: SlotInfo, timeout_s: float = READ_TIMEOUT_S) -> bytes:
+        """The meta data inside the stream, checked. Raises CorruptCheckpoint, StorageError."""
+        memory = bytearray(info.record.meta_bytes)
+        if memory:
+            anchor = ctypes.c_char.from_buffer(memory)
+            ranges = [(ctypes.addressof(anchor), len(memory))]
+            self.read_into(info, ranges, offset=info.record.meta_offset, timeout_s=timeout_s)
+            del anchor
+        return bytes(memory)
+
+    def read_into(
+        self,
+        info: SlotInfo,
+        ranges: Sequence[tuple[int, int]],
+        threads: int = READ_THREADS,
+        *,
+        offset: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        """Read the stream from byte `offset` on into (address, nbytes) ranges; address 0 skips that many bytes.
+
+        Every chunk is checked before a byte of it is delivered; chunks in front of a bad one are delivered. Raises
+        CorruptCheckpoint (file, chunk, both checksums), StorageError, WaitTimeout.
+        """
+        record = info.record
+        first_chunk = offset // record.chunk_bytes
+        wanted = [(0, offset - first_chunk * record.chunk_bytes), *ranges]
+        try:
+            descriptor, _ = open_file(info.path, os.O_RDONLY)
+        except OSError as error:
+            raise storage_error(error, info.path, "opening") from error
+        try:
+            table = self._current_table(descriptor, info)
+            place = (record.data_offset, record.stream_bytes, record.chunk_bytes, record.sequence)
+            bad = _native.read_verify(descriptor, *place, table, wanted, first_chunk, threads, timeout_s)
+        except TimeoutError as error:
+            raise WaitTimeout(f"{info.path}: waited {timeout_s:.0f} s for {error}") from error
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                raise CorruptCheckpoint(f"{info.path}: step {info.step}: the file was cut: {error}") from error
+            raise storage_error(error, info.path, "read") from error
+        finally:
+            os.close(descriptor)
+        if bad is not None:
+            chunk, expected, found = bad
+            raise CorruptCheckpoint(
+                f"{info.path}: step {info.step}, chunk {chunk} of {record.chunks}: "
+                f"checksum {found:#010x} instead of {expected:#010x}"
+            )
+
+    def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
+        """Read the whole stream and check it. Raises as `read_into` does."""
+        self.read_into(info, [(0, info.stream_bytes)], threads, timeout_s=timeout_s)
+
+    def _current_table(self, descriptor: int, info: SlotInfo) -> bytes:
+        """The checksum table, if the slot still holds what `info` says."""
+        try:
+            current = fmt.CommitRecord.decode(read_block(descriptor, fmt.COMMIT_OFFSET, fmt.BLOCK))
+        except (fmt.RecordError, fmt.OtherVersionError) as error:
+            raise CorruptCheckpoint(f"{info.path}: step {info.step}: commit record: {error}") from error
+        if current != info.record:
+            holds = "nothing" if current is None else f"step {current.step} ({current.kind.name.lower()})"
+            raise CorruptCheckpoint(f"{info.path}: step {info.step} was overwritten; the slot now holds {holds}")
+        table = read_block(descriptor, info.record.table_offset, info.record.table_bytes)
+        if fmt.table_digest(table) != info.record.table_digest:
+            found = fmt.table_digest(table).hex()
+            raise CorruptCheckpoint(
+                f"{info.path}: step {info.step}: checksum table with digest {found} instead of "
+                f"{info.record.table_digest.hex()}"
+            )
+        return table
+
+    def _describe(self) -> str:
+        states = [status.state.value for status in self.statuses()]
+        if not states:
+            return "it has no slot files"
+        return "its slots are " + ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

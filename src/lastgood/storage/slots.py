@@ -1,0 +1,455 @@
+"""A directory of slots that one process writes checkpoints into: several at once, the newest wins, older ones stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood import _native
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.locks import FileLock
+from lastgood.storage import files, reader
+from lastgood.storage import format as fmt
+from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.write import WRITE_TIMEOUT_S, SlotWrite
+from lastgood.units import MIB
+
+__all__ = ["SlotStore"]
+
+log = logging.getLogger("lastgood.storage")
+
+_CLOSE_S = 60.0
+
+
+@dataclass
+class _Slot:
+    """What the store knows of one slot file. `busy` says who uses it for writing, in words for messages."""
+
+    number: int
+    path: Path
+    file_bytes: int = 0
+    header_ok: bool = False
+    info: SlotInfo | None = None
+    busy: str = ""
+    readers: int = 0
+    damaged: bool = False
+
+
+class SlotStore(SlotView):
+    """Up to `slots` slot files, of which the `keep` newest whole checkpoints are never touched.
+
+    So `slots - keep` checkpoints can be in flight. Use it as a context manager, or call `close`. Safe to use from
+    several threads. Opening takes the directory's lock, removes what a killed process left half made, and goes on after
+    the highest sequence and incarnation found.
+
+    Args:
+        directory: made if it is not there.
+        slots: number of slot files, at least keep + 1. More files of an earlier opening are used up, then removed.
+        keep: whole checkpoints that stay, whatever happens; at least 1.
+        chunk_bytes: unit of writing and of checksums, a multiple of 4096.
+        writer_threads: threads that write one checkpoint.
+        pool: buffers shared by all checkpoints in flight; by default one of `pool_bytes` is made at the first use.
+        pool_bytes: size of that pool; it may be smaller than the state.
+        job_id: 16 bytes that this directory must belong to; by default whatever it belongs to, or a new random one.
+
+    Raises:
+        LockHeld: another process has the directory open; names it.
+        MismatchError: the directory, or a slot in it, is another job's or of another format version; names both.
+        StorageError: the operating system refused; names file and operation.
+        ConfigError: arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        slots: int,
+        keep: int = 2,
+        chunk_bytes: int = 4 * MIB,
+        writer_threads: int = 2,
+        pool: _native.ChunkPool | None = None,
+        pool_bytes: int = 256 * MIB,
+        job_id: bytes | None = None,
+    ) -> None:
+        super().__init__(directory)
+        _check_arguments(slots, keep, chunk_bytes, writer_threads, pool, pool_bytes, job_id)
+        self.slots = slots
+        self.keep = keep
+        self.chunk_bytes = chunk_bytes
+        self.writer_threads = writer_threads
+        self.commit_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._writes: set[SlotWrite] = set()
+        self._stuck: list[tuple[SlotWrite, _Slot]] = []
+        self._wanted_bytes = 0
+        self._closed = False
+        self._pool = pool
+        self._pool_bytes = pool_bytes
+        self._all: list[_Slot] = []
+        self._newest = -1
+        self._next_sequence = 1
+        self._lock = FileLock(self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}")
+        try:
+            self._open(job_id)
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise files.storage_error(error, self.directory, "opening the directory") from error
+            raise
+
+    @staticmethod
+    def peek(directory: Path | str) -> SlotView:
+        """Look at a directory without its lock, also while a training writes there, and at copies of directories."""
+        return SlotView(directory)
+
+    @property
+    def pool(self) -> _native.ChunkPool:
+        """The buffers that checkpoints pass through. May be replaced; writes under way keep theirs."""
+        with self._changed:
+            if self._pool is None:
+                self._pool = _native.ChunkPool(0, self._pool_bytes, self.chunk_bytes)
+            return self._pool
+
+    @pool.setter
+    def pool(self, pool: _native.ChunkPool) -> None:
+        if pool.chunk_bytes < self.chunk_bytes:
+            raise ConfigError(f"the pool's buffers hold {pool.chunk_bytes} bytes, fewer than {self.chunk_bytes}")
+        with self._changed:
+            self._pool = pool
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Give up unfinished writes and release the directory. Safe to call twice.
+
+        A commit that another thread is in the middle of ends first. Raises WaitTimeout, with the lock still held, if
+        that takes longer than `timeout_s`.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            writes = list(self._writes)
+        for write in writes:
+            write.abort()
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while busy := self._busy():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeout(
+                        f"{self.directory}: waited {timeout_s:.3g} s for "
+                        + ", ".join(f"{slot.path.name} ({slot.busy})" for slot in busy)
+                    )
+                self._changed.wait(min(left, 1.0) if self._stuck else left)
+        self._lock.release()
+
+    # -- space -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, capacity_bytes: int) -> None:
+        """Make sure that every slot can take a stream of `capacity_bytes`, written in full beforehand.
+
+        Missing files are made and free ones grown now; a slot that holds a kept checkpoint or is being written grows
+        when it is free again. Raises StorageError, naming path and bytes, where there is no room; the checkpoints and
+        the slots that were there stay.
+        """
+        if capacity_bytes < 0:
+            raise ConfigError(f"capacity_bytes must not be negative: {capacity_bytes}")
+        with self._changed:
+            self._wanted_bytes = fmt.stream_layout(capacity_bytes, self.chunk_bytes)[2]
+        self._settle()
+
+    def slot_file_bytes(self, capacity_bytes: int) -> int:
+        """Disk space of one slot for a stream of `capacity_bytes`."""
+        return fmt.stream_layout(capacity_bytes, self.chunk_bytes)[2]
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, stream_bytes: int, timeout_s: float = WRITE_TIMEOUT_S) -> SlotWrite:
+        """Start a checkpoint of `stream_bytes` after `step` finished steps, waiting for a place if need be.
+
+        The slot must grow first where `reserve` was not called for this size, which may take seconds. Raises
+        WaitTimeout (names what holds the slots), StorageError.
+        """
+        write = self._begin(step, stream_bytes, timeout_s)
+        if write is None:
+            with self._changed:
+                raise WaitTimeout(f"waited {timeout_s:.3g} s for a free slot in {self.directory}: {self._occupancy()}")
+        return write
+
+    def try_begin(self, step: int, stream_bytes: int) -> SlotWrite | None:
+        """As `begin`, but None at once where no slot is free."""
+        return self._begin(step, stream_bytes, 0.0)
+
+    def committed(self) -> list[SlotInfo]:
+        """The whole checkpoints, newest first; those found corrupt by this store are left out."""
+        with self._changed:
+            return self._committed()
+
+    def statuses(self) -> list[SlotStatus]:
+        """A look at every slot file, in the order of their numbers."""
+        return [
+            reader.look_at_slot(path, number, self.job_id, held=True)
+            for number, path in reader.find_slots(self.directory).items()
+        ]
+
+    def read_into(
+        self,
+        info: SlotInfo,
+        ranges: Sequence[tuple[int, int]],
+        threads: int = READ_THREADS,
+        *,
+        offset: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        """As `SlotView.read_into`; the slot is not reused meanwhile, and no longer kept once found corrupt."""
+        with self._changed:
+            slot = next((slot for slot in self._all if slot.info == info), None)
+            if slot is not None:
+                slot.readers += 1
+        try:
+            super().read_into(info, ranges, threads, offset=offset, timeout_s=timeout_s)
+        except CorruptCheckpoint:
+            if slot is not None:
+                slot.damaged = True
+            raise
+        finally:
+            if slot is not None:
+                with self._changed:
+                    slot.readers -= 1
+                    self._changed.notify_all()
+
+    # -- for SlotWrite ---------------------------------------------------------------------------------------------
+
+    def newest_sequence(self) -> int:
+        """Sequence of the newest durable checkpoint; -1 if there is none."""
+        with self._changed:
+            return self._newest
+
+    def header(self, slot: int) -> fmt.SlotHeader:
+        """The header that slot file must have."""
+        return fmt.SlotHeader(self.job_id, slot)
+
+    def ended(self, write: SlotWrite, info: SlotInfo | None, *, idle: bool) -> None:
+        """Called by a SlotWrite at its end."""
+        with self._changed:
+            self._writes.discard(write)
+            slot = next(slot for slot in self._all if slot.number == write.slot)
+            slot.info = info
+            slot.damaged = False
+            slot.header_ok = True
+            if info is not None:
+                self._newest = max(self._newest, info.sequence)
+            if idle:
+                self._free(slot)
+            else:
+                log.error("%s: the disk does not let go of the write of step %d", write.path, write.step)
+                self._stuck.append((write, slot))
+
+    def settle(self) -> None:
+        """Called after a commit; trouble is only logged, since that checkpoint is durable and begin() will meet it."""
+        try:
+            self._settle()
+        except CheckpointError as error:
+            log.warning("%s", error)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _open(self, job_id: bytes | None) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        for path in files.remove_temporary_files(self.directory):
+            log.warning("%s: removed, a process that was killed left it half made", path)
+        self.direct_io = files.direct_io_works(self.directory)
+        if not self.direct_io:
+            log.warning("%s: this file system has no direct I/O; writing through the page cache", self.directory)
+        self.job_id = self._take_job_id(job_id)
+        found = reader.find_slots(self.directory)
+        statuses = [reader.look_at_slot(path, number, self.job_id, held=False) for number, path in found.items()]
+        reader.refuse_foreign(statuses)
+        records = [status.record for status in statuses if status.record is not None]
+        self.incarnation = max((record.incarnation for record in records), default=0) + 1
+        self._next_sequence = max((record.sequence for record in records), default=0) + 1
+        whole = {info.slot: info for info in reader.newest_first(statuses)}
+        self._newest = max((info.sequence for info in whole.values()), default=-1)
+        self._all = [
+            _Slot(status.slot, status.path, status.file_bytes, status.header_ok, whole.get(status.slot))
+            for status in statuses
+        ]
+        missing = set(range(self.slots)) - found.keys()
+        self._all += [_Slot(number, self.directory / fmt.slot_name(number)) for number in sorted(missing)]
+        for status in statuses:
+            if status.state is SlotState.TORN:
+                # An unfinished write is what every killed process leaves; anything else is damage.
+                level = (
+                    logging.WARNING
+                    if status.record is None or status.record.kind is fmt.RecordKind.COMMITTED
+                    else logging.INFO
+                )
+                log.log(level, "%s: not a whole checkpoint: %s", status.path, status.detail)
+
+    def _take_job_id(self, wanted: bytes | None) -> bytes:
+        path = self.directory / fmt.JOB_FILE
+        job_id = reader.read_job_id(self.directory)
+        if job_id is None:
+            slots = reader.find_slots(self.directory)
+            statuses = [reader.look_at_slot(slot, number, None, held=False) for number, slot in slots.items()]
+            job_id = reader.job_id_of_slots(statuses) or wanted or os.urandom(fmt.JOB_ID_BYTES)
+            if wanted is None or wanted == job_id:
+                files.write_atomically(path, fmt.encode_job(job_id))
+        if wanted is not None and wanted != job_id:
+            raise MismatchError(
+                f"{self.directory} belongs to job {job_id.hex()}, and job {wanted.hex()} was asked for; "
+                "use a directory of its own for each job"
+            )
+        return job_id
+
+    def _begin(self, step: int, stream_bytes: int, timeout_s: float) -> SlotWrite | None:
+        if step < 0 or stream_bytes < 0:
+            raise ConfigError(f"step {step} and stream_bytes {stream_bytes} must not be negative")
+        file_bytes = self.slot_file_bytes(stream_bytes)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise CheckpointError(f"{self.directory}: the store is closed")
+                slot = self._pick(file_bytes)
+                if slot is not None:
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                # A disk that lets go of a stuck write tells nobody, so that is looked at now and then.
+                self._changed.wait(min(left, 1.0) if self._stuck else left)
+            sequence = self._next_sequence
+            self._next_sequence += 1
+            slot.busy = f"step {step}"
+            slot.info = None
+        try:
+            if slot.file_bytes < file_bytes:
+                self._resize(slot, max(file_bytes, self._wanted_bytes))
+            write = SlotWrite(self, slot.path, slot.number, step, sequence, stream_bytes, header_ok=slot.header_ok)
+        except BaseException:
+            with self._changed:
+                self._free(slot)
+            raise
+        with self._changed:
+            self._writes.add(write)
+            closed = self._closed
+        if closed:
+            write.abort()
+            raise CheckpointError(f"{self.directory}: the store was closed")
+        return write
+
+    def _committed(self) -> list[SlotInfo]:
+        found = [slot.info for slot in self._all if slot.info is not None and not slot.damaged]
+        return sorted(found, key=lambda info: info.sequence, reverse=True)
+
+    def _free_slots(self) -> list[_Slot]:
+        """Slots that may be overwritten: void ones first, then from the oldest checkpoint on."""
+        self._reap()
+        kept = {info.sequence for info in self._committed()[: self.keep]}
+        free = [
+            slot
+            for slot in self._all
+            if not slot.busy
+            and not slot.readers
+            and (slot.damaged or slot.info is None or slot.info.sequence not in kept)
+        ]
+        return sorted(free, key=lambda slot: (slot.info is not None, slot.info.sequence if slot.info else 0))
+
+    def _reap(self) -> None:
+        """Give back slots whose writer threads the disk has let go of at last."""
+        for write, slot in list(self._stuck):
+            if write.idle():
+                self._stuck.remove((write, slot))
+                self._free(slot)
+
+    def _busy(self) -> list[_Slot]:
+        self._reap()
+        return [slot for slot in self._all if slot.busy]
+
+    def _pick(self, file_bytes: int) -> _Slot | None:
+        free = [slot for slot in self._free_slots() if slot.number < self.slots]
+        return next((slot for slot in free if slot.file_bytes >= file_bytes), free[0] if free else None)
+
+    def _settle(self) -> None:
+        """Make or grow free slots that are smaller than what was reserved, and remove free ones beyond `slots`."""
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                free = self._free_slots()
+                slot = next((s for s in free if s.number >= self.slots or s.file_bytes < self._wanted_bytes), None)
+                if slot is None:
+                    return
+                slot.busy = "being resized"
+                slot.info = None
+                wanted = self._wanted_bytes
+            try:
+                if slot.number >= self.slots:
+                    self._remove(slot)
+                else:
+                    self._resize(slot, wanted)
+            finally:
+                with self._changed:
+                    self._free(slot)
+
+    def _resize(self, slot: _Slot, file_bytes: int) -> None:
+        header = self.header(slot.number)
+        if slot.path.exists():
+            files.grow_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
+        else:
+            files.make_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
+        slot.header_ok = True
+
+    def _remove(self, slot: _Slot) -> None:
+        try:
+            slot.path.unlink(missing_ok=True)
+            files.sync_directory(self.directory)
+        except OSError as error:
+            raise files.storage_error(error, slot.path, "removing a slot beyond the number asked for") from error
+        with self._changed:
+            self._all.remove(slot)
+
+    def _free(self, slot: _Slot) -> None:
+        """Give a slot back; its file is looked at again, since it may have grown, failed to, or gone."""
+        slot.busy = ""
+        try:
+            slot.file_bytes = slot.path.stat().st_size
+        except OSError:
+            slot.file_bytes = 0
+        self._changed.notify_all()
+
+    def _occupancy(self) -> str:
+        writing = [slot.busy for slot in self._all if slot.busy]
+        kept = [f"step {info.step}" for info in self._committed()[: self.keep]]
+        reading = sum(1 for slot in self._all if slot.readers)
+        return (
+            f"{len(self._all)} slots, {len(writing)} being written ({', '.join(writing) or 'none'}), "
+            f"{len(kept)} kept ({', '.join(kept) or 'none'}), {reading} being read"
+        )
+
+
+def _check_arguments(
+    slots: int,
+    keep: int,
+    chunk_bytes: int,
+    writer_threads: int,
+    pool: _native.ChunkPool | None,
+    pool_bytes: int,
+    job_id: bytes | None,
+) -> None:
+    if keep < 1 or slots < keep + 1:
+        raise ConfigError(f"keep must be at least 1 and slots at least keep + 1: slots={slots}, keep={keep}")
+    if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
+        raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
+    if writer_threads < 1:
+        raise ConfigError(f"writer_threads must be at least 1: {writer_threads}")
+    available = pool_bytes if pool is None else pool.chunk_bytes
+    if available < chunk_bytes:
+        raise ConfigError(f"the pool's buffers hold {available} bytes, fewer than chunk_bytes={chunk_bytes}")
+    if job_id is not None and len(job_id) != fmt.JOB_ID_BYTES:
+        raise ConfigError(f"job_id must have {fmt.JOB_ID_BYTES} bytes, not {len(job_id)}")

@@ -1,0 +1,269 @@
+"""One checkpoint on its way into a slot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from lastgood import _native
+from lastgood.errors import CheckpointError, WaitTimeout
+from lastgood.storage import format as fmt
+from lastgood.storage.files import flush, open_file, storage_error, write_block
+from lastgood.storage.reader import SlotInfo
+
+__all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite"]
+
+WRITE_TIMEOUT_S = 600.0
+_JOIN_S = 10.0
+
+
+class SlotOwner(Protocol):
+    """What a write needs to know of its store, and tells it."""
+
+    job_id: bytes
+    incarnation: int
+    chunk_bytes: int
+    writer_threads: int
+    direct_io: bool
+    commit_lock: threading.Lock
+
+    @property
+    def pool(self) -> _native.ChunkPool:
+        """Buffers for all writes."""
+
+    def newest_sequence(self) -> int:
+        """Sequence of the newest durable checkpoint; -1 if there is none."""
+
+    def header(self, slot: int) -> fmt.SlotHeader:
+        """The header that a slot file must have."""
+
+    def ended(self, write: SlotWrite, info: SlotInfo | None, *, idle: bool) -> None:
+        """The write is over; `info` if it was committed; `idle` if none of its threads is left."""
+
+    def settle(self) -> None:
+        """A commit made an older slot free: the time to make it fit what was reserved."""
+
+
+class SlotWrite:
+    """Writes one stream into one slot and commits it. Made by `SlotStore.begin`.
+
+    Call `copy_host` (or `acquire` and `put`) until the whole stream was given, then `commit`, perhaps in another
+    thread. Whatever fails, the slot is void afterwards, is given back to the store, and the older checkpoints stay;
+    StorageError names file, operation and bytes.
+    """
+
+    def __init__(
+        self, store: SlotOwner, path: Path, slot: int, step: int, sequence: int, stream_bytes: int, *, header_ok: bool
+    ) -> None:
+        self.path = path
+        self.slot = slot
+        self.step = step
+        self.sequence = sequence
+        self.stream_bytes = stream_bytes
+        self._store = store
+        self._state_lock = threading.Lock()
+        self._users = 0  # threads inside a call; the last one out ends a write that was given up
+        self._given_up = False
+        self._over = False
+        try:
+            self._descriptor, _ = open_file(path, os.O_RDWR, direct=store.direct_io)
+        except OSError as error:
+            raise storage_error(error, path, "opening") from error
+        try:
+            # From here on the old checkpoint of this slot is void, also after a power cut: only then is it overwritten.
+            if not header_ok:
+                write_block(self._descriptor, store.header(slot).encode(), fmt.HEADER_OFFSET)
+            write_block(self._descriptor, self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
+            flush(self._descriptor)
+            self._native = _native.SlotWriter(
+                store.pool,
+                self._descriptor,
+                fmt.DATA_OFFSET,
+                stream_bytes,
+                store.chunk_bytes,
+                sequence,
+                store.writer_threads,
+            )
+        except BaseException as error:
+            os.close(self._descriptor)
+            if isinstance(error, OSError):
+                raise storage_error(error, path, "voiding the slot", fmt.BLOCK) from error
+            raise
+
+    @property
+    def position(self) -> int:
+        """Bytes of the stream given so far."""
+        return self._native.position
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that a whole write of this stream sends to the disk."""
+        table_bytes = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)[1]
+        return fmt.align_up(self.stream_bytes) + fmt.align_up(table_bytes) + 2 * fmt.BLOCK
+
+    def copy_host(
+        self, ranges: Sequence[tuple[int, int]], timeout_s: float = WRITE_TIMEOUT_S, threads: int = 1
+    ) -> None:
+        """Append (address, nbytes) ranges of host memory to the stream; return once they may be overwritten.
+
+        With `threads` > 1, long appends are copied by that many threads. Raises StorageError, WaitTimeout (a free
+        buffer did not come in time); either ends this write.
+        """
+        with self._in_use("copying"):
+            self._native.copy_host(ranges, timeout_s, threads)
+
+    def acquire(self, timeout_s: float = WRITE_TIMEOUT_S) -> tuple[int, int, int]:
+        """Take a buffer for the next chunk: (address, chunk index, bytes of the stream that belong in it).
+
+        Fill it and `put` it. Hold few at a time: all writes share one pool. Raises StorageError, which ends this write,
+        and WaitTimeout, after which it may be tried again.
+        """
+        with self._in_use("copying", after_timeout=True):
+            return self._native.acquire(timeout_s)
+
+    def put(self, chunk_index: int) -> None:
+        """Hand a filled buffer over; a writer thread checksums and writes it. Raises StorageError."""
+        with self._in_use("copying"):
+            self._native.put(chunk_index)
+
+    def release(self) -> None:
+        """After a failure: give back the buffers taken by `acquire`, once no copy into them is under way any more."""
+        self._native.release()
+
+    def commit(
+        self, meta_offset: int, meta_bytes: int, layout_digest: bytes, timeout_s: float = WRITE_TIMEOUT_S
+    ) -> Literal["durable", "superseded"]:
+        """Wait until all is written, make it durable and the newest checkpoint.
+
+        "superseded" if a checkpoint that was begun later is durable already: then this one is dropped. Raises
+        StorageError, WaitTimeout; either ends this write.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._in_use("writing"):
+            table = self._native.finish(timeout_s)
+            record = self._record(
+                fmt.RecordKind.COMMITTED,
+                meta_offset=meta_offset,
+                meta_bytes=meta_bytes,
+                layout_digest=layout_digest,
+                table=table,
+            )
+            encoded = record.encode()
+            if self._store.newest_sequence() > self.sequence:
+                self._end(None)
+                return "superseded"
+            write_block(self._descriptor, table, record.table_offset)
+            flush(self._descriptor)
+            # One record at a time, so that no older one is written behind a newer one's back.
+            if not self._store.commit_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("another checkpoint's commit")
+            try:
+                if self._store.newest_sequence() > self.sequence:
+                    self._end(None)
+                    return "superseded"
+                self._check_still_ours()
+                write_block(self._descriptor, encoded, fmt.COMMIT_OFFSET)
+                flush(self._descriptor)
+                self._end(SlotInfo(self.path, self.slot, record))
+            finally:
+                self._store.commit_lock.release()
+        self._store.settle()
+        return "durable"
+
+    def abort(self) -> None:
+        """Give this write up. Safe to call twice, from any thread, and after a commit (then it does nothing).
+
+        Where another thread is inside a call of this write, that call fails and the write ends with it.
+        """
+        with self._state_lock:
+            if self._over:
+                return
+            self._given_up = True
+            in_use = self._users > 0
+        self._native.abort()
+        if not in_use:
+            self._end(None)
+
+    def idle(self, timeout_s: float = 0.0) -> bool:
+        """Whether none of the writer threads is left."""
+        return self._native.join(timeout_s)
+
+    def _record(
+        self,
+        kind: fmt.RecordKind,
+        *,
+        meta_offset: int = 0,
+        meta_bytes: int = 0,
+        layout_digest: bytes = bytes(32),
+        table: bytes | None = None,
+    ) -> fmt.CommitRecord:
+        table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
+        return fmt.CommitRecord(
+            kind=kind,
+            job_id=self._store.job_id,
+            step=self.step,
+            incarnation=self._store.incarnation,
+            sequence=self.sequence,
+            stream_bytes=self.stream_bytes,
+            meta_offset=meta_offset,
+            meta_bytes=meta_bytes,
+            chunk_bytes=self._store.chunk_bytes,
+            data_offset=fmt.DATA_OFFSET,
+            table_offset=table_offset,
+            table_bytes=table_bytes,
+            layout_digest=layout_digest,
+            table_digest=bytes(32) if table is None else fmt.table_digest(table),
+        )
+
+    def _check_still_ours(self) -> None:
+        """A slot file that was removed or replaced meanwhile would take the checkpoint with it."""
+        if self._given_up:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        opened, named = os.fstat(self._descriptor), self.path.stat()
+        if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    @contextlib.contextmanager
+    def _in_use(self, operation: str, *, after_timeout: bool = False) -> Iterator[None]:
+        """End this write on every failure (but a timeout if `after_timeout`) and say what failed."""
+        with self._state_lock:
+            if self._over or self._given_up:
+                raise CheckpointError(f"{self.path}: the write of step {self.step} is over")
+            self._users += 1
+        failed = True
+        try:
+            yield
+            failed = False
+        except TimeoutError as error:
+            failed = not after_timeout
+            raise WaitTimeout(f"{self.path}: step {self.step}: gave up waiting for {error}") from error
+        except OSError as error:
+            if error.errno == errno.ECANCELED:
+                raise CheckpointError(f"{self.path}: the write of step {self.step} was aborted") from error
+            raise storage_error(error, self.path, operation, fmt.align_up(self.stream_bytes)) from error
+        finally:
+            if failed:
+                self._native.abort()
+            with self._state_lock:
+                self._given_up |= failed
+                self._users -= 1
+                last = self._given_up and self._users == 0
+            if last:
+                self._end(None)
+
+    def _end(self, info: SlotInfo | None) -> None:
+        with self._state_lock:
+            if self._over:
+                return
+            self._over = True
+        if info is None:
+            self._native.abort()
+        idle = self._native.join(_JOIN_S)
+        os.close(self._descriptor)
+        self._store.ended(self, info, idle=idle)
