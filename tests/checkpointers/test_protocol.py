@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import SmallTraining
+from tests.checkpointers.small_training import SmallTraining
 
 from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 
 SYSTEMS = ["sync", "checkfreq", "pccheck"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return request.param
 
 
 @pytest.fixture(params=SYSTEMS)
@@ -45,8 +52,9 @@ def outcomes(checkpointer):
     return [event.outcome for event in checkpointer.events]
 
 
-def test_restores_the_state_at_the_save_though_training_went_on(system, opened, tmp_path):
-    training = SmallTraining(width=900)
+@pytest.mark.parametrize("width", [8, 900])
+def test_restores_the_state_at_the_save_though_training_went_on(system, opened, tmp_path, device, width):
+    training = SmallTraining(width, device=device)
     checkpointer = opened(system, tmp_path, training.state)
     saved = {}
     for _ in range(5):
@@ -56,25 +64,51 @@ def test_restores_the_state_at_the_save_though_training_went_on(system, opened, 
         # Outside optimizer.step(): these must have been copied when save() returned.
         training.plain["moving"] += 1
         training.model[1].running_mean.add_(1)
-        torch.rand(1)
+        torch.rand(1, device=device)
     training.step()
     checkpointer.drain()
     assert outcomes(checkpointer)[-1] is Outcome.DURABLE
-    fresh = SmallTraining(width=900, seed=1)
+    fresh = SmallTraining(width, seed=1, device=device)
     step = system(tmp_path).restore(fresh.state)
     assert step == 5 == checkpointer.latest() == system(tmp_path).latest()
     assert fresh.digest() == saved[5]
 
 
-def test_losses_after_a_restore_are_those_of_the_unbroken_run(system, opened, tmp_path):
-    training = SmallTraining()
+def test_a_pool_far_smaller_than_the_state(opened, tmp_path, device):
+    training = SmallTraining(width=900, device=device)
+    kind = checkpointer_class("pccheck")
+    checkpointer = opened(kind, tmp_path, training.state, chunk_bytes=64 * 1024, pool_bytes=256 * 1024)
+    for _ in range(3):
+        training.step()
+        digest = training.digest()
+        checkpointer.save(training.step_number)
+    training.step()
+    checkpointer.drain()
+    fresh = SmallTraining(width=900, seed=1, device=device)
+    assert kind(tmp_path).restore(fresh.state) == 3
+    assert fresh.digest() == digest
+
+
+def test_pressure_skip_never_waits_and_counts(opened, tmp_path):
+    training = SmallTraining(width=900)
+    kind = checkpointer_class("pccheck")
+    checkpointer = opened(kind, tmp_path, training.state, max_in_flight=1, keep=1, pressure="skip")
+    training.step()
+    for _ in range(12):
+        checkpointer.save(training.step_number)
+    checkpointer.drain()
+    assert set(outcomes(checkpointer)) == {Outcome.DURABLE, Outcome.SKIPPED}
+
+
+def test_losses_after_a_restore_are_those_of_the_unbroken_run(system, opened, tmp_path, device):
+    training = SmallTraining(device=device)
     checkpointer = opened(system, tmp_path, training.state)
     for _ in range(3):
         training.step()
     checkpointer.save(3)
     expected = [training.step() for _ in range(4)]
     checkpointer.drain()
-    fresh = SmallTraining(seed=1)
+    fresh = SmallTraining(seed=1, device=device)
     fresh.step()
     assert system(tmp_path).restore(fresh.state) == 3
     assert [fresh.step() for _ in range(4)] == expected

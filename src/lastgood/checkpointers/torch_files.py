@@ -5,6 +5,7 @@ Such a file is a pickle inside a zip. It is read with ``weights_only=True``, tor
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -129,9 +130,9 @@ def plain_tree(value: Any) -> Any:
 
 
 def _allowed_globals() -> list[Any]:
-    multiarray = np._core.multiarray
+    multiarray = importlib.import_module("numpy._core.multiarray")  # numpy's own home of what pickles name
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OSUVMm"}
-    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, *dtypes, Counter]  # type: ignore[attr-defined]
+    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, *dtypes, Counter]
 
 
 def _explain(path: Path, tree: Mapping[str, Any], error: BaseException) -> str:

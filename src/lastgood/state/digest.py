@@ -38,7 +38,7 @@ def _feed(hasher: Any, value: Any) -> None:
         # A zero-dimensional tensor, or one element with a stride of its own, cannot be viewed as bytes as it is.
         flat = dense.as_strided((dense.numel(),), (1,))
         hasher.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        hasher.update(memoryview(flat.view(torch.uint8).numpy()))
+        hasher.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
         hasher.update(f"array {value.dtype.str} {value.shape};".encode())
         hasher.update(value.tobytes())

@@ -93,7 +93,7 @@ def _extent(tensor: torch.Tensor) -> _Extent:
 
 def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
     """Memory that only optimizer steps change: the parameters of every optimizer in the state, and its own tensors."""
-    found = set()
+    found: set[_Extent] = set()
     for value in state.values():
         if isinstance(value, torch.optim.Optimizer):
             for group in value.param_groups:
@@ -231,7 +231,7 @@ def _block_over(group: Sequence[_View]) -> tuple[int, torch.Tensor]:
     start -= start % 16
     stop = max(view.extent[2] for view in group) - storage.data_ptr()
     block = torch.empty(0, dtype=torch.uint8, device=group[0].tensor.device)
-    block.set_(storage, start, (stop - start,), (1,))  # type: ignore[call-overload]
+    block.set_(storage, start, (stop - start,), (1,))
     return storage.data_ptr() + start, block
 
 
@@ -340,7 +340,7 @@ class _Builder:
             raise ValueError(f"a tensor reaches from byte {offset} to {end} of a block of {source.numel()}")
         tensor = torch.empty(0, dtype=kind, device=source.device)
         first = source.data_ptr() - source.untyped_storage().data_ptr() + offset
-        tensor.set_(source.untyped_storage(), first // kind.itemsize, shape, stride)  # type: ignore[call-overload]
+        tensor.set_(source.untyped_storage(), first // kind.itemsize, shape, stride)
         return tensor
 
     def _array(self, block: int, offset: int, descr: str, shape: list[int]) -> np.ndarray:

@@ -24,17 +24,17 @@ class RngState:
     def state_dict(self) -> dict[str, Any]:
         """Read every generator. CUDA generators are read only where CUDA is in use already."""
         version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        numpy_state = np.random.get_state(legacy=False)
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             # Packed into tensors: as a tuple of 625 ints it would be half of a small model's layout.
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
             "numpy": {
-                "name": name,
-                "keys": torch.from_numpy(keys.astype(np.int64)),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached_gauss": float(cached),
+                "name": str(numpy_state["bit_generator"]),
+                "keys": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+                "position": int(numpy_state["state"]["pos"]),
+                "has_gauss": int(numpy_state["has_gauss"]),
+                "cached_gauss": float(numpy_state["gauss"]),
             },
             "torch": torch.get_rng_state(),
             "cuda": cuda,

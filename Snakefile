@@ -1,0 +1,40 @@
+"""Lastgood's workflow: run records, CSV files and figures. docs/workflow.md describes targets, files and failures."""
+
+import os
+import sys
+
+
+# `lastgood` beside the running Python is the one to call, whether its environment is activated or not.
+os.environ.update(PATH=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]))
+
+
+report: "workflow/report/workflow.rst"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/targets.smk"
+include: "workflow/rules/native.smk"
+include: "workflow/rules/datasets.smk"
+include: "workflow/rules/ceilings.smk"
+include: "workflow/rules/run.smk"
+include: "workflow/rules/collect.smk"
+include: "workflow/rules/plot.smk"
+
+
+# Snakemake takes the default target from this file only, never from an included one.
+rule all:
+    input:
+        [panel_files("fig8", model) for model in CONFIG.models],
+
+
+onstart:
+    take_folder_lock()
+
+
+onsuccess:
+    remove_outdated_partial_figures()
+
+
+onerror:
+    remove_outdated_partial_figures()
+    draw_partial_figures()

@@ -1,0 +1,45 @@
+"""The command line: `lastgood COMMAND`. Commands import what they need when they run, so `--help` is quick."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import typer
+
+from lastgood.cli import ceilings, check, collect, data, doctor, inspect, plan, plot, run
+from lastgood.errors import LastgoodError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="lastgood",
+    help="The last good state of a training run, and what keeping it costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run.run)
+app.command()(plan.plan)
+app.command()(check.check)
+app.command()(collect.collect)
+app.command()(plot.plot)
+app.command()(ceilings.ceilings)
+app.command()(inspect.inspect)
+app.command()(doctor.doctor)
+app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
+
+
+def main() -> None:
+    """Run a command. Exit codes: 0 done, 1 it failed, 2 it was asked for wrongly, 130 interrupted."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except LastgoodError as error:
+        sys.stderr.write(f"lastgood: {error}\n")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader went away, as `lastgood plan fig8 | head` does; Python must not complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

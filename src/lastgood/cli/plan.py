@@ -1,0 +1,75 @@
+"""`lastgood plan`: the runs of a figure, which of them are done, and how long the others will take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.units import format_seconds
+
+__all__ = ["plan"]
+
+
+def plan(
+    figure: Annotated[str, typer.Argument(help="fig8 or test_simple.")],
+    more: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further overrides.")] = None,
+    configfile: Annotated[
+        Path | None, typer.Option(help="A complete configuration [default: the checkout's config/laptop.yaml].")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override one key of the file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan to stdout as JSON.")] = False,
+) -> None:
+    """List the runs of FIGURE in the order in which `snakemake FIGURE` makes them, with predicted times.
+
+    Takes the overrides as snakemake does: lastgood plan fig8 --config models=vgg16 intervals=1,10
+    """
+    from lastgood.experiments.config import load_config, parse_overrides
+    from lastgood.experiments.grid import find_root
+    from lastgood.experiments.plan import load_prediction_grid, plan_figure, predict_runs
+
+    root = find_root()
+    overrides = parse_overrides([*(config or []), *(more or [])])
+    settings = load_config(configfile or root / "config" / "laptop.yaml", overrides)
+    runs = predict_runs(plan_figure(settings, figure), Path(settings.results_dir), load_prediction_grid(root, figure))
+    left = [run for run in runs if not run.done]
+    minutes = sum(run.seconds for run in left) / 60
+    if as_json:
+        emit_json(
+            {
+                "figure": figure,
+                "runs": [
+                    {
+                        "record": str(run.record),
+                        "done": run.done,
+                        "predicted_s": round(run.seconds, 1),
+                        "predicted_from": run.source,
+                        "spec": run.spec.model_dump(mode="json"),
+                    }
+                    for run in runs
+                ],
+                "runs_left": len(left),
+                "minutes_left": round(minutes, 1),
+            }
+        )
+        return
+    emit_table(
+        f"Runs of {figure}, in order",
+        ("", "run", "steps", "proof", "state", "seconds", "from"),
+        (
+            (
+                number,
+                run.spec.title(),
+                run.spec.measured_steps,
+                "yes" if run.spec.proof else "",
+                "done" if run.done else "to do",
+                f"{run.seconds:.0f}",
+                run.source,
+            )
+            for number, run in enumerate(runs, start=1)
+        ),
+    )
+    done = len(runs) - len(left)
+    console.print(f"{len(runs)} runs, {done} done, {len(left)} left: about {format_seconds(minutes * 60)}")

@@ -1,0 +1,445 @@
+"""The configuration: pydantic models are its only schema, and all that cannot work is refused before any job starts.
+
+A configuration is one complete file (config/laptop.yaml is the default) and overrides from the command line
+(``--config models=vgg16 intervals=1,10``), which win. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.errors import ConfigError
+from lastgood.experiments.feasible import check_machine
+from lastgood.experiments.machine import usable_cores
+from lastgood.experiments.spec import Scale
+from lastgood.workloads.base import WorkloadOptions
+from lastgood.workloads.registry import workload_data_kind, workload_names, workload_options_class
+
+__all__ = [
+    "BASELINE",
+    "Config",
+    "DataPaths",
+    "SimpleTest",
+    "Sources",
+    "load_config",
+    "load_yaml",
+    "parse_config",
+    "parse_overrides",
+    "show_errors",
+]
+
+BASELINE = "none"
+"""The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""
+
+_SECTIONS = ("data", "workloads", "knobs", "simple")
+"""Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def _plain_integer(value: Any) -> Any:
+    """Accept 10 and "10"; refuse "1_10", which Python would read as 110, as well as booleans and fractions."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("not a whole number")
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+            raise ValueError("not a whole number, written with digits only")
+        return int(value)
+    return value
+
+
+def _split(value: Any) -> Any:
+    """Take a list, or a text with commas as ``--config`` gives it; texts inside a list are split as well."""
+    items = [value] if isinstance(value, str | int | float) else value
+    if not isinstance(items, list | tuple):
+        return value
+    parts: list[Any] = []
+    for item in items:
+        parts += [part.strip() for part in item.split(",")] if isinstance(item, str) else [item]
+    return parts
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    twice = sorted({str(value) for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"listed more than once: {', '.join(twice)}")
+    return values
+
+
+def _known_model(name: str) -> str:
+    return _known("model", name, workload_names())
+
+
+def _known_system(name: str) -> str:
+    return _known("system", name, checkpointer_names())
+
+
+def _known(what: str, name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}{_nearest(name, known)}; known: {', '.join(known)}")
+    return name
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _positive_interval(value: int) -> int:
+    if value == 0:
+        raise ValueError(f"interval 0 is the run without checkpoints, which the system {BASELINE} makes by itself")
+    if value < 0:
+        raise ValueError("below 1")
+    return value
+
+
+def _with_baseline(systems: list[str]) -> list[str]:
+    return systems if BASELINE in systems else [BASELINE, *systems]
+
+
+def _existing_path(value: str) -> str:
+    path = Path(value).expanduser().absolute()
+    if not path.exists():
+        raise ValueError("there is no such file or folder")
+    return str(path)
+
+
+_Integer = BeforeValidator(_plain_integer)
+Count = Annotated[int, _Integer, Field(ge=1)]
+CountOrZero = Annotated[int, _Integer, Field(ge=0)]
+Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
+ModelName = Annotated[str, AfterValidator(_known_model)]
+SystemName = Annotated[str, AfterValidator(_known_system)]
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
+FolderPath = Annotated[str, Field(min_length=1)]
+Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+_List = BeforeValidator(_split)
+_Distinct = AfterValidator(_distinct)
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataPaths(_Part):
+    """Data of the user's own; null takes the small real data that Lastgood prepares."""
+
+    images: UserPath | None = Field(description="a folder of images, one folder per class, or null")
+    squad: UserPath | None = Field(description="a question-answering file in SQuAD's format, or null")
+    wikitext: UserPath | None = Field(description="a WikiText file or folder, or null")
+
+    def of_workload(self, name: str) -> str | None:
+        """The path that workload `name` reads, or None for the data that Lastgood prepares."""
+        found: str | None = getattr(self, workload_data_kind(name))
+        return found
+
+
+class SimpleTest(_Part):
+    """What `snakemake test_simple` runs."""
+
+    model: ModelName = Field(description="one of the models")
+    system: SystemName = Field(description="one of the systems, not none")
+    interval: Interval = Field(description="a whole number from 1: steps between checkpoints")
+    iterations: Count = Field(description="a whole number, at least twice simple.interval: steps measured")
+
+
+class Config(_Part):
+    """One complete configuration. Relative paths start at the folder in which the workflow works."""
+
+    scale: Scale = Field(description="laptop, gpu or paper: a label; records of unlike scales never mix")
+    machine: Label | None = Field(
+        description="at most 64 of a-z, 0-9, dot, dash and underscore; null makes a name from the CPU and the GPU"
+    )
+    models: Annotated[list[ModelName], _List, _Distinct, Field(min_length=1)] = Field(
+        description="a list of models, at least one"
+    )
+    systems: Annotated[list[SystemName], _List, _Distinct, Field(min_length=1), AfterValidator(_with_baseline)] = Field(
+        description="a list of systems, at least one; none is always measured"
+    )
+    intervals: Annotated[list[Interval], _List, _Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1: steps between checkpoints"
+    )
+    repetitions: Count = Field(description="a whole number from 1: measurements of each cell")
+    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
+    min_checkpoints: Count = Field(description="a whole number from 1: steps are raised until a run holds as many")
+    warmup_iterations: CountOrZero = Field(description="a whole number from 0: steps before the clocks start")
+    proof: Literal["every", "first"] = Field(
+        description="every or first: which repetitions of a cell prove their restore"
+    )
+    device: Literal["cpu", "cuda"] = Field(description="cpu or cuda")
+    threads: Count | None = Field(description="a whole number from 1 to the number of cores; null takes all cores")
+    seed: CountOrZero = Field(description="a whole number from 0; repetition r trains with seed + r")
+    scratch: FolderPath | None = Field(description="a folder on the disk to measure; null is ./scratch")
+    data_dir: FolderPath = Field(description="a folder for the data that Lastgood prepares")
+    data: DataPaths = Field(description="paths of your own data")
+    workloads: dict[ModelName, dict[str, Any]] = Field(description="options by model")
+    knobs: dict[SystemName, dict[str, Any]] = Field(description="options by system")
+    results_dir: FolderPath = Field(description="a folder for run records")
+    figures_dir: FolderPath = Field(description="a folder for figures")
+    simple: SimpleTest = Field(description="what test_simple runs")
+
+    @property
+    def scratch_folder(self) -> Path:
+        """Where runs keep their checkpoints."""
+        return Path(self.scratch or "scratch").expanduser()
+
+    @property
+    def thread_count(self) -> int:
+        """Threads that a run computes with."""
+        return usable_cores() if self.threads is None else self.threads
+
+    @property
+    def used_models(self) -> list[str]:
+        """Models of the figures and of test_simple, each once."""
+        return list(dict.fromkeys([*self.models, self.simple.model]))
+
+    @property
+    def used_systems(self) -> list[str]:
+        """Systems of the figures and of test_simple, each once."""
+        return list(dict.fromkeys([*self.systems, self.simple.system]))
+
+    def workload_options(self, model: str) -> WorkloadOptions:
+        """Validated options of `model`."""
+        return workload_options_class(model).model_validate(self.workloads.get(model, {}))
+
+    def system_options(self, system: str) -> BaseOptions:
+        """Validated options of `system`."""
+        return checkpointer_class(system).Options.model_validate(self.knobs.get(system, {}))
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its surprises: 1_10 and 1:30 stay text, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key if isinstance(key, str) else repr(key))
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:int"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping. Raises ConfigError, naming the file and the line."""
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds {type(found).__name__} where a mapping of keys to values is needed")
+    return found
+
+
+def parse_overrides(entries: Iterable[str]) -> dict[str, Any]:
+    """Turn ``["models=vgg16", "intervals=1,10"]`` into a mapping; values are YAML.
+
+    Raises ConfigError for an entry without ``=``, a key that is no top-level name, or a key that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for entry in entries:
+        key, equals, text = entry.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key):
+            section, _, rest = key.partition(".")
+            hint = f"; for a key inside a section write {section}='{{{rest}: VALUE}}'" if section in _SECTIONS else ""
+            raise ConfigError(f"--config: {entry!r} is not KEY=VALUE with a top-level key{hint}")
+        if key in found:
+            raise ConfigError(f"--config: {key} is given twice; put several values into one: {key}=A,B")
+        try:
+            found[key] = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--config: {key}: not valid YAML: {text!r}: {error}") from error
+    return found
+
+
+def load_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read `configfile`, apply `overrides` (see `parse_overrides`) and check all of it, this machine included.
+
+    Raises one ConfigError that names every wrong key with its source, its value and what is allowed.
+    """
+    config, sources = parse_config(configfile, overrides)
+    check_machine(config, sources)
+    return config
+
+
+class Sources:
+    """Which source a value came from, for messages."""
+
+    def __init__(self, configfile: Path, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+        self._configfile = configfile
+        self._values = values
+        self._overrides = overrides
+
+    def overridden(self, location: tuple[str | int, ...]) -> bool:
+        """Whether the value at `location` was given on the command line."""
+        given = _look_up(self._overrides, location)
+        # A section that both sources have is merged, and its faults lie in its entries.
+        merged = isinstance(given, Mapping) and isinstance(_look_up(self._values, location), Mapping)
+        return given is not _ABSENT and not (merged and location[0] in _SECTIONS)
+
+    def problem(self, location: tuple[str | int, ...], text: str) -> str:
+        """One line of a message: source, key and what is wrong."""
+        source = "--config" if self.overridden(location) else str(self._configfile)
+        return f"{source}: {_dotted(location)}: {text}"
+
+
+_ABSENT = object()
+
+
+def _look_up(values: Any, location: tuple[str | int, ...]) -> Any:
+    """The value at `location`; where the way there ends in something that is no mapping, that."""
+    for key in location:
+        if not isinstance(values, Mapping):
+            break
+        if key not in values:
+            return _ABSENT
+        values = values[key]
+    return values
+
+
+def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Config, Sources]:
+    """Read and check a configuration without looking at this machine. Raises ConfigError, see `load_config`."""
+    given = dict(overrides or {})
+    stored = load_yaml(configfile)
+    values = _merge(stored, given)
+    sources = Sources(configfile, stored, given)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(show_errors(error, Config, sources))) from None
+    problems = [
+        *_option_problems(config, "workloads", config.used_models, sources),
+        *_option_problems(config, "knobs", config.used_systems, sources),
+    ]
+    if config.simple.system == BASELINE:
+        problems.append(sources.problem(("simple", "system"), f"{BASELINE} takes no checkpoint that could be restored"))
+    if config.simple.iterations < 2 * config.simple.interval:
+        changed = "interval" if sources.overridden(("simple", "interval")) else "iterations"
+        text = f"{config.simple.iterations} iterations are less than twice the interval, {config.simple.interval}"
+        problems.append(sources.problem(("simple", changed), text))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config, sources
+
+
+def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in overrides.items():
+        merged[key] = _merge_section(merged.get(key), value) if key in _SECTIONS else value
+    return merged
+
+
+def _merge_section(base: Any, change: Any) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(change, Mapping):
+        return change
+    return {**base, **{key: _merge_section(base.get(key), value) for key, value in change.items()}}
+
+
+def _option_problems(config: Config, section: str, used: list[str], sources: Sources) -> list[str]:
+    """What the Options models refuse: in every entry that is given, and in the defaults of those used without one."""
+    given: dict[str, dict[str, Any]] = getattr(config, section)
+    problems: list[str] = []
+    for name in dict.fromkeys([*given, *used]):
+        model = workload_options_class(name) if section == "workloads" else checkpointer_class(name).Options
+        try:
+            model.model_validate(given.get(name, {}))
+        except ValidationError as error:
+            problems += show_errors(error, model, sources, (section, name))
+    return problems
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def show_errors(
+    error: ValidationError, model: type[BaseModel], sources: Sources, prefix: tuple[str | int, ...] = ()
+) -> list[str]:
+    """One line for each thing that pydantic refused: source, key, value, and what is allowed."""
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        inner = tuple(part for part in detail["loc"] if part != "[key]")
+        location = (*prefix, *inner)
+        owner, field = _find_field(model, inner)
+        known = list(owner.model_fields)
+        if detail["type"] == "extra_forbidden":
+            name = str(inner[-1])
+            text = f"unknown key{_nearest(name, known)}; known: {', '.join(known) or 'no keys at all'}"
+        elif detail["type"] == "missing":
+            text = f"is missing; allowed: {_allowed(field)}"
+        else:
+            message = detail["msg"].removeprefix("Value error, ")
+            text = f"{detail['input']!r}: {message[:1].lower()}{message[1:]}"
+            if "known: " not in message:
+                text += f"; allowed: {_allowed(field)}"
+        lines[sources.problem(location, text)] = None
+    return list(lines)
+
+
+def _find_field(model: type[BaseModel], location: tuple[str | int, ...]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that holds the last named key of `location`, and that key's field if it has one."""
+    owner = model
+    field: FieldInfo | None = None
+    for key in location:
+        found = owner.model_fields.get(str(key))
+        if found is None:
+            return owner, None
+        field = found
+        inner = field.annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        if key != location[-1]:
+            owner = inner
+    return owner, field
+
+
+def _allowed(field: FieldInfo | None) -> str:
+    if field is None:
+        return "see docs/workflow.md"
+    if field.description:
+        return field.description
+    kind = field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
+    words = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
+    bounds = [
+        f"{word} {getattr(rule, name)}"
+        for rule in field.metadata
+        for name, word in words
+        if hasattr(rule, name)
+    ]
+    return ", ".join([_KINDS.get(kind, kind.replace("typing.", "")), *bounds])
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def _dotted(location: tuple[str | int, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

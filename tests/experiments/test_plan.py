@@ -1,0 +1,162 @@
+"""The plan: which runs, in which order, with which settings, and how long they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgood.errors import ConfigError
+from lastgood.experiments.config import Config, parse_config, parse_overrides
+from lastgood.experiments.grid import load_grid
+from lastgood.experiments.plan import (
+    SIMPLE,
+    figure_names,
+    plan_figure,
+    plan_workflow,
+    predict_minutes,
+    predict_runs,
+)
+from lastgood.experiments.spec import RunSpec
+from tests.experiments.records import make_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def configure(*entries: str) -> Config:
+    return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([*entries, "machine=testbox"]))[0]
+
+
+def cells(specs: list[RunSpec]) -> list[tuple[str, int]]:
+    return [(spec.system, spec.interval_steps) for spec in specs]
+
+
+def test_a_batch_holds_none_once_and_every_system_at_every_interval() -> None:
+    specs = plan_figure(configure("models=vgg16", "intervals=1,10", "repetitions=1"), "fig8")
+    systems = ["sync", "checkfreq", "pccheck"]
+    assert sorted(cells(specs)) == sorted([("none", 0), *((system, f) for system in systems for f in (1, 10))])
+
+
+def test_batches_follow_each_other_repetition_by_repetition() -> None:
+    config = configure("models=vgg16,bert", "intervals=1,10", "repetitions=3")
+    specs = plan_figure(config, "fig8")
+    assert len(specs) == 3 * 2 * 7
+    batches = [{(spec.workload, spec.repetition) for spec in specs[i : i + 7]} for i in range(0, len(specs), 7)]
+    assert batches == [{(model, r)} for r in range(3) for model in ("vgg16", "bert")]
+
+
+def test_batches_are_shuffled_by_the_seed_and_nothing_else() -> None:
+    entries = ("models=vgg16", "intervals=1,2,3,4,5", "repetitions=2")
+    first = plan_figure(configure(*entries), "fig8")
+    assert first == plan_figure(configure(*entries), "fig8")
+    assert cells(first[:16]) != cells(first[16:])
+    assert cells(first) != cells(plan_figure(configure(*entries, "seed=1"), "fig8"))
+
+
+def test_no_two_runs_share_a_record() -> None:
+    plan = plan_workflow(configure("models=vgg16,bert,opt", "intervals=1,10,50", "iterations=100"))
+    count = sum(len(records) for (figure, _), records in plan.records.items() if figure == "fig8")
+    assert count == 3 * 2 * 10
+    assert len({record for records in plan.records.values() for record in records}) == len(plan.specs)
+    assert list(plan.priorities.values()) == list(range(len(plan.specs), 0, -1))
+
+
+def test_measured_steps_are_raised_to_hold_enough_checkpoints() -> None:
+    specs = plan_figure(configure("models=vgg16", "intervals=1,30", "iterations=50", "min_checkpoints=3"), "fig8")
+    assert {(spec.interval_steps, spec.measured_steps) for spec in specs} == {(0, 50), (1, 50), (30, 90)}
+
+
+@pytest.mark.parametrize(("proof", "expected"), [("first", {(0, True), (1, False)}), ("every", {(0, True), (1, True)})])
+def test_which_repetitions_carry_the_proof(proof: str, expected: set[tuple[int, bool]]) -> None:
+    specs = plan_figure(configure("models=vgg16", f"proof={proof}"), "fig8")
+    assert {(spec.repetition, spec.proof) for spec in specs if spec.system != "none"} == expected
+    assert not any(spec.proof for spec in specs if spec.system == "none")
+
+
+def test_repetitions_differ_in_their_seed_and_share_their_cell() -> None:
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=2", "seed=40"), "fig8")
+    assert [spec.seed for spec in specs] == [40, 41]
+    assert len({spec.cell_hash for spec in specs}) == 1
+
+
+def test_every_knob_is_resolved() -> None:
+    config = configure("models=vgg16", "knobs={pccheck: {writer_threads: 3}}")
+    spec = next(spec for spec in plan_figure(config, "fig8") if spec.system == "pccheck")
+    assert spec.system_options["writer_threads"] == 3
+    assert spec.system_options["max_in_flight"] == 2
+    assert spec.workload_options["image_size"] == 32
+    assert spec.threads == config.thread_count
+
+
+def test_the_smoke_test() -> None:
+    (spec,) = plan_figure(configure(), SIMPLE)
+    assert (spec.workload, spec.system, spec.interval_steps) == ("vgg16", "pccheck", 50)
+    assert (spec.measured_steps, spec.repetition, spec.proof) == (100, 0, True)
+
+
+def test_a_run_that_two_figures_share_is_made_once_and_proved() -> None:
+    config = configure("models=vgg16", "intervals=50", "iterations=100", "repetitions=2")
+    plan = plan_workflow(config)
+    (shared,) = plan.records[SIMPLE, "vgg16"]
+    assert shared in plan.records["fig8", "vgg16"]
+    assert plan.specs[shared].proof
+    assert len(plan.specs) == len(plan.records["fig8", "vgg16"])
+
+
+def test_an_unknown_figure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown figure 'fig7'; known: fig8, test_simple"):
+        plan_figure(configure(), "fig7")
+    assert figure_names() == ["fig8", SIMPLE]
+
+
+# -- prediction ----------------------------------------------------------------------------------------------------
+
+
+def record_for(spec: RunSpec, wall_s: float):
+    steps = {"measured_steps": spec.measured_steps}
+    made = make_record(spec.system, spec.interval_steps, spec.repetition, **steps)
+    return made.model_copy(update={"spec": spec, "wall_s": wall_s})
+
+
+def test_the_model_predicts_what_has_no_record() -> None:
+    grid = load_grid(ROOT, "fig8")
+    prediction = grid.prediction["laptop"]
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=1"), "fig8")
+    (run,) = predict_runs(specs, Path("nowhere"), grid)
+    assert run.source == "model"
+    assert not run.done
+    assert run.seconds == pytest.approx(prediction.startup_s + 53 * prediction.step_s["vgg16"])
+
+
+def test_checkpoints_and_proofs_cost_time() -> None:
+    grid = load_grid(ROOT, "fig8")
+    specs = plan_figure(configure("models=vgg16", "systems=sync", "intervals=1,10", "repetitions=2"), "fig8")
+    seconds = {
+        (run.spec.interval_steps, run.spec.repetition): run.seconds
+        for run in predict_runs(specs, Path("nowhere"), grid)
+    }
+    assert seconds[1, 0] > seconds[10, 0] > seconds[0, 0]
+    assert seconds[1, 0] - seconds[1, 1] == pytest.approx(grid.prediction["laptop"].proof_s)
+
+
+def test_records_of_the_cell_predict_better_than_the_model(tmp_path: Path) -> None:
+    grid = load_grid(ROOT, "fig8")
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=2"), "fig8")
+    record_for(specs[0], wall_s=120.0).write(tmp_path / specs[0].record_path())
+    runs = predict_runs(specs, tmp_path, grid)
+    assert [(run.done, run.seconds, run.source) for run in runs] == [
+        (True, 120.0, "records"),
+        (False, 120.0, "records"),
+    ]
+    assert predict_minutes(specs, tmp_path, grid) == pytest.approx(2.0)
+
+
+def test_a_broken_or_foreign_record_counts_as_not_done(tmp_path: Path) -> None:
+    grid = load_grid(ROOT, "fig8")
+    (spec,) = plan_figure(configure("models=vgg16", "systems=none", "repetitions=1"), "fig8")
+    path = tmp_path / spec.record_path()
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
+    assert not predict_runs([spec], tmp_path, grid)[0].done
+    record_for(spec.model_copy(update={"threads": spec.threads + 1}), wall_s=1.0).write(path)
+    assert not predict_runs([spec], tmp_path, grid)[0].done

@@ -1,0 +1,79 @@
+"""RunSpec: one path for one measurement."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lastgood.experiments.spec import RunSpec
+
+
+def make_spec(**changes: Any) -> RunSpec:
+    values: dict[str, Any] = {
+        "machine": "testbox",
+        "scale": "laptop",
+        "workload": "vgg16",
+        "workload_options": {"batch_size": 2},
+        "system": "pccheck",
+        "system_options": {"max_in_flight": 4, "writer_threads": 2, "keep": 2},
+        "method": 1,
+        "interval_steps": 10,
+        "warmup_steps": 3,
+        "measured_steps": 50,
+        "threads": 2,
+        "seed": 0,
+        "repetition": 1,
+    }
+    return RunSpec.model_validate({**values, **changes})
+
+
+def test_the_path_is_readable() -> None:
+    path = str(make_spec().record_path())
+    assert re.fullmatch(r"testbox/laptop/vgg16/pccheck/f10/n4-p2-c[0-9a-f]{8}/r1\.json", path)
+    assert make_spec().title() == "vgg16 pccheck f10 r1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"workload_options": {"batch_size": 3}},
+        {"system_options": {"max_in_flight": 4, "writer_threads": 2, "keep": 3}},
+        {"method": 2},
+        {"warmup_steps": 4},
+        {"measured_steps": 51},
+        {"threads": 1},
+        {"device": "cuda"},
+        {"data": "/data/images"},
+        {"interval_steps": 11},
+        {"machine": "other"},
+        {"scale": "gpu"},
+    ],
+)
+def test_whatever_changes_the_measurement_changes_the_path(change: dict[str, Any]) -> None:
+    assert make_spec(**change).record_path() != make_spec().record_path()
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"proof": False}])
+def test_seed_and_proof_do_not_change_the_path(change: dict[str, Any]) -> None:
+    assert make_spec(**change).record_path() == make_spec().record_path()
+
+
+def test_repetitions_share_a_folder() -> None:
+    assert make_spec(repetition=2).record_path().parent == make_spec().record_path().parent
+
+
+def test_the_command_line_form_gives_the_same_spec() -> None:
+    spec = make_spec(data="/a folder/with 'quotes'")
+    assert RunSpec.model_validate_json(spec.canonical_json()) == spec
+    assert "\n" not in spec.canonical_json()
+
+
+@pytest.mark.parametrize(
+    "change", [{"machine": "../up"}, {"machine": "A"}, {"interval_steps": -1}, {"threads": 0}, {"unknown": 1}]
+)
+def test_impossible_specs_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        make_spec(**change)

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# All everyday tests. Installs what it needs. Arguments go to pytest: bash tests/run.sh -k slots, bash tests/run.sh -m slow
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash install.sh
+exec .venv/bin/python -m pytest "$@"

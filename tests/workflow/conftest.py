@@ -1,0 +1,30 @@
+"""A working folder that is on a disk and has blanks in its name."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lastgood.experiments.machine import is_tmpfs
+from tests.workflow.house import ROOT, House
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    if importlib.util.find_spec("snakemake") is None:
+        pytest.skip("snakemake is not installed (it needs Python 3.11)")
+    base = tmp_path_factory.mktemp("workflow")
+    if is_tmpfs(base):
+        (ROOT / "build").mkdir(exist_ok=True)
+        base = Path(tempfile.mkdtemp(dir=ROOT / "build", prefix="workflow."))
+    folder = base / "a folder with blanks"
+    folder.mkdir()
+    made = House(folder)
+    yield made
+    made.end()
+    shutil.rmtree(base, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""What the workflow does before its first job: plans, order of configuration, refusals, lint, the folder's lock."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lastgood.locks import FileLock
+from tests.workflow.house import ROOT, House
+
+
+def planned(output: str) -> dict[str, int]:
+    """Jobs by rule, from the table that a dry run prints."""
+    table = output.partition("Job stats:")[2].partition("total")[0]
+    return {name: int(count) for name, count in re.findall(r"^(\w+)\s+(\d+)$", table, re.MULTILINE)}
+
+
+def test_the_default_plan_is_quick_and_whole(house: House) -> None:
+    began = time.monotonic()
+    done = house.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout
+    # 4 models, 2 repetitions of `none` and of 3 systems at 3 intervals; the target `all` is the default.
+    expected = {"all": 1, "ceilings": 1, "collect": 4, "dataset": 3, "plot": 4, "run": 80}
+    assert planned(done.stdout) == expected
+    assert seconds < 3 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "runs"),
+    [
+        ("fig8", ["models=vgg16", "intervals=1,10", "repetitions=1"], 7),
+        ("fig8", ["models=[vgg16, bert]", "intervals=[1, 10]", "repetitions='3'"], 42),
+        ("fig8_bert", ["systems=none,sync", "intervals=5"], 4),
+        ("test_simple", [], 1),
+        ("datasets", [], 0),
+    ],
+)
+def test_targets_and_overrides(house: House, target: str, overrides: list[str], runs: int) -> None:
+    done = house.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+    assert done.returncode == 0, done.stdout
+    assert planned(done.stdout).get("run", 0) == runs
+
+
+def test_a_configfile_replaces_the_default_and_config_wins(house: House) -> None:
+    done = house.call("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
+    assert planned(done.stdout)["run"] == 2 * (1 + 3)
+    assert planned(done.stdout)["dataset"] == 2
+
+
+def test_the_workflow_passes_its_linter(house: House) -> None:
+    done = house.call("--lint", configfile=None)
+    assert "Congratulations" in done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["models=vgg"], "--config: models[0]: 'vgg': unknown model 'vgg' (did you mean vgg16?); known: vgg16"),
+        (["intervals=1_10"], "--config: intervals[0]: '1_10': not a whole number"),
+        (["intervals=0"], "interval 0 is the run without checkpoints"),
+        (["knobs={pccheck: {keep: 0}}"], "--config: knobs.pccheck.keep: 0"),
+        (["threads=100000"], "100000 threads on"),
+    ],
+)
+def test_bad_input_is_refused_before_any_job(house: House, overrides: list[str], message: str) -> None:
+    done = house.call("fig8", "--config", *overrides)
+    assert done.returncode == 1
+    assert message in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (house.folder / "results").exists()
+
+
+def test_two_configfiles_are_refused(house: House) -> None:
+    files = [str(ROOT / "config" / name) for name in ("laptop.yaml", "gpu.yaml")]
+    done = house.call("fig8", "-n", "--configfile", *files, configfile=None)
+    assert done.returncode == 1
+    assert "--configfile takes one complete file, not 2" in done.stdout
+
+
+def test_a_second_workflow_in_the_folder_is_refused(house: House) -> None:
+    with FileLock(house.folder / ".snakemake" / "lastgood.lock", "this folder's workflow"):
+        done = house.call("fig8")
+    assert done.returncode == 1
+    assert "this folder's workflow is held by process" in done.stdout
+    assert "snakemake -d FOLDER" in done.stdout
+    assert not house.records()
+
+
+def test_a_missing_package_says_what_to_do(house: House) -> None:
+    # -I and -S hide the package, whichever way it is installed; Snakemake itself is put back.
+    import snakemake
+
+    site = Path(snakemake.__file__).resolve().parents[1]
+    hide = "import sys; sys.modules['lastgood'] = None; from snakemake.cli import main; main()"
+    command = [sys.executable, "-c", hide, "-s", str(ROOT / "Snakefile"), "-d", str(house.folder), "-n", "fig8"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
+    assert done.returncode == 1
+    assert "run `bash install.sh`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_read_only_checkout(house: House, tmp_path: Path) -> None:
+    copy = tmp_path / "read only"
+    copy.mkdir()
+    shutil.copy(ROOT / "Snakefile", copy)
+    for name in ("workflow", "config", "evaluation", "profiles"):
+        shutil.copytree(ROOT / name, copy / name)
+    before = sorted(copy.rglob("*"))
+    for path in [copy, *before]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    command = [sys.executable, "-m", "snakemake", "-s", str(copy / "Snakefile"), "-d", str(house.folder), "-n", "fig8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(copy.rglob("*")) == before
+    for path in [copy, *before]:
+        path.chmod(0o755)
+
+
+def test_every_panel_has_one_target_per_model(house: House) -> None:
+    done = house.call("--list-target-rules", configfile=None)
+    names = set(re.findall(r"^(\w+)", done.stdout, re.MULTILINE))
+    wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
+    assert wanted | {"test_simple"} <= names

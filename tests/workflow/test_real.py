@@ -1,0 +1,142 @@
+"""A tiny workflow for real, through bad days: killed, a run lost, finished, repeated, extended, reported.
+
+The tests share one folder and build on each other, in their order.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from lastgood.experiments.record import load_record
+from tests.workflow.house import House
+
+# The order in which the Snakefile looks for it.
+_PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+pytestmark = pytest.mark.skipif(shutil.which("lastgood", path=_PLACES) is None, reason="lastgood is not installed")
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, found: Callable[[], T], timeout_s: float = 120.0) -> T:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = found()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"no {what} within {timeout_s:.0f} s")
+
+
+def log_of(house: House, record: Path) -> Path:
+    return house.folder / "logs" / record.relative_to(house.folder / "results").with_suffix(".log")
+
+
+def running_run(house: House, workflow: int) -> psutil.Process | None:
+    """The measurement that a workflow has under way: it has begun its log, and not yet written its record."""
+    try:
+        for child in psutil.Process(workflow).children(recursive=True):
+            words = child.cmdline()
+            if words[2:3] == ["run"]:
+                record = house.folder / words[words.index("--out") + 1]
+                log = log_of(house, record)
+                if not record.exists() and log.exists() and log.stat().st_size:
+                    return child
+    except psutil.Error:
+        pass
+    return None
+
+
+def panel(house: House, model: str) -> list[Path]:
+    endings = (".csv", "_wide.csv", ".pdf", ".png", ".svg")
+    return [house.folder / "figures" / f"fig8_{model}{ending}" for ending in endings]
+
+
+def test_kill_9_leaves_no_orphan_and_no_half_record(house: House) -> None:
+    workflow = house.start("fig8")
+    wait_for("first record", lambda: house.records() or workflow.poll() is not None)
+    assert workflow.poll() is None, house.log()
+    run = wait_for("second run", lambda: running_run(house, workflow.pid))
+    family = [run, *run.children(recursive=True)]
+    workflow.kill()
+    workflow.wait()
+    _, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive
+    for record in house.records():
+        load_record(record)
+    assert not list(house.folder.glob("figures/*.csv"))
+
+
+def test_a_lost_run_leaves_a_partial_figure_and_the_others_go_on(house: House) -> None:
+    before = house.records()
+    workflow = house.start("fig8")
+    run = wait_for("run", lambda: running_run(house, workflow.pid))
+    run.send_signal(signal.SIGKILL)
+    assert workflow.wait(timeout=200) == 1
+    log = house.log()
+    missing = re.search(r"fig8 (\w+): 1 of 2 runs; missing: \1 (?:none f0|sync f2) r0", log)
+    assert missing is not None, log
+    assert f"partial figure: figures/partial/fig8_{missing[1]}.pdf" in log
+    for ending in (".csv", ".pdf", ".png", ".svg"):
+        assert (house.folder / "figures" / "partial" / f"fig8_{missing[1]}{ending}").stat().st_size > 0
+    assert not any(path.exists() for path in panel(house, missing[1]))
+    (other,) = {"bert", "transformer_xl"} - {missing[1]}
+    assert all(path.exists() for path in panel(house, other))
+    assert len(house.records()) == 3
+    assert set(before) <= set(house.records())
+
+
+def test_the_next_call_makes_the_missing_run_only(house: House) -> None:
+    times = {record: record.stat().st_mtime_ns for record in house.records()}
+    done = house.call("fig8")
+    assert done.returncode == 0, done.stdout
+    assert all(path.exists() for model in ("bert", "transformer_xl") for path in panel(house, model))
+    assert not list((house.folder / "figures" / "partial").glob("*"))
+    assert len(house.records()) == 4
+    assert {record: record.stat().st_mtime_ns for record in times} == times
+    for record in house.records():
+        found = load_record(record)
+        assert record.relative_to(house.folder / "results").as_posix() == str(found.spec.record_path())
+        assert found.proof is None if found.spec.system == "none" else found.proof is not None and found.proof.equal
+        assert log_of(house, record).read_text(encoding="utf-8").startswith("lastgood run --spec ")
+
+
+def test_a_repeated_call_does_nothing(house: House) -> None:
+    done = house.call("fig8")
+    assert done.returncode == 0
+    assert "Nothing to be done" in done.stdout
+
+
+def test_a_further_interval_only_adds(house: House) -> None:
+    times = {record: record.stat().st_mtime_ns for record in house.records()}
+    done = house.call("fig8_bert", "--config", "intervals=1,2")
+    assert done.returncode == 0, done.stdout
+    added = set(house.records()) - set(times)
+    assert [record.parts[-3] for record in added] == ["f1"]
+    assert {record: record.stat().st_mtime_ns for record in times} == times
+    with panel(house, "bert")[0].open(encoding="utf-8") as file:
+        assert sorted(row["interval_steps"] for row in csv.DictReader(file)) == ["0", "1", "2"]
+
+
+def test_fewer_intervals_rebuild_the_figure_only(house: House) -> None:
+    done = house.call("fig8_bert", "-n", "--quiet", "rules")
+    assert re.search(r"^collect +1$", done.stdout, re.MULTILINE)
+    assert not re.search(r"^run +", done.stdout, re.MULTILINE)
+
+
+def test_the_report_holds_the_figures(house: House) -> None:
+    done = house.call("fig8_transformer_xl", "--report", "report.html")
+    assert done.returncode == 0, done.stdout
+    text = (house.folder / "report.html").read_text(encoding="utf-8")
+    assert "Transformer-XL" in text

@@ -1,0 +1,134 @@
+"""Configuration, plan and helper functions. The only rule file with functions; what they call lives in src/lastgood."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
+
+try:
+    from lastgood.errors import LastgoodError
+    from lastgood.experiments.config import load_config, parse_overrides
+    from lastgood.experiments.grid import load_grid
+    from lastgood.experiments.machine import machine_label
+    from lastgood.experiments.plan import SIMPLE, plan_workflow
+    from lastgood.locks import FileLock
+    from lastgood.workloads.registry import workload_data_kind
+except ModuleNotFoundError as error:
+    # An exit and not an exception, here and below: a message for the user, without a traceback into these files.
+    sys.exit(f"{error}, Python {sys.executable}: run `bash install.sh` and `. .venv/bin/activate` in the checkout first")
+
+
+def read_configuration():
+    """The one file (config/laptop.yaml unless --configfile names another) and the overrides of --config, as typed."""
+    settings = workflow.config_settings
+    files = settings.configfiles or [Path(workflow.basedir, "config", "laptop.yaml")]
+    if len(files) > 1:
+        sys.exit(f"--configfile takes one complete file, not {len(files)}: {', '.join(map(str, files))}")
+    try:
+        return load_config(Path(files[0]), parse_overrides(settings.config_args or []))
+    except LastgoodError as error:
+        sys.exit(f"This configuration cannot work:\n{error}")
+
+
+CONFIG = read_configuration()
+PLAN = plan_workflow(CONFIG)
+GRID = load_grid(Path(workflow.basedir), "fig8")
+MACHINE = CONFIG.machine or machine_label()
+RESULTS = CONFIG.results_dir
+FIGURES = CONFIG.figures_dir
+SCRATCH = str(CONFIG.scratch_folder)
+DATA = CONFIG.data_dir
+CEILINGS = f"{RESULTS}/{MACHINE}/ceilings.json"
+ENVIRONMENT = f"{workflow.basedir}/workflow/envs/lastgood.yaml"
+PANEL_ENDINGS = (".csv", "_wide.csv", ".pdf", ".png", ".svg")
+
+
+def record_of(wildcards):
+    """The record file that the wildcards of rule `run` stand for."""
+    return f"{RESULTS}/{wildcards.machine}/{wildcards.scale}/{wildcards.cell}/r{wildcards.repetition}.json"
+
+
+def spec_of(wildcards):
+    """The run that makes a record. Refuses records that are not in the plan: nothing else knows their settings."""
+    record = record_of(wildcards)
+    if record not in PLAN.specs:
+        raise WorkflowError(f"{record} is not in the plan of this configuration; see `lastgood plan fig8`")
+    return PLAN.specs[record]
+
+
+def priority_of(wildcards):
+    """The plan's order, as Snakemake's priority."""
+    return PLAN.priorities[record_of(wildcards)]
+
+
+def prepared_data_of(wildcards):
+    """The prepared data that a run reads; none where the user gave a path."""
+    spec = spec_of(wildcards)
+    return [] if spec.data else [ancient(f"{DATA}/{workload_data_kind(spec.workload)}.ready")]
+
+
+def records_of(figure, model):
+    """Record files of one panel."""
+    return PLAN.records[figure, model]
+
+
+def panel_files(figure, model):
+    """All that a panel's target makes."""
+    return [f"{FIGURES}/{figure}_{model}{ending}" for ending in PANEL_ENDINGS]
+
+
+def used_data_kinds():
+    """Kinds of prepared data that the configuration reads."""
+    return sorted({workload_data_kind(model) for model in CONFIG.used_models if not CONFIG.data.of_workload(model)})
+
+
+def take_folder_lock():
+    """One workflow in a folder at a time. A kernel lock: it ends with this process, so there is nothing to unlock."""
+    lock = FileLock(Path(".snakemake", "lastgood.lock"), "this folder's workflow")
+    try:
+        lock.acquire()
+    except LastgoodError as error:
+        sys.exit(f"{error}. Wait for it, or work in another folder (snakemake -d FOLDER).")
+    # Kept for as long as this process lives.
+    workflow.globals.update(FOLDER_LOCK=lock)
+
+
+def draw_partial_figures():
+    """Draw what there is of every panel that misses runs, under figures/partial/, and name the missing runs."""
+    for (figure, model), records in PLAN.records.items():
+        missing = missing_records(figure, model)
+        if figure == SIMPLE or not missing or len(missing) == len(records):
+            continue
+        stem = partial_stem(figure, model)
+        collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]
+        collect += ["--out-tidy", f"{stem}.csv", "--out-wide", f"{stem}_wide.csv", *records]
+        plot = ["lastgood", "plot", figure, f"{stem}.csv", "--out-stem", stem, "--partial"]
+        names = ", ".join(PLAN.specs[record].title() for record in missing)
+        logger.error(f"{figure} {model}: {len(records) - len(missing)} of {len(records)} runs; missing: {names}")
+        for command in (collect, plot):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                logger.error(f"no partial figure: {shlex.join(command[:4])} failed: {done.stderr.strip()}")
+                break
+        else:
+            logger.error(f"partial figure: {stem}.pdf; the next call makes the missing runs only")
+
+
+def remove_outdated_partial_figures():
+    """Remove partial figures of panels that are whole now."""
+    for figure, model in PLAN.records:
+        if not missing_records(figure, model):
+            for ending in PANEL_ENDINGS:
+                Path(f"{partial_stem(figure, model)}{ending}").unlink(missing_ok=True)
+
+
+def missing_records(figure, model):
+    """Record files of a panel that are not there."""
+    return [record for record in records_of(figure, model) if not Path(record).exists()]
+
+
+def partial_stem(figure, model):
+    """Where a partial panel is drawn, without the files' endings."""
+    return f"{FIGURES}/partial/{figure}_{model}"

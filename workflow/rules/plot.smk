@@ -1,0 +1,38 @@
+"""From one CSV file to one panel, drawn three times over: PDF, PNG, SVG."""
+
+
+rule plot:
+    input:
+        f"{FIGURES}/{{figure}}_{{model}}.csv",
+    output:
+        pdf=f"{FIGURES}/{{figure}}_{{model}}.pdf",
+        png=report(
+            f"{FIGURES}/{{figure}}_{{model}}.png",
+            caption="../report/fig8.rst",
+            category="Figure 8: throughput against the checkpoint interval",
+            labels={"model": "{model}", "form": "PNG"},
+        ),
+        svg=report(
+            f"{FIGURES}/{{figure}}_{{model}}.svg",
+            caption="../report/fig8.rst",
+            category="Figure 8: throughput against the checkpoint interval",
+            labels={"model": "{model}", "form": "SVG"},
+        ),
+    params:
+        stem=lambda wildcards, output: str(Path(output.pdf).with_suffix("")),
+        panel=lambda wildcards: GRID.panel(wildcards.model).model_dump(),
+        scale=CONFIG.scale,
+        machine=MACHINE,
+    wildcard_constraints:
+        figure="fig8",
+        model="|".join(CONFIG.models),
+    log:
+        "logs/plot/{figure}_{model}.log",
+    benchmark:
+        "logs/benchmarks/plot_{figure}_{model}.tsv"
+    conda:
+        ENVIRONMENT
+    message:
+        "plot {wildcards.figure} {wildcards.model}"
+    shell:
+        "lastgood plot {wildcards.figure} {input:q} --out-stem {params.stem:q} > {log:q} 2>&1"
