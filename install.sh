@@ -69,7 +69,8 @@ if [ "$system_torch" = yes ]; then
     "$venv/bin/python" -c 'import torch' 2>/dev/null || fail "--system-torch: $python has no torch; leave the option out"
 else
     # Build environments read constraints from this variable only.
-    export PIP_CONSTRAINT=$PWD/constraints.txt
+    # A relative path: pip splits the variable at blanks, and a checkout may lie in a folder with blanks.
+    export PIP_CONSTRAINT=constraints.txt
     constraints=(-c constraints.txt)
 fi
 say "installing packages (torch alone takes some gigabytes and a few minutes the first time)"
