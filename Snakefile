@@ -24,7 +24,7 @@ include: "workflow/rules/plot.smk"
 # Snakemake takes the default target from this file only, never from an included one.
 rule all:
     input:
-        [panel_files("fig8", model) for model in CONFIG.models],
+        [figure_files(figure) for figure in FIGURE_NAMES],
 
 
 onstart:

@@ -9,7 +9,7 @@ rule collect:
         tidy=f"{FIGURES}/{{figure}}_{{model}}.csv",
         wide=f"{FIGURES}/{{figure}}_{{model}}_wide.csv",
     wildcard_constraints:
-        figure="fig8",
+        figure="|".join(FIGURE_NAMES),
         model="|".join(CONFIG.models),
     log:
         "logs/collect/{figure}_{model}.log",

@@ -1,5 +1,6 @@
 """Configuration, plan and helper functions. The only rule file with functions; what they call lives in src/lastgood."""
 
+import itertools
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ try:
     from lastgood.experiments.config import load_config, parse_overrides
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, plan_workflow
+    from lastgood.experiments.plan import SIMPLE, figure_names, plan_workflow
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -34,7 +35,8 @@ def read_configuration():
 
 CONFIG = read_configuration()
 PLAN = plan_workflow(CONFIG)
-GRID = load_grid(Path(workflow.basedir), "fig8")
+FIGURE_NAMES = [name for name in figure_names() if name != SIMPLE]
+GRIDS = {name: load_grid(Path(workflow.basedir), name) for name in FIGURE_NAMES}
 MACHINE = CONFIG.machine or machine_label()
 RESULTS = CONFIG.results_dir
 FIGURES = CONFIG.figures_dir
@@ -77,6 +79,18 @@ def records_of(figure, model):
 def panel_files(figure, model):
     """All that a panel's target makes."""
     return [f"{FIGURES}/{figure}_{model}{ending}" for ending in PANEL_ENDINGS]
+
+
+def figure_files(figure):
+    """All that a figure's target makes."""
+    return [file for model in CONFIG.models for file in panel_files(figure, model)]
+
+
+def caption_facts(wildcards):
+    """What the report says about a panel, beside the picture."""
+    grid = GRIDS[wildcards.figure]
+    facts = {"title": grid.title, "paper": grid.paper.model_dump(), "scale": CONFIG.scale, "machine": MACHINE}
+    return {**facts, "panel": grid.panel(wildcards.model).model_dump()}
 
 
 def used_data_kinds():

@@ -8,23 +8,21 @@ rule plot:
         pdf=f"{FIGURES}/{{figure}}_{{model}}.pdf",
         png=report(
             f"{FIGURES}/{{figure}}_{{model}}.png",
-            caption="../report/fig8.rst",
-            category="Figure 8: throughput against the checkpoint interval",
+            caption="../report/panel.rst",
+            category="{figure}",
             labels={"model": "{model}", "form": "PNG"},
         ),
         svg=report(
             f"{FIGURES}/{{figure}}_{{model}}.svg",
-            caption="../report/fig8.rst",
-            category="Figure 8: throughput against the checkpoint interval",
+            caption="../report/panel.rst",
+            category="{figure}",
             labels={"model": "{model}", "form": "SVG"},
         ),
     params:
         stem=lambda wildcards, output: str(Path(output.pdf).with_suffix("")),
-        panel=lambda wildcards: GRID.panel(wildcards.model).model_dump(),
-        scale=CONFIG.scale,
-        machine=MACHINE,
+        facts=caption_facts,
     wildcard_constraints:
-        figure="fig8",
+        figure="|".join(FIGURE_NAMES),
         model="|".join(CONFIG.models),
     log:
         "logs/plot/{figure}_{model}.log",

@@ -1,18 +1,22 @@
 """Targets that a person asks for, but for `all` (in the Snakefile) and `native` (in native.smk)."""
 
 
-rule fig8:
-    input:
-        [panel_files("fig8", model) for model in CONFIG.models],
-
-
-for model in CONFIG.models:
+for figure in FIGURE_NAMES:
 
     rule:
         name:
-            f"fig8_{model}"
+            figure
         input:
-            panel_files("fig8", model),
+            figure_files(figure),
+
+
+for figure, model in itertools.product(FIGURE_NAMES, CONFIG.models):
+
+    rule:
+        name:
+            f"{figure}_{model}"
+        input:
+            panel_files(figure, model),
 
 
 rule datasets:

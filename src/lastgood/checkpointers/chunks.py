@@ -103,10 +103,17 @@ def copy_through_pool(
                 arrivals.put((index, last))
                 remaining -= length
         fence.open([last])
-    finally:
+    except BaseException:
+        # The writers must not get a buffer back that a copy is still running into.
+        stream.synchronize()
         arrivals.put(None)
         lander.join(DEFAULT_TIMEOUT_S)
+        slot.release()
+        raise
+    arrivals.put(None)
+    lander.join(DEFAULT_TIMEOUT_S)
     if failures:
+        slot.release()
         raise failures[0]
 
 
