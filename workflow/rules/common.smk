@@ -98,6 +98,11 @@ def used_data_kinds():
     return sorted({workload_data_kind(model) for model in CONFIG.used_models if not CONFIG.data.of_workload(model)})
 
 
+def native_sources():
+    """Files that the native extension is built from."""
+    return sorted(str(path) for path in Path(workflow.basedir, "native").rglob("*") if path.is_file())
+
+
 def take_folder_lock():
     """One workflow in a folder at a time. A kernel lock: it ends with this process, so there is nothing to unlock."""
     lock = FileLock(Path(".snakemake", "lastgood.lock"), "this folder's workflow")

@@ -2,8 +2,13 @@
 
 
 rule native:
+    input:
+        sources=native_sources(),
+        project=f"{workflow.basedir}/pyproject.toml",
+    output:
+        touch("logs/native.built"),
     params:
-        checkout=workflow.basedir,
+        checkout=lambda wildcards, input: str(Path(input.project).parent),
     log:
         "logs/native.log",
     benchmark:
@@ -13,4 +18,6 @@ rule native:
     message:
         "build the native extension (log: {log})"
     shell:
-        "python -m pip install --no-build-isolation --no-deps --editable {params.checkout:q} > {log:q} 2>&1"
+        # As install.sh does it: build environments read constraints from this variable only, as a relative path.
+        "(cd {params.checkout:q} && PIP_CONSTRAINT=constraints.txt python -m pip install --no-deps --editable . && "
+        "python -c 'import lastgood._native') > {log:q} 2>&1"

@@ -426,12 +426,7 @@ def _allowed(field: FieldInfo | None) -> str:
         return field.description
     kind = field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
     words = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
-    bounds = [
-        f"{word} {getattr(rule, name)}"
-        for rule in field.metadata
-        for name, word in words
-        if hasattr(rule, name)
-    ]
+    bounds = [f"{word} {getattr(rule, name)}" for rule in field.metadata for name, word in words if hasattr(rule, name)]
     return ", ".join([_KINDS.get(kind, kind.replace("typing.", "")), *bounds])
 
 

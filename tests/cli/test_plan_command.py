@@ -1,0 +1,57 @@
+"""`lastgood plan`: the same overrides as snakemake, a table for people and JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lastgood.cli import app
+from lastgood.errors import ConfigError
+from lastgood.experiments.machine import is_tmpfs
+from lastgood.experiments.spec import RunSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_tmpfs(ROOT):
+        pytest.skip("the checkout lies in memory, so its scratch folder is refused")
+    monkeypatch.chdir(ROOT)
+
+
+def plan(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_json_holds_every_run_ready_to_be_made() -> None:
+    arguments = ("--json", "--config", "models=vgg16", "intervals=1,10", "machine=nowhere", "repetitions=1")
+    found = json.loads(plan("fig8", *arguments))
+    assert found["runs_left"] == len(found["runs"]) == 7
+    assert found["minutes_left"] > 0
+    for run in found["runs"]:
+        assert run["record"] == f"results/{RunSpec.model_validate(run['spec']).record_path()}"
+
+
+def test_the_table_ends_with_the_sum() -> None:
+    text = plan("test_simple", "--config", "machine=nowhere")
+    assert "vgg16 pccheck" in text
+
+
+def test_overrides_may_come_one_by_one() -> None:
+    overrides = ("--config", "models=bert", "--config", "systems=none", "--config", "machine=nowhere")
+    assert {run["spec"]["workload"] for run in json.loads(plan("fig8", "--json", *overrides))["runs"]} == {"bert"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), [(["fig7"], "known: fig8, test_simple"), (["fig8", "a=1"], "unknown key")]
+)
+def test_bad_input_is_refused(arguments: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments)
+    assert part in str(caught.value)
