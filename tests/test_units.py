@@ -29,5 +29,11 @@ def test_format_keeps_three_digits(size):
 
 
 def test_format_times_and_rates():
-    assert [format_seconds(value) for value in (5e-6, 0.0123, 3.21, 119, 125)] == ["5 us", "12.3 ms", "3.21 s", "119 s", "2 min 5 s"]
+    assert [format_seconds(value) for value in (5e-6, 0.0123, 3.21, 119, 125)] == [
+        "5 us",
+        "12.3 ms",
+        "3.21 s",
+        "119 s",
+        "2 min 5 s",
+    ]
     assert format_rate(2**30) == "1 GiB/s"

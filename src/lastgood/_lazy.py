@@ -1,7 +1,7 @@
 """Heavy modules that are imported at their first use.
 
-torch costs seconds to import. Configuration, planning and the command line need the names, options and METHOD versions of
-checkpointers and workloads, but no torch; so modules on those paths write::
+torch costs seconds to import. Configuration, planning and the command line need the names, options and METHOD versions
+of checkpointers and workloads, but no torch; so modules on those paths write::
 
     if TYPE_CHECKING:
         import torch

@@ -1,4 +1,4 @@
-"""Children that never outlive their parent."""
+"""Processes that end with another one."""
 
 from __future__ import annotations
 

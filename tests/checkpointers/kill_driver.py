@@ -1,7 +1,7 @@
 """Kills a training with SIGKILL at random instants, again and again, and restores in a fresh process each time.
 
-Run as: kill_driver.py SYSTEM DIRECTORY ROUNDS SEED. Prints one line per round; exits 1, saying why, at the first wrong restore.
-Every child is forked from a parent that has only imported torch.
+Run as: kill_driver.py SYSTEM DIRECTORY ROUNDS SEED. Prints one line per round; exits 1, saying why, at the first wrong
+restore. Every child is forked from a parent that has only imported torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (every optimizer imports it when it is made, a second for each child)
-from small_training import SmallTraining  # noqa: E402
+import torch
+import torch._dynamo
+from small_training import SmallTraining
 
-from lastgood.checkpointers.base import Outcome  # noqa: E402
-from lastgood.checkpointers.registry import checkpointer_class  # noqa: E402
-from lastgood.errors import NoCheckpoint  # noqa: E402
-from lastgood.processes import die_with_parent  # noqa: E402
+from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.errors import NoCheckpoint
+from lastgood.processes import die_with_parent
 
 WIDTH = 512
 fork = multiprocessing.get_context("fork")

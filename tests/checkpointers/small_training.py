@@ -1,4 +1,5 @@
-"""A small training with everything that makes saving hard: buffers that change in forward, moments made in the first step,
+"""A small training with everything that makes saving hard: buffers that change in forward, moments made in the first
+step,
 tied weights, a schedule, dropout, plain values."""
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpointers.small_training import SmallTraining
 
 from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
+from tests.checkpointers.small_training import SmallTraining
 
 SYSTEMS = ["sync", "checkfreq", "pccheck"]
 
@@ -171,7 +171,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(system, opened
         checkpointer.save(training.step_number)
         checkpointer.drain()
     checkpointer.close()
-    newest = max((path for path in tmp_path.iterdir() if path.stat().st_size > 10_000), key=lambda path: path.stat().st_mtime_ns)
+    newest = max(
+        (path for path in tmp_path.iterdir() if path.stat().st_size > 10_000), key=lambda path: path.stat().st_mtime_ns
+    )
     damaged = bytearray(newest.read_bytes())
     middle = damaged.find(bytes(training.model[0].weight.detach().numpy().tobytes()[:64]))
     assert middle > 0, "the newest file must hold the newest weights"
@@ -195,7 +197,7 @@ def test_a_state_of_another_shape_is_refused_with_both_sides(system, opened, tmp
 
 def test_what_cannot_be_stored_is_refused_at_the_start(system, tmp_path):
     checkpointer = system(tmp_path)
-    with pytest.raises(StateError, match="state.bad"):
+    with pytest.raises(StateError, match=r"state\.bad"):
         checkpointer.start({"bad": lambda: None})
     checkpointer.close()
 
@@ -290,7 +292,10 @@ def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
 def test_kill_and_restore_in_a_fresh_process(name, tmp_path):
     driver = Path(__file__).with_name("kill_driver.py")
     done = subprocess.run(
-        [sys.executable, str(driver), name, str(tmp_path / "job"), "10", "7"], capture_output=True, text=True, timeout=240
+        [sys.executable, str(driver), name, str(tmp_path / "job"), "10", "7"],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("exact") == 10

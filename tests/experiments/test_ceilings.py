@@ -13,7 +13,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from tests.experiments.records import make_ceilings
 from typer.testing import CliRunner
 
 from lastgood.errors import ConfigError, LastgoodError, StorageError
@@ -23,6 +22,7 @@ from lastgood.experiments.ceilings import cached_or_measured, load_ceilings, mea
 from lastgood.experiments.disk_ceilings import DiskPlan, measure_disk
 from lastgood.experiments.machine import where_run
 from lastgood.locks import FileLock
+from tests.experiments.records import make_ceilings
 
 MIB = 1 << 20
 SMALL = DiskPlan(file_bytes=8 * MIB, jobs=(1, 2), block_bytes=(MIB,), repetitions=2, pass_budget_s=0.2, flushes=3)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.experiments.records import make_ceilings, make_record, place_record
 from typer.testing import CliRunner
 
 from lastgood.errors import LastgoodError, StorageError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.collect import TIDY_COLUMNS, collect, collect_files, load_placed_record, run_name
 from lastgood.experiments.record import RunRecord
+from tests.experiments.records import make_ceilings, make_record, place_record
 
 STATE_BYTES = 200_000_000
 CEILINGS = make_ceilings(write_bytes_per_s=1e9, copy_bytes_per_s=1e9)

@@ -11,7 +11,6 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from tests.experiments.records import make_ceilings, make_record
 from typer.testing import CliRunner
 
 from lastgood.errors import LastgoodError
@@ -20,6 +19,7 @@ from lastgood.experiments.collect import collect
 from lastgood.experiments.plot import draw_throughput, partial_text, plot_fig8, read_tidy
 from lastgood.experiments.record import RunRecord
 from lastgood.experiments.style import panel_title, system_styles
+from tests.experiments.records import make_ceilings, make_record
 
 INTERVALS = (1, 5, 10, 25, 50, 75, 100, 200)
 SYSTEMS = ("sync", "checkfreq", "gpm", "gemini", "dcp", "pccheck")

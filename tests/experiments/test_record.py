@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.experiments.records import make_record, place_record
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.record import RunRecord, load_record
+from tests.experiments.records import make_record, place_record
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:

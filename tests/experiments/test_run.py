@@ -101,7 +101,9 @@ def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(j
     children = []
     for line in process.stdout:
         if "measuring" in line:
-            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            children = [
+                int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ]
             break
     assert children
     process.kill()

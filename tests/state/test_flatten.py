@@ -17,10 +17,29 @@ from lastgood.state import Layout, RngState, apply_tree, flatten, state_digest, 
 
 DTYPES = [
     dtype
-    for name in (
-        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64 "
-        "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex32",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 ]
 
@@ -76,7 +95,9 @@ LEAVES = st.one_of(
         st.integers(0, 1000),
     ),
     st.builds(
-        lambda kind, size: np.arange(size).astype(kind), st.sampled_from(["<i4", ">f8", "u1", "?", "<c8"]), st.integers(0, 5)
+        lambda kind, size: np.arange(size).astype(kind),
+        st.sampled_from(["<i4", ">f8", "u1", "?", "<c8"]),
+        st.integers(0, 5),
     ),
 )
 KEYS = st.one_of(st.text(max_size=4), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))
@@ -224,7 +245,16 @@ def test_counter_size_and_stateful_objects():
     assert tree["deep"]["part"] == {"count": 3}
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"layout_version": 1}', b'{"layout_version":1,"block_bytes":[-1],"deferred_blocks":0,"tree":["n"]}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"layout_version": 1}',
+        b'{"layout_version":1,"block_bytes":[-1],"deferred_blocks":0,"tree":["n"]}',
+    ],
+)
 def test_a_damaged_layout_is_refused(damage):
     with pytest.raises(CorruptCheckpoint, match="somewhere"):
         Layout.from_json(damage, "somewhere")
@@ -236,7 +266,14 @@ def test_another_layout_version_names_both():
 
 
 @pytest.mark.parametrize(
-    "node", [["T", 0, 0, "float32", [100], [1]], ["T", 0, 2, "float32", [1], [1]], ["T", 9, 0, "uint8", [1], [1]], ["?"], ["T", 0, 0, "nn", [1], [1]]]
+    "node",
+    [
+        ["T", 0, 0, "float32", [100], [1]],
+        ["T", 0, 2, "float32", [1], [1]],
+        ["T", 9, 0, "uint8", [1], [1]],
+        ["?"],
+        ["T", 0, 0, "nn", [1], [1]],
+    ],
 )
 def test_a_layout_cannot_reach_outside_its_blocks(node):
     layout = Layout(["d", [[["s", "x"], node]]], (16,), 0)

@@ -13,6 +13,7 @@ from lastgood.workloads.data.prepare import prepare_dataset
 from lastgood.workloads.registry import build_workload, workload_names, workload_options_class
 from tests.workloads.tiny_options import TINY
 
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.workloads.tiny_options import TINY
 
 from lastgood.errors import DataError
 from lastgood.workloads.base import Batch, BatchStream
@@ -21,6 +20,7 @@ from lastgood.workloads.data.prepare import prepared_dataset
 from lastgood.workloads.data.squad import open_squad, read_squad
 from lastgood.workloads.data.text_streams import BlockStream, LaneStream
 from lastgood.workloads.data.tokens import load_tokens, wordpiece_tokenizer
+from tests.workloads.tiny_options import TINY
 
 STREAMS = ["images", "squad", "blocks", "lanes"]
 

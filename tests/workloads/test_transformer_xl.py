@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.workloads.transformer_xl_twin import twin_attention, twin_sinusoid
 
 from lastgood.errors import MismatchError
 from lastgood.workloads.transformer_xl import Memory, RelativeAttention, TransformerXL, sinusoid
+from tests.workloads.transformer_xl_twin import twin_attention, twin_sinusoid
 
 
 def random_attention(hidden: int, heads: int) -> RelativeAttention:

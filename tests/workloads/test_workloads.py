@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.workloads.tiny_options import TINY
 
 from lastgood.errors import ConfigError, DataError
 from lastgood.workloads.base import Workload
@@ -22,6 +21,7 @@ from lastgood.workloads.registry import (
     workload_names,
     workload_options_class,
 )
+from tests.workloads.tiny_options import TINY
 
 
 def make(name: str, data_dir: Path, size: int = 0, seed: int = 3) -> Workload:

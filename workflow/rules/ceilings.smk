@@ -18,4 +18,5 @@ rule ceilings:
     message:
         "measure this machine's ceilings"
     shell:
-        "exec lastgood ceilings --scratch {params.scratch:q} --machine {params.machine:q} --out {output:q} > {log:q} 2>&1"
+        "exec lastgood ceilings --end-with $PPID --scratch {params.scratch:q} --machine {params.machine:q} --out {output:q}"
+        " > {log:q} 2>&1"

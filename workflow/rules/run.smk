@@ -26,5 +26,5 @@ rule run:
     message:
         "measure {params.title} (log: {log})"
     shell:
-        "exec lastgood run --end-with-parent --spec {params.spec:q} --out {output:q} --data-dir {params.data:q}"
+        "exec lastgood run --end-with $PPID --spec {params.spec:q} --out {output:q} --data-dir {params.data:q}"
         " --scratch {params.scratch:q} > {log:q} 2>&1"

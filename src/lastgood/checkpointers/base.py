@@ -190,8 +190,8 @@ class Checkpointer(ABC):
     def save(self, step: int) -> None:
         """Start a checkpoint of the state as it is now, after `step` finished steps; return when training may go on.
 
-        On return all that changes outside ``optimizer.step()`` is copied (buffers, RNG states, schedule, data cursor and
-        so on). Only parameters that an optimizer updates, and that optimizer's tensors, may be copied later, until
+        On return all that changes outside ``optimizer.step()`` is copied (buffers, RNG states, schedule, data cursor
+        and so on). Only parameters that an optimizer updates, and that optimizer's tensors, may be copied later, until
         `before_update` returns. A failure is recorded in `events`, logged, and never loses an older checkpoint; it does
         not raise.
         """

@@ -1,8 +1,8 @@
 """CheckFreq (Mohan et al., FAST'21): snapshot beside the next forward and backward pass, persist in the background.
 
-Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the next
-weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is under way at a time: the
-next one waits until its predecessor is durable.
+Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the
+next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is under way at a
+time: the next one waits until its predecessor is durable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, CheckpointEvent, Checkpointer, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
 from lastgood.checkpointers.torch_files import TorchFiles
 from lastgood.errors import WaitTimeout

@@ -23,6 +23,8 @@ else:
 __all__ = ["copy_through_pool", "host_ranges", "padding_block", "pinned_pool_memory"]
 
 _PAGE = 4096
+
+
 def padding_block() -> torch.Tensor:
     """Zeros to write between blocks."""
     return torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8)
@@ -62,9 +64,9 @@ def copy_through_pool(
 ) -> None:
     """Copy a state on CUDA devices (host blocks may be among them) chunk by chunk into the pinned pool.
 
-    Copies go on a side stream, after `ready`. The fence opens, for the device, as soon as the last copy is issued: with a
-    pool as large as the state that is long before it has run. A second thread hands each chunk to the writers when its
-    copy has arrived.
+    Copies go on a side stream, after `ready`. The fence opens, for the device, as soon as the last copy is issued: with
+    a pool as large as the state that is long before it has run. A second thread hands each chunk to the writers when
+    its copy has arrived.
     """
     stream = torch.cuda.Stream()
     stream.wait_event(ready)

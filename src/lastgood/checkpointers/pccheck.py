@@ -1,8 +1,9 @@
 """PCcheck (Strati et al., ASPLOS'25): several checkpoints in flight, each written by several threads, in chunks.
 
-A save takes a place (a slot), copies at once what training may change, and returns. A background thread moves the rest in
-chunks through a fixed pool of buffers to the slot's writer threads; the next weight update waits until the last byte has left
-the training's memory. When a checkpoint is whole it commits: the newest wins, a slower older one is marked superseded.
+A save takes a place (a slot), copies at once what training may change, and returns. A background thread moves the rest
+in chunks through a fixed pool of buffers to the slot's writer threads; the next weight update waits until the last byte
+has left the training's memory. When a checkpoint is whole it commits: the newest wins, a slower older one is marked
+superseded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, CheckpointEvent, Checkpointer, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import copy_through_pool, host_ranges, padding_block, pinned_pool_memory
 from lastgood.checkpointers.snapshot import CopyFence, freeze
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, WaitTimeout
@@ -99,8 +100,8 @@ class PCcheck(Checkpointer):
         flat = flatten(self.state)
         optimizers = [value for value in self.state.values() if isinstance(value, torch.optim.Optimizer)]
         if all(optimizer.state for optimizer in optimizers):
-            # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now would
-            # all have to be written again; the first save makes them instead.
+            # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
+            # would all have to be written again; the first save makes them instead.
             self._make_room(flat, len(flat.layout.to_json()))
 
     def _close(self) -> None:
@@ -243,7 +244,9 @@ class PCcheck(Checkpointer):
             return info.step
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         found = [info.step for info in known] or "none"
-        raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {found}" + "".join(f"; {why}" for why in refused))
+        raise NoCheckpoint(
+            f"{self.directory}: no {asked}; committed steps: {found}" + "".join(f"; {why}" for why in refused)
+        )
 
 
 class _Flight:

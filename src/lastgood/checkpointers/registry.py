@@ -7,7 +7,7 @@ whose configuration names it.
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 
 from lastgood.checkpointers.base import Checkpointer
@@ -42,7 +42,7 @@ def checkpointer_names() -> list[str]:
     return list(_targets())
 
 
-@lru_cache(maxsize=None)
+@cache
 def checkpointer_class(name: str) -> type[Checkpointer]:
     """The class of system `name`. Raises ConfigError, naming the known systems, for an unknown name."""
     targets = _targets()

@@ -91,7 +91,8 @@ class TorchFiles:
                 refused.append(str(error))
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         raise NoCheckpoint(
-            f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}" + "".join(f"; {why}" for why in refused)
+            f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}"
+            + "".join(f"; {why}" for why in refused)
         )
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -106,7 +107,8 @@ class TorchFiles:
             except CorruptCheckpoint:
                 raise
             except Exception as error:
-                # torch.load raises whatever the damaged bytes provoke: RuntimeError, UnpicklingError, EOFError, KeyError.
+                # torch.load raises whatever the damaged bytes provoke: RuntimeError, UnpicklingError, EOFError,
+                # KeyError.
                 raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise CorruptCheckpoint(f"{path}: not a checkpoint of format {_FORMAT}")

@@ -12,7 +12,8 @@ from rich.table import Table
 
 __all__ = ["console", "emit_json", "emit_table"]
 
-console = Console(stderr=True, highlight=False)
+# Lines in a log stay whole: a path or a message cut at 80 columns cannot be searched for.
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:

@@ -23,6 +23,7 @@ def ceilings(
     force: Annotated[
         bool, typer.Option("--force", help="Measure even if FILE is from today and this machine.")
     ] = False,
+    end_with: Annotated[int | None, typer.Option(metavar="PID", help="End when the parent process PID ends.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as JSON.")] = False,
 ) -> None:
     """Measure disk, memory and device copies: the ceilings that the bound in every figure rests on.
@@ -31,6 +32,10 @@ def ceilings(
     """
     from lastgood.experiments.ceilings import cached_or_measured
     from lastgood.experiments.machine import machine_label
+    from lastgood.processes import die_with_parent
+
+    if end_with is not None:
+        die_with_parent(end_with)
 
     def report(text: str) -> None:
         console.print(f"ceilings: {text}", markup=False)

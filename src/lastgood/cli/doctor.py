@@ -46,9 +46,7 @@ def doctor(
 
 def _software() -> Iterator[_Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 10):
-        yield _Finding("fault", "Python", version, "use Python 3.10 or newer")
-    elif sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):
         yield _Finding("warning", "Python", version, "Snakemake 9 needs 3.11; the library and `lastgood run` work")
     else:
         yield _Finding("ok", "Python", version)
@@ -80,7 +78,9 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
     yield _Finding("ok", "machine", f"{machine_label()}: {cpu_model()}, {usable_cores()} cores")
     memory = memory_bytes()
     low = memory < 6 * GIB
-    yield _Finding("warning" if low else "ok", "memory", format_bytes(memory), "laptop scale wants 6 GiB" if low else "")
+    yield _Finding(
+        "warning" if low else "ok", "memory", format_bytes(memory), "laptop scale wants 6 GiB" if low else ""
+    )
     devices = cuda_devices()
     yield _Finding("ok", "CUDA devices", ", ".join(device.name for device in devices) or "none")
     mount, free = mount_of(scratch), free_bytes(scratch)
@@ -92,7 +92,9 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
     else:
         yield _Finding("ok", "scratch", found)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    yield _Finding("ok" if compiler else "warning", "C++ compiler", compiler or "none", "" if compiler else "needed to build")
+    yield _Finding(
+        "ok" if compiler else "warning", "C++ compiler", compiler or "none", "" if compiler else "needed to build"
+    )
 
 
 def _data(data_dir: Path) -> Iterator[_Finding]:

@@ -19,9 +19,10 @@ def run(
     out: Annotated[Path, typer.Option(help="The record to write.")],
     data_dir: Annotated[Path, typer.Option(help="Folder of prepared data.")] = Path("data"),
     scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("scratch"),
-    end_with_parent: Annotated[
-        bool, typer.Option(help="End when the process that started this one ends; workflows leave no orphans this way.")
-    ] = False,
+    end_with: Annotated[
+        int | None,
+        typer.Option(metavar="PID", help="End when the parent process PID ends, so that workflows leave no orphans."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as well.")] = False,
 ) -> None:
     """Measure one run and write its record, which appears whole or not at all.
@@ -35,9 +36,20 @@ def run(
     from lastgood.experiments.spec import RunSpec
     from lastgood.processes import die_with_parent
 
-    if end_with_parent:
-        die_with_parent()
-    command = ["lastgood", "run", "--spec", spec, "--out", str(out), "--data-dir", str(data_dir), "--scratch", str(scratch)]
+    if end_with is not None:
+        die_with_parent(end_with)
+    command = [
+        "lastgood",
+        "run",
+        "--spec",
+        spec,
+        "--out",
+        str(out),
+        "--data-dir",
+        str(data_dir),
+        "--scratch",
+        str(scratch),
+    ]
     sys.stderr.write(shlex.join(command) + "\n")
     try:
         chosen = RunSpec.model_validate_json(spec)
@@ -53,8 +65,8 @@ def run(
     clocks = record.clocks
     proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"
     console.print(
-        f"{chosen.title()}: {clocks.iterations_per_s:.3g} iterations/s, {record.counts.durable} durable checkpoints{proof}, "
-        f"{record.wall_s:.0f} s in all"
+        f"{chosen.title()}: {clocks.iterations_per_s:.3g} iterations/s, "
+        f"{record.counts.durable} durable checkpoints{proof}, {record.wall_s:.0f} s in all"
     )
     if as_json:
         emit_json(record.model_dump(mode="json"))

@@ -1,0 +1,1 @@
+"""Configuration, plan, runs, records, ceilings, aggregation and plots."""

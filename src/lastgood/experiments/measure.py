@@ -1,4 +1,4 @@
-"""What the processes of one run do: the trainer measures and takes the live digest, the restorer proves. Needs torch."""
+"""What the processes of one run do: the trainer measures and takes the live digest, the restorer proves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from lastgood.checkpointers.base import CheckpointEvent, Checkpointer, Outcome
+from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
@@ -95,7 +95,9 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
         events = checkpointer.events[before:]
         _refuse_failures(events)
         if not all(map(math.isfinite, segment.losses)):
-            raise LastgoodError(f"{spec.title()}: a loss is not finite: {segment.losses}; the workload's options diverge")
+            raise LastgoodError(
+                f"{spec.title()}: a loss is not finite: {segment.losses}; the workload's options diverge"
+            )
         flat = flatten(loop.state)
         measurement = Measurement(
             workload=WorkloadFacts(
@@ -151,8 +153,8 @@ def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Repo
 def _live_proof(loop: TrainingLoop) -> LiveProof:
     """Two checkpoints in neighbouring steps, the second of which is proved, and training that overwrites both at once.
 
-    The digest is taken from the live tensors before the save, not between save and update, where it would give a careless
-    copy the time to finish.
+    The digest is taken from the live tensors before the save, not between save and update, where it would give a
+    careless copy the time to finish.
     """
     configure_compute(torch.get_num_threads(), deterministic=True)
     events = loop.checkpointer.events

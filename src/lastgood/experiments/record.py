@@ -14,7 +14,17 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.spec import RunSpec
 
-__all__ = ["RECORD_VERSION", "Clocks", "Counts", "Proof", "Resources", "RunRecord", "WhereRun", "WorkloadFacts", "load_record"]
+__all__ = [
+    "RECORD_VERSION",
+    "Clocks",
+    "Counts",
+    "Proof",
+    "Resources",
+    "RunRecord",
+    "WhereRun",
+    "WorkloadFacts",
+    "load_record",
+]
 
 RECORD_VERSION: Literal[1] = 1
 
@@ -140,4 +150,6 @@ def load_record(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a run record of version {RECORD_VERSION}: {error}; remove it and run again") from error
+        raise LastgoodError(
+            f"{path}: not a run record of version {RECORD_VERSION}: {error}; remove it and run again"
+        ) from error

@@ -1,7 +1,7 @@
 """One run: a parent that holds the machine's lock, and fresh processes that train and restore.
 
-The parent imports torch once and forks; it starts no thread, computes nothing and never touches CUDA, so that each child
-begins as an interpreter that has only imported. The restorer shares no memory of a model with the trainer.
+The parent imports torch once and forks; it starts no thread, computes nothing and never touches CUDA, so that each
+child begins as an interpreter that has only imported. The restorer shares no memory of a model with the trainer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ _LOCK_WAIT_S = 24 * 3600.0
 
 
 def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report) -> RunRecord:
-    """Measure `spec` and return its record. Checkpoints live in a folder of their own below `scratch`, removed at the end.
+    """Measure `spec` and return its record.
 
-    `report` is told each stage. Raises LastgoodError, naming what failed; nothing is left behind then.
+    Checkpoints live in a folder of their own below `scratch`, which is removed at the end. `report` is told each stage.
+    Raises LastgoodError, naming what failed; nothing is left behind then.
     """
     if is_tmpfs(scratch):
-        raise ConfigError(f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk")
+        raise ConfigError(
+            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
+        )
     lock = machine_lock()
     lock.acquire(_LOCK_WAIT_S, on_wait=report)
     try:
@@ -60,9 +63,7 @@ def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report) -> Run
         lock.release()
 
 
-def _execute(
-    spec: RunSpec, data_dir: Path, folder: Path, report: Report, started_at: str, began: float
-) -> RunRecord:
+def _execute(spec: RunSpec, data_dir: Path, folder: Path, report: Report, started_at: str, began: float) -> RunRecord:
     report("importing torch")
     _import_before_fork(spec)
     from lastgood.experiments.measure import prove_restore, train_and_measure
@@ -114,7 +115,8 @@ def _import_before_fork(spec: RunSpec) -> None:
 def _in_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], report: Report) -> Any:
     """Call `function(*arguments, report)` in a forked child and return its result.
 
-    Raises LastgoodError with the child's own message if it fails, its exit code if it dies, or WaitTimeout if it falls silent.
+    Raises LastgoodError with the child's own message if it fails, its exit code if it dies, or WaitTimeout if it falls
+    silent.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -178,7 +180,9 @@ class _Scratch:
             self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
             self.path.mkdir()
         except OSError as error:
-            raise LastgoodError(f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to") from error
+            raise LastgoodError(
+                f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"
+            ) from error
         self._lock = FileLock(self.path / "lock", f"scratch folder {self.path}")
         self._lock.acquire()
 

@@ -20,17 +20,17 @@ __all__ = ["apply_tree"]
 def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
     """Load `tree` (what `unflatten` gave) into the objects of `state`.
 
-    Objects with load_state_dict are loaded through it, tensors are overwritten in place, plain values are replaced in the
-    mapping (which must then be mutable). Everything is checked before anything is changed: names, and dtypes and shapes of
-    modules' and plain tensors, so that nothing is cast or broadcast silently.
+    Objects with load_state_dict are loaded through it, tensors are overwritten in place, plain values are replaced in
+    the mapping (which must then be mutable). Everything is checked before anything is changed: names, and dtypes and
+    shapes of modules' and plain tensors, so that nothing is cast or broadcast silently.
 
     Raises MismatchError, naming `where`, the entry and both sides.
     """
     missing, unexpected = sorted(state.keys() - tree.keys()), sorted(tree.keys() - state.keys())
     if missing or unexpected:
         raise MismatchError(
-            f"{where}: the checkpoint lacks {missing or 'nothing'} and holds {unexpected or 'nothing'} beyond the state "
-            f"to restore (state: {sorted(state)}, checkpoint: {sorted(tree)})"
+            f"{where}: the checkpoint lacks {missing or 'nothing'} and holds {unexpected or 'nothing'} beyond the "
+            f"state to restore (state: {sorted(state)}, checkpoint: {sorted(tree)})"
         )
     for name, live in state.items():
         _check(live, tree[name], f"{where}: {name}")
@@ -68,7 +68,8 @@ def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
         raise MismatchError(f"{path}: the state holds a tensor, the checkpoint a {type(saved).__name__}")
     if live.dtype != saved.dtype or live.shape != saved.shape:
         raise MismatchError(
-            f"{path}: the checkpoint holds {saved.dtype} {tuple(saved.shape)}, the state {live.dtype} {tuple(live.shape)}"
+            f"{path}: the checkpoint holds {saved.dtype} {tuple(saved.shape)}, "
+            f"the state {live.dtype} {tuple(live.shape)}"
         )
 
 
@@ -97,8 +98,8 @@ def _load(container: Mapping[str, Any], name: str, live: Any, saved: Any, where:
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """load_state_dict, and then each tensor once more in the dtype it was saved in.
 
-    Optimizer.load_state_dict casts floating-point entries to their parameter's dtype: fp32 moments of a bf16 parameter would
-    lose 16 bits each.
+    Optimizer.load_state_dict casts floating-point entries to their parameter's dtype: fp32 moments of a bf16 parameter
+    would lose 16 bits each.
     """
     optimizer.load_state_dict(dict(saved))
     numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]

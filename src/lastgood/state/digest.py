@@ -1,4 +1,4 @@
-"""A digest of a live state, computed from the objects themselves: the proof's own view, apart from flatten and its layout."""
+"""A digest of a live state, from the objects themselves: the proof's own view, apart from flatten and its layout."""
 
 from __future__ import annotations
 

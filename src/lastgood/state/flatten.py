@@ -54,8 +54,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 
     Tensors may be of any dtype, on any device, and views of one another: memory that several share becomes one block.
 
-    Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse or
-    quantised tensors, containers of unknown classes, containers that hold themselves).
+    Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse
+    or quantised tensors, containers of unknown classes, containers that hold themselves).
     """
     walker = _Walker(_updated_extents(state))
     tree = walker.mapping(dict(state), "state")
@@ -63,9 +63,10 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 
 
 def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str) -> dict[str, Any]:
-    """Build the state's tree of plain containers, values and tensors over `blocks` (uint8, on the CPU), without copying.
+    """Build the state's tree of plain containers, values and tensors over `blocks`, without copying.
 
-    An object with state_dict/load_state_dict comes back as what its state_dict returned. `where` names the source in errors.
+    `blocks` are uint8 tensors on the CPU. An object with state_dict/load_state_dict comes back as what its state_dict returned. `where` names the source in
+    errors.
     """
     builder = _Builder(blocks)
     try:
@@ -196,11 +197,13 @@ class _Walker:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         tensor = tensor.detach()
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise StateError(f"{path}: tensors of class {type(tensor).__name__} are not supported; store a plain tensor")
+            raise StateError(
+                f"{path}: tensors of class {type(tensor).__name__} are not supported; store a plain tensor"
+            )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise StateError(
-                f"{path}: a tensor with layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device} has no plain bytes; "
-                "store its dense parts"
+                f"{path}: a tensor with layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device} has no plain "
+                "bytes; store its dense parts"
             )
         tensor = tensor.resolve_conj().resolve_neg()
         node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
@@ -261,7 +264,9 @@ def _is_plain_key(key: Any) -> bool:
 
 def _numpy_descr(dtype: np.dtype[Any], path: str) -> str:
     if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
-        raise StateError(f"{path}: numpy values of dtype {dtype} cannot be stored to the bit; store plain numeric arrays")
+        raise StateError(
+            f"{path}: numpy values of dtype {dtype} cannot be stored to the bit; store plain numeric arrays"
+        )
     return dtype.str
 
 

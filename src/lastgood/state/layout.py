@@ -25,8 +25,9 @@ A     numpy array (C order): block, dtype description, shape
 N     numpy scalar: dtype description, hex digits of its bytes
 ====  =======================================================================================================
 
-A *block* is one contiguous range of bytes. Tensors that share memory point into one block. Blocks lie one after another in the
-*stream*, each at a multiple of 64 bytes; the first `deferred_blocks` are those that only an optimizer step changes.
+A *block* is one contiguous range of bytes. Tensors that share memory point into one block. Blocks lie one after another
+in the *stream*, each at a multiple of 64 bytes; the first `deferred_blocks` are those that only an optimizer step
+changes.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ __all__ = ["StepClock"]
 class StepClock:
     """Marks the start, the update and the end of each step without stopping the device.
 
-    Use: `begin()`; for each step `step_started()`, `update_reached()`, `step_ended()`; then `end()`, which waits for the device.
-    All results are in seconds.
+    Use: `begin()`; for each step `step_started()`, `update_reached()`, `step_ended()`; then `end()`, which waits for
+    the device. All results are in seconds.
     """
 
     def __init__(self, device: str) -> None:

@@ -24,8 +24,8 @@ __all__ = ["Progress", "Segment", "TrainingLoop", "configure_compute"]
 def configure_compute(threads: int, deterministic: bool) -> None:
     """Set CPU threads and, for proofs, deterministic kernels; TF32 as the papers' set-ups use it.
 
-    Deterministic kernels cost speed on CUDA and nothing on the CPU; a measurement runs without, a proof with them. cuBLAS
-    reads its workspace setting when CUDA starts, so it is set in either case.
+    Deterministic kernels cost speed on CUDA and nothing on the CPU; a measurement runs without, a proof with them.
+    cuBLAS reads its workspace setting when CUDA starts, so it is set in either case.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.get_num_threads() != threads:
