@@ -31,7 +31,7 @@ def loaded_after(statement):
     [
         "import lastgood",
         "import lastgood.cli",
-        "from lastgood import checkpointer_class, checkpointer_names; [checkpointer_class(n) for n in checkpointer_names()]",
+        "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
         "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
     ],
 )

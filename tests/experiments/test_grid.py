@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.collect import TIDY_COLUMNS
 from lastgood.experiments.grid import find_root, load_grid
 from lastgood.workloads.registry import workload_names
 
@@ -17,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_figure_8() -> None:
     grid = load_grid(ROOT, "fig8")
     assert grid.paper.figure == "8"
-    assert grid.y_metric in TIDY_COLUMNS
     assert grid.panel("vgg16").letter == "a"
     assert grid.panel("resnet50").letter is None
     assert set(grid.panels) == set(workload_names())
@@ -39,11 +37,11 @@ def test_a_wrong_grid_names_file_and_key(tmp_path: Path) -> None:
     folder = tmp_path / "evaluation" / "fig8"
     folder.mkdir(parents=True)
     text = (ROOT / "evaluation" / "fig8" / "grid.yaml").read_text(encoding="utf-8")
-    (folder / "grid.yaml").write_text(text.replace("y_metric:", "y_metrik:"), encoding="utf-8")
+    (folder / "grid.yaml").write_text(text.replace("prediction:", "prediktion:"), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_grid(tmp_path, "fig8")
-    assert f"{folder / 'grid.yaml'}: y_metric: is missing" in str(caught.value)
-    assert "y_metrik: unknown key (did you mean y_metric?)" in str(caught.value)
+    assert f"{folder / 'grid.yaml'}: prediction: is missing" in str(caught.value)
+    assert "prediktion: unknown key (did you mean prediction?)" in str(caught.value)
 
 
 def test_the_checkout_is_found_from_anywhere(tmp_path: Path) -> None:

@@ -22,22 +22,29 @@ def data_dir(tmp_path_factory):
     return folder
 
 
-def build(name, data_dir, seed):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return request.param
+
+
+def build(name, data_dir, seed, device="cpu"):
     seed_everything(seed)
     options = workload_options_class(name).model_validate(TINY[name][0])
-    return build_workload(name, options, data_dir=data_dir, data_path=None, seed=0, device="cpu")
+    return build_workload(name, options, data_dir=data_dir, data_path=None, seed=0, device=device)
 
 
 @pytest.mark.parametrize("name", workload_names())
-def test_resume_is_exact(name, data_dir, tmp_path):
+def test_resume_is_exact(name, data_dir, tmp_path, device):
     configure_compute(torch.get_num_threads(), deterministic=True)
-    unbroken = TrainingLoop(build(name, data_dir, 0), PCcheck(tmp_path), 3, "cpu")
+    unbroken = TrainingLoop(build(name, data_dir, 0, device), PCcheck(tmp_path), 3, device)
     unbroken.start()
     losses = unbroken.train(7).losses
     unbroken.checkpointer.close()
     assert len(set(losses)) > 3, "a loss that does not move proves nothing"
 
-    resumed = TrainingLoop(build(name, data_dir, 1), PCcheck(tmp_path), 3, "cpu")
+    resumed = TrainingLoop(build(name, data_dir, 1, device), PCcheck(tmp_path), 3, device)
     with torch.no_grad():
         for parameter in resumed.workload.model.parameters():
             parameter.add_(1)

@@ -21,7 +21,7 @@ def ceilings(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short look, not good enough for figures.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Measure even if FILE is from today and this machine.")
+        bool, typer.Option("--force", help="Measure even if the file of --out is from today and this machine.")
     ] = False,
     end_with: Annotated[int | None, typer.Option(metavar="PID", help="End when the parent process PID ends.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as JSON.")] = False,

@@ -21,7 +21,7 @@ def collect(
     out_wide: Annotated[Path, typer.Option(help="CSV with a row per system and a column per interval.")],
     partial: Annotated[bool, typer.Option("--partial", help="Go on without the records that are not there.")] = False,
     expected: Annotated[
-        int | None, typer.Option(min=1, help="Runs of the whole figure (default: the records named).")
+        int | None, typer.Option(min=1, help="Runs of the whole panel (default: the records named).")
     ] = None,
 ) -> None:
     """Put the run records of one panel into two CSV files; both are written whole or not at all.

@@ -16,7 +16,12 @@ __all__ = ["run"]
 
 def run(
     spec: Annotated[str, typer.Option(help="The run as one line of JSON; `lastgood plan FIGURE --json` prints them.")],
-    out: Annotated[Path, typer.Option(help="The record to write.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The record to write; `lastgood collect` takes it at the path that `lastgood plan --json` names."
+        ),
+    ],
     data_dir: Annotated[Path, typer.Option(help="Folder of prepared data.")] = Path("data"),
     scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("scratch"),
     end_with: Annotated[

@@ -20,7 +20,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.bound import Bound, throughput_bound
 from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
-from lastgood.experiments.record import RunRecord, load_record
+from lastgood.experiments.record import RunRecord, WhereRun, load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import system_label, system_rank
 
@@ -399,6 +399,11 @@ def _shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> lis
         notes.append(f"mixed machines: {', '.join(sorted(machines))}")
     if machines != {ceilings.machine}:
         notes.append(f"ceilings are of {ceilings.machine}, runs of {', '.join(sorted(machines))}")
+    disks = {_disk(record.where) for record in records}
+    if len(disks) > 1:
+        notes.append(f"mixed scratch disks: {', '.join(sorted(disks))}")
+    if disks != {_disk(ceilings.where)}:
+        notes.append(f"ceilings are of {_disk(ceilings.where)}, runs of {', '.join(sorted(disks))}")
     methods: dict[str, set[int]] = defaultdict(set)
     for record in records:
         methods[record.spec.system].add(record.spec.method)
@@ -408,6 +413,10 @@ def _shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> lis
     if ceilings.quick:
         notes.append("ceilings were measured with --quick")
     return notes
+
+
+def _disk(where: WhereRun) -> str:
+    return f"{where.scratch_filesystem} on {where.scratch_device}"
 
 
 def _revision(record: RunRecord) -> str:

@@ -65,7 +65,6 @@ class Grid(_Part):
     title: str
     paper: Paper
     axes: Axes
-    y_metric: str = Field(description="the column of the tidy CSV that is drawn")
     panels: dict[str, Panel]
     prediction: dict[Scale, Prediction]
 

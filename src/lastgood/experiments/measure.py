@@ -94,10 +94,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
         cpu_s = _cpu_s() - cpu_before
         events = checkpointer.events[before:]
         _refuse_failures(events)
-        if not all(map(math.isfinite, segment.losses)):
-            raise LastgoodError(
-                f"{spec.title()}: a loss is not finite: {segment.losses}; the workload's options diverge"
-            )
+        _refuse_divergence(spec, segment.losses)
         flat = flatten(loop.state)
         measurement = Measurement(
             workload=WorkloadFacts(
@@ -207,6 +204,16 @@ def _refuse_failures(events: Sequence[CheckpointEvent]) -> None:
             f"{len(failed)} of {len(events)} checkpoints failed, so this run measures nothing; "
             f"the first, of step {failed[0].step}: {failed[0].error}"
         )
+
+
+def _refuse_divergence(spec: RunSpec, losses: Sequence[float]) -> None:
+    """Arithmetic on NaN can be slower or faster, and NaN hides what a restore got wrong."""
+    for number, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise LastgoodError(
+                f"{spec.title()}: the loss of measured step {number} is {loss}, the one before it "
+                f"{losses[number - 1] if number else 'unknown'}; the workload's options diverge"
+            )
 
 
 def _clocks(

@@ -65,8 +65,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str) -> dict[str, Any]:
     """Build the state's tree of plain containers, values and tensors over `blocks`, without copying.
 
-    `blocks` are uint8 tensors on the CPU. An object with state_dict/load_state_dict comes back as what its state_dict returned. `where` names the source in
-    errors.
+    `blocks` are uint8 tensors on the CPU. An object with state_dict/load_state_dict comes back as what its state_dict
+    returned. `where` names the source in errors.
     """
     builder = _Builder(blocks)
     try:

@@ -21,7 +21,7 @@ __all__ = ["Batch", "BatchStream", "Workload", "WorkloadOptions"]
 Batch = dict[str, "torch.Tensor"]
 
 
-class WorkloadOptions(BaseModel):
+class WorkloadOptions(BaseModel, ABC):
     """Base of every workload's options. All sizes are explicit, so that a record says what ran."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,9 +29,9 @@ class WorkloadOptions(BaseModel):
     optimizer_moments: ClassVar[int] = 0
     """Tensors of the parameters' size that the optimizer keeps (SGD with momentum 1, Adam 2)."""
 
+    @abstractmethod
     def parameters(self) -> int:
         """Number of trainable parameters, from a formula that needs no torch; a test holds it to the real model."""
-        raise NotImplementedError
 
     def state_bytes(self) -> int:
         """Predicted size of a checkpoint in bytes: fp32 parameters and optimizer moments."""

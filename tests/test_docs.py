@@ -1,0 +1,47 @@
+"""Documents that a program can check: the README's example runs, every option has its row, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.workloads.registry import workload_names, workload_options_class
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("evaluation/*/*.md")])
+
+
+def test_the_example_of_the_readme_runs_and_goes_on_where_it_stopped(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("try:\n", "print('from', progress['step'])\ntry:\n", 1).replace("1000", "25"))
+
+    def run():
+        return subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert run() == "from 0\n"
+    assert run() == "from 20\n"
+
+
+def test_every_option_is_documented():
+    rows = [line for line in (ROOT / "docs" / "options.md").read_text().splitlines() if line.startswith("|")]
+
+    def documented(owner, option):
+        return any(
+            f"`{option}`" in row and re.search(rf"\b(all|{owner})\b", row.split("|")[1]) for row in rows if "`" in row
+        )
+
+    options = [(name, key) for name in checkpointer_names() for key in checkpointer_class(name).Options.model_fields]
+    options += [(name, key) for name in workload_names() for key in workload_options_class(name).model_fields]
+    assert [pair for pair in options if not documented(*pair)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
