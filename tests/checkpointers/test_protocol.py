@@ -14,6 +14,7 @@ import torch
 
 from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.checkpointers.snapshot import CopyFence
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 from tests.checkpointers.small_training import SmallTraining
 
@@ -330,3 +331,99 @@ def test_options_are_strict_and_state_their_cost(name):
     assert options.host_bytes(100) >= 0
     with pytest.raises(ValueError, match="no_such_knob"):
         kind.Options(no_such_knob=1)
+
+
+@pytest.mark.parametrize("name", ["checkfreq", "pccheck"])
+def test_a_change_under_the_copy_that_is_no_update_fails_the_checkpoint(name, opened, tmp_path, monkeypatch):
+    training = SmallTraining()
+    checkpointer = opened(checkpointer_class(name), tmp_path, training.state)
+    training.step()
+    original = CopyFence.settle
+
+    def change_and_settle(fence):
+        with torch.no_grad():
+            training.model[0].weight.mul_(2)
+        original(fence)
+
+    monkeypatch.setattr(CopyFence, "settle", change_and_settle)
+    checkpointer.save(1)
+    checkpointer.drain()
+    monkeypatch.undo()
+    assert outcomes(checkpointer) == [Outcome.FAILED]
+    assert "before_update()" in checkpointer.events[0].error
+    assert checkpointer.latest() is None
+    training.step()
+    checkpointer.save(2)
+    training.step()
+    checkpointer.drain()
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+
+
+def test_a_restore_waits_for_what_is_under_way(system, opened, tmp_path):
+    training = SmallTraining(width=900)
+    checkpointer = opened(system, tmp_path, training.state)
+    digests = {}
+    for _ in range(2):
+        training.step()
+        digests[training.step_number] = training.digest()
+        checkpointer.save(training.step_number)
+    assert checkpointer.restore(training.state) == 2
+    assert training.digest() == digests[2]
+    fresh = SmallTraining(width=900, seed=1)
+    assert system(tmp_path).restore(fresh.state) == 2
+    assert fresh.digest() == digests[2]
+
+
+def test_after_a_return_to_an_earlier_step_the_new_life_is_the_newest(system, opened, tmp_path):
+    training = SmallTraining()
+    first = opened(system, tmp_path, training.state)
+    for _ in range(2):
+        for _ in range(5):
+            training.step()
+        first.save(training.step_number)
+        first.drain()
+    first.close()
+    fresh = SmallTraining(seed=1)
+    second = system(tmp_path)
+    assert second.restore(fresh.state, step=5) == 5
+    second.start(fresh.state)
+    fresh.step()
+    digest = fresh.digest()
+    second.save(6)
+    second.close()
+    last = SmallTraining(seed=2)
+    assert system(tmp_path).restore(last.state) == 6, "step 10 belongs to the life that was given up"
+    assert last.digest() == digest
+
+
+def test_an_optimizer_that_joins_after_the_start_is_waited_for_as_well(system, opened, tmp_path):
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    second = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    training.state["optimizer"] = second
+    training.step()
+    checkpointer.save(1)
+    calls = []
+    checkpointer.before_update = lambda: calls.append(1)
+    second.step()
+    assert calls == [1]
+    checkpointer.drain()
+
+
+def test_a_thread_that_cannot_start_fails_that_checkpoint_only(opened, tmp_path, monkeypatch):
+    for name in ("checkfreq", "pccheck"):
+        training = SmallTraining()
+        checkpointer = opened(checkpointer_class(name), tmp_path / name, training.state)
+        training.step()
+
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("threading.Thread.start", refuse)
+            checkpointer.save(1)
+        assert outcomes(checkpointer) == [Outcome.FAILED]
+        training.step()
+        checkpointer.save(2)
+        checkpointer.drain()
+        assert outcomes(checkpointer)[-1] is Outcome.DURABLE

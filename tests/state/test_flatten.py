@@ -342,3 +342,55 @@ def test_apply_refuses_a_different_state_before_changing_anything(change, words)
     for word in ["file", *words]:
         assert word in str(caught.value)
     assert state_digest(live) == before
+
+
+def test_parts_in_lists_and_nested_mappings_are_restored_in_place():
+    def make():
+        models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+        return {"models": {"a": models[0], "b": models[1]}, "optimizers": optimizers, "pair": (torch.zeros(2), 3)}
+
+    saved, live = make(), make()
+    for optimizer, model in zip(saved["optimizers"], saved["models"].values(), strict=True):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    saved["pair"][0].add_(1)
+    kept = [live["models"]["a"], live["optimizers"][1], live["pair"][0]]
+    apply_tree(live, round_trip(saved), "test")
+    assert state_digest(live) == state_digest(saved)
+    assert kept[0] is live["models"]["a"]
+    assert kept[1] is live["optimizers"][1]
+    assert kept[2] is live["pair"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["models"].update(c=torch.nn.Linear(1, 1)), ["models", "'c'"]),
+        (lambda state: state["list"].append(torch.zeros(1)), ["list", "2 entries", "1 entries"]),
+        (lambda state: state.update(pair=(torch.zeros(2), 4)), ["pair[1]", "tuple"]),
+    ],
+)
+def test_apply_refuses_nested_differences(change, words):
+    def make():
+        return {"models": {"a": torch.nn.Linear(2, 2)}, "list": [torch.zeros(1)], "pair": (torch.zeros(2), 3)}
+
+    live = make()
+    change(live)
+    with pytest.raises(MismatchError) as caught:
+        apply_tree(live, round_trip(make()), "file")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_changes_of_deferred_tensors_are_seen():
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    state = {"layer": layer, "optimizer": optimizer, "other": torch.zeros(2)}
+    flat = flatten(state)
+    state["other"].add_(1)
+    flat.check_unchanged()
+    with torch.no_grad():
+        layer.weight.renorm_(2, 0, 0.1)
+    with pytest.raises(StateError, match=r"state\.layer\.weight was changed"):
+        flat.check_unchanged()

@@ -32,6 +32,8 @@ from lastgood.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+    from lastgood.checkpointers.snapshot import CopyFence
 else:
     torch = lazy_module("torch")
 
@@ -87,7 +89,10 @@ class BaseOptions(BaseModel):
 @dataclass
 class _Hooks:
     handles: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
     stall_s: float = 0.0
+    device_waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """CUDA events before and after each wait that a stream did in an optimizer's place."""
 
 
 class Checkpointer(ABC):
@@ -122,16 +127,14 @@ class Checkpointer(ABC):
         if self._state is not None:
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
-        for value in state.values():
-            if isinstance(value, torch.optim.Optimizer):
-                self._hooks.handles.append(value.register_step_pre_hook(self._pre_step_hook))
+        self._hook_optimizers()
         self._start()
 
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
         for handle in self._hooks.handles:
             handle.remove()
-        self._hooks.handles.clear()
+        self._hooks = _Hooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
         self._close()
 
@@ -144,8 +147,12 @@ class Checkpointer(ABC):
 
     @property
     def update_stall_s(self) -> float:
-        """Seconds for which optimizers have waited in `before_update` so far."""
-        return self._hooks.stall_s
+        """Seconds for which optimizers have waited in `before_update` so far.
+
+        On CUDA the waiting is the stream's; it can be read once the device has come past it (after a synchronisation).
+        """
+        device_s = sum(before.elapsed_time(after) / 1e3 for before, after in self._hooks.device_waits if after.query())
+        return self._hooks.stall_s + float(device_s)
 
     def storage_facts(self) -> dict[str, Any]:
         """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""
@@ -155,7 +162,20 @@ class Checkpointer(ABC):
         """Note that a checkpoint of `step` was asked for."""
         event = CheckpointEvent(step, time.perf_counter())
         self.events.append(event)
+        self._hook_optimizers()
         return event
+
+    def _hook_optimizers(self) -> None:
+        """Put the pre-hook on optimizers that have none yet: a mapping may be given another one after `start`."""
+        for value in self.state.values():
+            known = any(value is optimizer for optimizer in self._hooks.optimizers)
+            if isinstance(value, torch.optim.Optimizer) and not known:
+                self._hooks.handles.append(value.register_step_pre_hook(self._pre_step_hook))
+                self._hooks.optimizers.append(value)
+
+    def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
+        """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
+        self._hooks.device_waits += fence.wait(timeout_s)
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
         """Note that a checkpoint failed; the first failure of each kind is logged."""

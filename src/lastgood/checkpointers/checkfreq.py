@@ -68,19 +68,18 @@ class CheckFreq(Checkpointer):
         try:
             self.drain()
             flat = flatten(self.state)
-            self._snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
+            snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
+            worker = threading.Thread(target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{step}")
+            worker.start()
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
             return
-        self._worker = threading.Thread(
-            target=self._persist, args=(self._snapshot, event), name=f"checkfreq-persist-{step}"
-        )
-        self._worker.start()
+        self._snapshot, self._worker = snapshot, worker
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory."""
         if self._snapshot is not None:
-            self._snapshot.fence.wait(DEFAULT_TIMEOUT_S)
+            self._wait_for(self._snapshot.fence, DEFAULT_TIMEOUT_S)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until the checkpoint under way is durable, or has failed."""
@@ -102,6 +101,7 @@ class CheckFreq(Checkpointer):
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest readable file (or that of `step`) into `state`."""
+        self.drain()  # a copy under way reads what a restore overwrites
         found, tree, where = self._files.read(step)
         apply_tree(state, tree, where)
         return found

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
-from lastgood.checkpointers.snapshot import CopyFence, copy_bytes
+from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams
 from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
 
@@ -59,64 +58,60 @@ def copy_through_pool(
     blocks: Sequence[torch.Tensor],
     meta: torch.Tensor,
     pool_memory: torch.Tensor,
-    ready: Any,
+    streams: DeviceStreams,
     fence: CopyFence,
+    timeout_s: float,
 ) -> None:
     """Copy a state on CUDA devices (host blocks may be among them) chunk by chunk into the pinned pool.
 
-    Copies go on a side stream, after `ready`. The fence opens, for the device, as soon as the last copy is issued: with
-    a pool as large as the state that is long before it has run. A second thread hands each chunk to the writers when
-    its copy has arrived.
+    Copies go on side streams. The fence opens, for the devices, as soon as the last copy is issued: with a pool as
+    large as the state that is long before it has run. A second thread hands each chunk to the writers when its copy has
+    arrived.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_event(ready)
-    arrivals: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+    arrivals: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
     failures: list[BaseException] = []
 
     def land() -> None:
         try:
-            while (arrival := arrivals.get(timeout=DEFAULT_TIMEOUT_S)) is not None:
-                index, event = arrival
-                event.synchronize()
+            while (arrival := arrivals.get(timeout=timeout_s)) is not None:
+                index, events = arrival
+                for _, event in events:
+                    event.synchronize()
                 slot.put(index)
         except BaseException as error:  # handed to the copying thread, which raises it
             failures.append(error)
 
     lander = threading.Thread(target=land, name="pccheck-land")
     lander.start()
-    pieces = _pieces(layout, blocks, meta)
-    piece, position = next(pieces), 0
-    remaining = layout.stream_bytes + meta.numel()
-    last = None
     try:
-        with torch.cuda.stream(stream):
-            while remaining and not failures:
-                address, index, length = slot.acquire(DEFAULT_TIMEOUT_S)
-                target = pool_memory[address - pool_memory.data_ptr() :][:length]
-                filled = 0
-                while filled < length:
-                    count = min(length - filled, piece.numel() - position)
-                    copy_bytes(target[filled : filled + count], piece[position : position + count])
-                    filled, position = filled + count, position + count
-                    if position == piece.numel() and remaining > filled:
-                        piece, position = next(pieces), 0
-                last = torch.cuda.Event()
-                last.record(stream)
-                arrivals.put((index, last))
-                remaining -= length
-        fence.open([last])
+        pieces = _pieces(layout, blocks, meta)
+        piece, position = next(pieces), 0
+        remaining = layout.stream_bytes + meta.numel()
+        while remaining and not failures:
+            address, index, length = slot.acquire(timeout_s)
+            target = pool_memory[address - pool_memory.data_ptr() :][:length]
+            filled = 0
+            while filled < length:
+                count = min(length - filled, piece.numel() - position)
+                streams.copy(target[filled : filled + count], piece[position : position + count])
+                filled, position = filled + count, position + count
+                if position == piece.numel() and remaining > filled:
+                    piece, position = next(pieces), 0
+            arrivals.put((index, streams.mark()))
+            remaining -= length
+        fence.open(streams.mark())
+        arrivals.put(None)
+        lander.join(timeout_s)
+        if failures:
+            raise failures[0]
+        fence.settle()
     except BaseException:
         # The writers must not get a buffer back that a copy is still running into.
-        stream.synchronize()
+        streams.synchronize()
         arrivals.put(None)
-        lander.join(DEFAULT_TIMEOUT_S)
+        lander.join(timeout_s)
         slot.release()
         raise
-    arrivals.put(None)
-    lander.join(DEFAULT_TIMEOUT_S)
-    if failures:
-        slot.release()
-        raise failures[0]
 
 
 def _pieces(layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from pydantic import Field
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import copy_through_pool, host_ranges, padding_block, pinned_pool_memory
-from lastgood.checkpointers.snapshot import CopyFence, freeze
+from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, freeze
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, WaitTimeout
 from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
 from lastgood.units import MIB
@@ -143,17 +143,24 @@ class PCcheck(Checkpointer):
                 event.finished_s = time.perf_counter()
                 return
         else:
-            slot = store.begin(event.step, stream_bytes, DEFAULT_TIMEOUT_S)
+            slot = store.begin(event.step, stream_bytes, self._timeout_s())
+        self._saves += 1
+        number = self._saves
         try:
-            flight = _Flight(event, slot, flat, meta, self._pool_memory)
+            flight = _Flight(event, slot, flat, meta, self._pool_memory, self._timeout_s())
             with self._landed:
-                self._saves += 1
-                number = self._saves
                 self._in_flight[number] = flight
+            threading.Thread(target=self._fly, args=(number, flight), name=f"pccheck-step-{event.step}").start()
         except BaseException:
+            # No thread will ever finish this one.
+            with self._landed:
+                self._in_flight.pop(number, None)
             slot.abort()
             raise
-        threading.Thread(target=self._fly, args=(number, flight), name=f"pccheck-step-{event.step}").start()
+
+    def _timeout_s(self) -> float:
+        """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
+        return DEFAULT_TIMEOUT_S + self._capacity / 1e7
 
     def _fly(self, number: int, flight: _Flight) -> None:
         try:
@@ -170,7 +177,12 @@ class PCcheck(Checkpointer):
         with self._landed:
             flights = list(self._in_flight.values())
         for flight in flights:
-            flight.fence.wait(DEFAULT_TIMEOUT_S)
+            try:
+                self._wait_for(flight.fence, self._timeout_s())
+            except WaitTimeout as error:
+                # The training goes on and overwrites what was being copied: that checkpoint must never commit.
+                flight.give_up()
+                self._fail(flight.event, error)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until nothing is under way."""
@@ -184,7 +196,8 @@ class PCcheck(Checkpointer):
         from lastgood._native import ChunkPool
 
         needed = flat.layout.stream_bytes + meta_bytes
-        if needed <= self._capacity:
+        on_device = any(block.is_cuda for block in flat.blocks)
+        if needed <= self._capacity and on_device == (self._pool_memory is not None):
             return
         self.drain()
         store = self._opened()
@@ -194,7 +207,8 @@ class PCcheck(Checkpointer):
         chunk = self.knobs.chunk_bytes
         least = (self.knobs.writer_threads + 1) * chunk
         chunks = -(-max(self.knobs.pool_bytes or capacity, least) // chunk)
-        if any(block.is_cuda for block in flat.blocks):
+        self._pool_memory = None
+        if on_device:
             self._pool_memory, address = pinned_pool_memory(chunks * chunk)
             store.pool = ChunkPool(address, chunks * chunk, chunk, self._pool_memory)
         else:
@@ -223,6 +237,7 @@ class PCcheck(Checkpointer):
         from lastgood.storage import SlotStore
 
         if self._store is not None:
+            self.drain()  # a copy under way reads what a restore overwrites
             return self._restore_from(self._store, state, step)
         if not self.directory.is_dir():
             raise NoCheckpoint(f"{self.directory}: there is no such directory")
@@ -253,21 +268,29 @@ class _Flight:
     """One checkpoint on its way from the training's memory to its slot."""
 
     def __init__(
-        self, event: CheckpointEvent, slot: SlotWrite, flat: FlatState, meta: bytes, pool_memory: torch.Tensor | None
+        self,
+        event: CheckpointEvent,
+        slot: SlotWrite,
+        flat: FlatState,
+        meta: bytes,
+        pool_memory: torch.Tensor | None,
+        timeout_s: float,
     ) -> None:
         self.event = event
-        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}")
+        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat)
         self._slot = slot
         self._layout = flat.layout
         self._deferred = flat.deferred
         self._frozen = freeze(flat.immediate)
+        self._timeout_s = timeout_s
         self._meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         self._pool_memory = pool_memory
-        # Copies on a side stream must see what the training's stream has done so far, the frozen copies above included.
-        self._ready: Any = None
-        if pool_memory is not None:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+        # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
+        self._streams = DeviceStreams([*flat.deferred, *self._frozen])
+
+    def give_up(self) -> None:
+        """Make sure that this checkpoint never commits. Called by the training's thread."""
+        self._slot.abort()
 
     def run(self) -> None:
         """Copy, write and commit; called in a thread of its own."""
@@ -281,6 +304,7 @@ class _Flight:
                 meta_offset=self._layout.stream_bytes,
                 meta_bytes=self._meta.numel(),
                 layout_digest=self._layout.digest(),
+                timeout_s=self._timeout_s,
             )
         except BaseException:
             slot.abort()
@@ -292,16 +316,26 @@ class _Flight:
     def _copy(self) -> None:
         blocks = [*self._deferred, *self._frozen]
         if self._pool_memory is not None:
-            copy_through_pool(self._slot, self._layout, blocks, self._meta, self._pool_memory, self._ready, self.fence)
+            copy_through_pool(
+                self._slot,
+                self._layout,
+                blocks,
+                self._meta,
+                self._pool_memory,
+                self._streams,
+                self.fence,
+                self._timeout_s,
+            )
         else:
             count = self._layout.deferred_blocks
             sizes = self._layout.block_bytes
             padding = padding_block()
-            self._slot.copy_host(host_ranges(blocks[:count], sizes[:count], padding), DEFAULT_TIMEOUT_S)
+            self._slot.copy_host(host_ranges(blocks[:count], sizes[:count], padding), self._timeout_s)
+            self.fence.settle()
             self.fence.open()
             self.event.copied_s = time.perf_counter()
             rest = host_ranges(blocks[count:], sizes[count:], padding)
-            self._slot.copy_host([*rest, (self._meta.data_ptr(), self._meta.numel())], DEFAULT_TIMEOUT_S)
+            self._slot.copy_host([*rest, (self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
         if self.event.copied_s is None:
             self.event.copied_s = time.perf_counter()
 

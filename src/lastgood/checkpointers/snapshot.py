@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import WaitTimeout
+from lastgood.errors import StateError, WaitTimeout
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["CopyFence", "HostSnapshot", "copy_bytes", "freeze", "host_buffer"]
+__all__ = ["CopyFence", "DeviceStreams", "HostSnapshot", "copy_bytes", "freeze", "host_buffer"]
 
 
 def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,73 +39,143 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
+class DeviceStreams:
+    """A side stream on each CUDA device that holds blocks, behind what the training's own streams have done so far.
+
+    Made in save(), on the training's thread; used in any thread, whose own current device does not matter.
+    """
+
+    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        for device in {block.device for block in blocks if block.is_cuda}:
+            stream = torch.cuda.Stream(device=device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams[device] = stream
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to host memory: from a device on its side stream, from the host at once."""
+        if not source.is_cuda:
+            copy_bytes(target, source)
+            return
+        stream = self._streams[source.device]
+        with torch.cuda.stream(stream):
+            copy_bytes(target, source)
+        source.record_stream(stream)
+
+    def mark(self) -> list[Any]:
+        """An event behind all copies so far, on each device."""
+        events = []
+        for device, stream in self._streams.items():
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()
+                event.record(stream)
+            events.append((device, event))
+        return events
+
+    def synchronize(self) -> None:
+        """Wait until all copies so far have run."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
 class CopyFence:
     """Between a background copy and the optimizer: opened when the live bytes may be overwritten.
 
-    Copies from a CUDA device are waited for on the device: the current stream waits for an event, the CPU goes on.
+    Copies from a CUDA device are waited for on the device: its current stream waits for an event, the CPU goes on.
+
+    It also notices changes of deferred tensors that come neither before the save nor from an optimizer's step: they are
+    looked for once, when the copy is done or when the next update arrives, whichever is earlier.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, flat: FlatState) -> None:
         self._what = what
+        self._flat: FlatState | None = flat
+        self._changed: StateError | None = None
+        self._look = threading.Lock()
         self._open = threading.Event()
         self._device_events: list[Any] = []
 
     def open(self, device_events: Sequence[Any] = ()) -> None:
-        """Let updates go on, after `device_events` on the device if there are any."""
+        """Let updates go on, after `device_events` (from `DeviceStreams.mark`) on their devices if there are any."""
         self._device_events = list(device_events)
         self._open.set()
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when an update may be issued. Raises WaitTimeout, naming what was copied."""
+    def wait(self, timeout_s: float) -> list[tuple[Any, Any]]:
+        """Return when an update may be issued: CUDA events before and after each wait that a device does for it.
+
+        Raises WaitTimeout, naming what was copied.
+        """
         if not self._open.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:.0f} s for {self._what} to be copied off the training's memory")
-        for event in self._device_events:
-            torch.cuda.current_stream().wait_event(event)
+        self._look_for_changes()
+        waits = []
+        for device, event in self._device_events:
+            if event.query():
+                continue
+            with torch.cuda.device(device):
+                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                stream = torch.cuda.current_stream(device)
+                before.record(stream)
+                stream.wait_event(event)
+                after.record(stream)
+            waits.append((before, after))
+        return waits
+
+    def settle(self) -> None:
+        """Called when the copy is done: raise StateError if a deferred tensor changed under it."""
+        self._look_for_changes()
+        if self._changed is not None:
+            raise self._changed
+
+    def _look_for_changes(self) -> None:
+        with self._look:
+            if self._flat is not None:
+                try:
+                    self._flat.check_unchanged()
+                except StateError as error:
+                    self._changed = error
+                self._flat = None
 
 
 class HostSnapshot:
     """A whole state in host buffers. Made in save(), filled by `copy` in a background thread.
 
-    On CUDA every copy is issued in save(), on a side stream, and the optimizer waits on the device.
+    On CUDA every copy is issued in save(), on side streams, and the optimizer waits on the device.
     """
 
     def __init__(self, flat: FlatState, buffers: Sequence[torch.Tensor], what: str) -> None:
         self.layout = flat.layout
         self.buffers = list(buffers)
-        self.fence = CopyFence(what)
-        self._on_device = any(block.is_cuda for block in flat.blocks)
-        immediate = self.buffers[flat.layout.deferred_blocks :]
-        self._pending = list(zip(self.buffers, flat.deferred, strict=False))
+        self.fence = CopyFence(what, flat)
+        self._deferred = flat.deferred
         self._copied: list[Any] = []
+        self._on_device = any(block.is_cuda for block in flat.blocks)
+        count = flat.layout.deferred_blocks
         if self._on_device:
-            self._pending += list(zip(immediate, freeze(flat.immediate), strict=True))
-            self._issue()
+            blocks = [*flat.deferred, *freeze(flat.immediate)]
+            streams = DeviceStreams(blocks)
+            for buffer, block in zip(self.buffers, blocks, strict=True):
+                streams.copy(buffer, block)
+            self._copied = streams.mark()
+            self.fence.open(self._copied)
         else:
-            for buffer, block in zip(immediate, flat.immediate, strict=True):
+            for buffer, block in zip(self.buffers[count:], flat.immediate, strict=True):
                 copy_bytes(buffer, block)
-
-    def _issue(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for buffer, block in self._pending:
-                copy_bytes(buffer, block)
-                if block.is_cuda:
-                    block.record_stream(stream)
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._copied = [event]
-        self.fence.open(self._copied)
 
     def copy(self) -> None:
-        """Return when all bytes are in the buffers; opens the fence on the CPU. Called in a background thread."""
+        """Return when all bytes are in the buffers; opens the fence on the CPU. Called in a background thread.
+
+        Raises StateError if something else than an optimizer's step changed a deferred tensor meanwhile.
+        """
         if self._on_device:
-            for event in self._copied:
+            for _, event in self._copied:
                 event.synchronize()
-        else:
-            try:
-                for buffer, block in self._pending:
-                    copy_bytes(buffer, block)
-            finally:
-                self.fence.open()
-        self._pending = []
+            self.fence.settle()
+            return
+        try:
+            for buffer, block in zip(self.buffers, self._deferred, strict=False):
+                copy_bytes(buffer, block)
+            self.fence.settle()
+        finally:
+            self.fence.open()
+            self._deferred = ()

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, Outcome
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
-from lastgood.errors import StorageError
 from lastgood.state import apply_tree, flatten
 
 __all__ = ["SyncCheckpointer", "SyncOptions"]
@@ -47,7 +46,7 @@ class SyncCheckpointer(Checkpointer):
         event = self._request(step)
         try:
             event.bytes_written = self._files.write(step, plain_tree(dict(self.state)))
-        except StorageError as error:
+        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
             return
         event.copied_s = event.finished_s = time.perf_counter()

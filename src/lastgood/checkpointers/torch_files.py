@@ -5,14 +5,13 @@ Such a file is a pickle inside a zip. It is read with ``weights_only=True``, tor
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
 import shutil
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,16 @@ else:
 __all__ = ["TorchFiles", "plain_tree"]
 
 _log = logging.getLogger("lastgood")
-_NAME = re.compile(r"step-(\d{12})\.pt")
+_NAME = re.compile(r"checkpoint-(\d{8,})-step-(\d+)\.pt")
 _FORMAT = "lastgood-torch-1"
 
 
 class TorchFiles:
-    """Whole checkpoints ``step-N.pt`` in one directory; a file under its final name is complete and durable."""
+    """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP.pt`` in one directory.
+
+    A file under its final name is complete and durable. The newest is the one with the highest sequence: after a return
+    to an earlier step, the steps of the life that was given up are older, though their numbers are higher.
+    """
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
@@ -52,38 +55,48 @@ class TorchFiles:
 
         Raises StorageError naming the file and the bytes needed; the older checkpoints stay.
         """
-        final = self.directory / f"step-{step:012d}.pt"
+        sequence = max((known for known, _, _ in self._files()), default=0) + 1
+        final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
         temporary = final.with_suffix(".tmp")
         try:
-            torch.save({"format": _FORMAT, "step": step, "state": dict(tree)}, temporary)
+            torch.save({"format": _FORMAT, "step": step, "state": _pack(dict(tree))}, temporary)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
                 written = os.fstat(file.fileno()).st_size
             temporary.replace(final)
             _fsync_directory(self.directory)
-        except (OSError, RuntimeError) as error:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise StorageError(_explain(temporary, tree, error)) from error
-        for old in self.steps()[self.keep :]:
-            (self.directory / f"step-{old:012d}.pt").unlink(missing_ok=True)
+            if isinstance(error, (OSError, RuntimeError)):
+                raise StorageError(_explain(temporary, tree, error)) from error
+            raise
+        for _, _, old in self._files()[self.keep :]:
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s: cannot remove an old checkpoint: %s", old, error)
         return written
 
     def steps(self) -> list[int]:
         """Steps that have a file, newest first."""
+        return [step for _, step, _ in self._files()]
+
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """Sequence, step and path of every file, newest first."""
         if not self.directory.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted(((int(match[1]), int(match[2]), path) for match, path in found if match), reverse=True)
 
     def read(self, step: int | None) -> tuple[int, dict[str, Any], str]:
         """The newest readable checkpoint (or that of `step`): its step, tree and file name.
 
         Raises NoCheckpoint, naming what was found and why it was not taken.
         """
-        wanted = self.steps() if step is None else [found for found in self.steps() if found == step]
         refused = []
-        for candidate in wanted:
-            path = self.directory / f"step-{candidate:012d}.pt"
+        for _, candidate, path in self._files():
+            if step is not None and candidate != step:
+                continue
             try:
                 return candidate, self._load(path), str(path)
             except CorruptCheckpoint as error:
@@ -96,7 +109,7 @@ class TorchFiles:
         )
 
     def _load(self, path: Path) -> dict[str, Any]:
-        with torch.serialization.safe_globals(_allowed_globals()):
+        with torch.serialization.safe_globals([Counter, frozenset, bytes]):
             try:
                 # torch.save stores a CRC-32 of each tensor, which torch.load does not look at.
                 with zipfile.ZipFile(path) as archive:
@@ -115,7 +128,11 @@ class TorchFiles:
         state = document["state"]
         if not isinstance(state, dict):
             raise CorruptCheckpoint(f"{path}: holds no state")
-        return state
+        unpacked: dict[str, Any] = _unpack(state)
+        return unpacked
+
+
+_NUMPY = "lastgood.numpy"
 
 
 def plain_tree(value: Any) -> Any:
@@ -124,17 +141,32 @@ def plain_tree(value: Any) -> Any:
         return value
     if is_stateful(value):
         return plain_tree(value.state_dict())
+    return _map_containers(plain_tree, value)
+
+
+def _pack(value: Any) -> Any:
+    """Replace numpy's values, whose byte order torch's unpickler would lose, by their bytes in a tensor."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else None
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        return {_NUMPY: value.dtype.str, "shape": shape, "data": data}
+    return _map_containers(_pack, value)
+
+
+def _unpack(value: Any) -> Any:
+    if type(value) is dict and _NUMPY in value:
+        content = b"" if value["data"] is None else value["data"].numpy().tobytes()
+        array = np.frombuffer(content, dtype=np.dtype(value[_NUMPY]))
+        return array[0] if value["shape"] is None else array.reshape(value["shape"]).copy()
+    return _map_containers(_unpack, value)
+
+
+def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, plain_tree(item)) for key, item in value.items())
+        return type(value)((key, function(item)) for key, item in value.items())
     if type(value) in (list, tuple):
-        return type(value)(plain_tree(item) for item in value)
+        return type(value)(function(item) for item in value)
     return value
-
-
-def _allowed_globals() -> list[Any]:
-    multiarray = importlib.import_module("numpy._core.multiarray")  # numpy's own home of what pickles name
-    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OSUVMm"}
-    return [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, *dtypes, Counter]
 
 
 def _explain(path: Path, tree: Mapping[str, Any], error: BaseException) -> str:

@@ -35,7 +35,7 @@ def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) ->
     for name, live in state.items():
         _check(live, tree[name], f"{where}: {name}")
     for name, live in state.items():
-        _load(state, name, live, tree[name], where)
+        _load(state, name, live, tree[name], f"{where}: {name}")
 
 
 def _check(live: Any, saved: Any, path: str) -> None:
@@ -59,8 +59,30 @@ def _check(live: Any, saved: Any, path: str) -> None:
     elif isinstance(live, Mapping) and not is_stateful(live):
         if not isinstance(saved, Mapping):
             raise MismatchError(f"{path}: the state holds a mapping, the checkpoint a {type(saved).__name__}")
+        lost = [key for key in live.keys() - saved.keys() if _holds_live_parts(live[key])]
+        if lost:
+            raise MismatchError(f"{path}: the checkpoint lacks {sorted(map(str, lost))}, which the state holds")
         for key in live.keys() & saved.keys():
             _check(live[key], saved[key], f"{path}.{key}")
+    elif isinstance(live, (list, tuple)) and _holds_live_parts(live):
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(live):
+            size = f"{len(saved)} entries" if isinstance(saved, (list, tuple)) else f"a {type(saved).__name__}"
+            raise MismatchError(f"{path}: the state holds {len(live)} entries, the checkpoint {size}")
+        for number, (item, saved_item) in enumerate(zip(live, saved, strict=True)):
+            _check(item, saved_item, f"{path}[{number}]")
+            if not isinstance(live, list) and not _holds_live_parts(item) and item != saved_item:
+                raise MismatchError(
+                    f"{path}[{number}] is a plain value in a tuple, which cannot be changed; use a list"
+                )
+
+
+def _holds_live_parts(value: Any) -> bool:
+    """Whether something in `value` must be loaded in place: an object with load_state_dict, or a tensor."""
+    if isinstance(value, torch.Tensor) or is_stateful(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_holds_live_parts, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_holds_live_parts, value))
 
 
 def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
@@ -73,7 +95,8 @@ def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
         )
 
 
-def _load(container: Mapping[str, Any], name: str, live: Any, saved: Any, where: str) -> None:
+def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
+    """Load `saved` into `live`, which is ``container[key]``; a plain value is replaced there."""
     if isinstance(live, torch.optim.Optimizer):
         _load_optimizer(live, saved)
     elif is_stateful(live):
@@ -82,15 +105,19 @@ def _load(container: Mapping[str, Any], name: str, live: Any, saved: Any, where:
         with torch.no_grad():
             live.copy_(saved)
     elif isinstance(live, MutableMapping) and isinstance(saved, Mapping):
-        for key in list(live.keys() - saved.keys()):
-            del live[key]
-        for key, value in saved.items():
-            _load(live, key, live.get(key), value, f"{where}.{name}")
-    elif isinstance(container, MutableMapping):
-        container[name] = saved
+        for name in list(live.keys() - saved.keys()):
+            del live[name]
+        for name, value in saved.items():
+            _load(live, name, live.get(name), value, f"{path}.{name}")
+    elif isinstance(live, (list, tuple)) and _holds_live_parts(live):
+        for number, (item, value) in enumerate(zip(live, saved, strict=True)):
+            if isinstance(live, list) or _holds_live_parts(item):
+                _load(live, number, item, value, f"{path}[{number}]")
+    elif isinstance(container, (MutableMapping, list)):
+        container[key] = saved
     else:
         raise MismatchError(
-            f"{where}: {name} is a plain {type(live).__name__} in a mapping that cannot be changed; "
+            f"{path} is a plain {type(live).__name__} in a container that cannot be changed; "
             "pass a dict, or wrap the value in an object with load_state_dict"
         )
 

@@ -32,6 +32,21 @@ class FlatState:
 
     layout: Layout
     blocks: tuple[torch.Tensor, ...]
+    watched: tuple[tuple[str, torch.Tensor, int], ...] = ()
+    """Path, tensor and version counter of every view in a deferred block."""
+
+    def check_unchanged(self) -> None:
+        """Raise StateError, naming the tensor, if a deferred one was changed in place since `flatten`.
+
+        torch counts in-place changes of every tensor. What an optimizer's step pre-hook does not see (an embedding with
+        max_norm, weights that are swapped for an evaluation, an optimizer that steps under another name) is seen here.
+        """
+        for path, tensor, version in self.watched:
+            if tensor._version != version:
+                raise StateError(
+                    f"{path} was changed while it was being copied, though not by optimizer.step(); call "
+                    "before_update() of the checkpointer before such a change"
+                )
 
     @property
     def deferred(self) -> tuple[torch.Tensor, ...]:
@@ -108,6 +123,7 @@ def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
 class _View:
     tensor: torch.Tensor
     extent: _Extent
+    path: str
     node: Node
     """Its block and offset are filled in once all views are known."""
 
@@ -144,7 +160,13 @@ class _Walker:
                 view.node[1] = number
                 view.node[2] = view.extent[1] - first
         count = sum(deferred(group) for group in groups)
-        return FlatState(Layout(tree, tuple(block.numel() for block in blocks), count), tuple(blocks))
+        watched = tuple(
+            (view.path, view.tensor, view.tensor._version)
+            for group in groups[:count]
+            for view in group
+            if not view.tensor.is_inference()
+        )
+        return FlatState(Layout(tree, tuple(block.numel() for block in blocks), count), tuple(blocks), watched)
 
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
@@ -208,14 +230,14 @@ class _Walker:
         tensor = tensor.resolve_conj().resolve_neg()
         node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
         if tensor.numel():
-            self._views.append(_View(tensor, _extent(tensor), node))
+            self._views.append(_View(tensor, _extent(tensor), path, node))
         return node
 
     def _array(self, array: np.ndarray, path: str) -> Node:
         node: Node = ["A", -1, 0, _numpy_descr(array.dtype, path), list(array.shape)]
         if array.nbytes:
             copied = torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8)
-            self._views.append(_View(copied, _extent(copied), node))
+            self._views.append(_View(copied, _extent(copied), path, node))
         return node
 
 
