@@ -3,7 +3,8 @@
 #
 #   bash install.sh                   the tested versions of constraints.txt
 #   bash install.sh --system-torch    keep the torch, torchvision and transformers that this Python already has (clusters,
-#                                     containers); only what is missing is installed beside them
+#                                     containers); only what is missing is installed beside them. Later calls keep
+#                                     this choice; --own-torch takes it back
 #   PYTHON=python3.12 bash install.sh choose the interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -11,15 +12,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 say() { printf '== %s\n' "$*"; }
 
+venv=$PWD/.venv
+# An earlier choice holds until another one is made, so that tests/run.sh keeps it.
 system_torch=no
+[ -f "$venv/lastgood.choice" ] && system_torch=$(cat "$venv/lastgood.choice")
+chosen=$system_torch
 for argument in "$@"; do
     case $argument in
         --system-torch) system_torch=yes ;;
-        *) fail "unknown argument $argument (known: --system-torch)" ;;
+        --own-torch) system_torch=no ;;
+        *) fail "unknown argument $argument (known: --system-torch, --own-torch)" ;;
     esac
 done
 
-venv=$PWD/.venv
 stamp=$venv/lastgood.stamp
 python=${PYTHON:-python3}
 
@@ -56,12 +61,14 @@ free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
 [ "$free_mib" -ge "$needed_mib" ] || fail "$PWD has $free_mib MiB free, $needed_mib MiB are needed; make room, or clone onto a larger disk"
 [ -w . ] || fail "$PWD cannot be written to; clone into a folder of your own"
 
+[ "$chosen" = "$system_torch" ] || rm -rf "$venv"
 if ! "$venv/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
     say "making .venv with Python $version"
     rm -rf "$venv"
     if [ "$system_torch" = yes ]; then "$python" -m venv --system-site-packages "$venv"; else "$python" -m venv "$venv"; fi
 fi
 rm -f "$stamp"
+printf '%s\n' "$system_torch" >"$venv/lastgood.choice"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
 if [ "$system_torch" = yes ]; then

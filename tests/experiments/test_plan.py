@@ -94,13 +94,18 @@ def test_the_smoke_test() -> None:
     assert (spec.measured_steps, spec.repetition, spec.proof) == (100, 0, True)
 
 
-def test_a_run_that_two_figures_share_is_made_once_and_proved() -> None:
-    config = configure("models=vgg16", "intervals=50", "iterations=100", "repetitions=2")
-    plan = plan_workflow(config)
-    (shared,) = plan.records[SIMPLE, "vgg16"]
-    assert shared in plan.records["fig8", "vgg16"]
-    assert plan.specs[shared].proof
-    assert len(plan.specs) == len(plan.records["fig8", "vgg16"])
+def test_the_smoke_test_is_measured_anew_and_is_no_record_of_the_workflow() -> None:
+    plan = plan_workflow(configure("models=vgg16"))
+    assert set(plan.records) == {("fig8", "vgg16")}
+    assert list(plan.specs) == plan.records["fig8", "vgg16"]
+
+
+@pytest.mark.parametrize(
+    ("interval", "iterations", "steps"), [(1, 50, 50), (20, 50, 60), (25, 50, 50), (75, 50, 150), (7, 1, 14)]
+)
+def test_steps_are_whole_intervals(interval: int, iterations: int, steps: int) -> None:
+    specs = plan_figure(configure(f"intervals={interval}", f"iterations={iterations}"), "fig8")
+    assert {spec.measured_steps for spec in specs if spec.interval_steps} == {steps}
 
 
 def test_an_unknown_figure_is_refused() -> None:

@@ -96,6 +96,12 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     assert job.left() == []
 
 
+def test_a_terminal_that_shows_colours_changes_nothing(job, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, output = job.finish(spec_of("none", 0))
+    assert code == 0, output
+
+
 def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(job):
     process = job.start(spec_of(measured_steps=100_000))
     children = []

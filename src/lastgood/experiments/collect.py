@@ -404,6 +404,10 @@ def _shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> lis
         notes.append(f"mixed scratch disks: {', '.join(sorted(disks))}")
     if disks != {_disk(ceilings.where)}:
         notes.append(f"ceilings are of {_disk(ceilings.where)}, runs of {', '.join(sorted(disks))}")
+    for package in ("torch", "python"):
+        installed = {record.where.versions.get(package, "unknown") for record in records}
+        if len(installed) > 1:
+            notes.append(f"mixed versions of {package}: {', '.join(sorted(installed))}")
     methods: dict[str, set[int]] = defaultdict(set)
     for record in records:
         methods[record.spec.system].add(record.spec.method)

@@ -123,7 +123,7 @@ Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
 ModelName = Annotated[str, AfterValidator(_known_model)]
 SystemName = Annotated[str, AfterValidator(_known_system)]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
-FolderPath = Annotated[str, Field(min_length=1)]
+FolderPath = Annotated[str, Field(min_length=1), AfterValidator(lambda value: str(Path(value).expanduser()))]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 _List = BeforeValidator(_split)
 _Distinct = AfterValidator(_distinct)
@@ -196,7 +196,7 @@ class Config(_Part):
     @property
     def scratch_folder(self) -> Path:
         """Where runs keep their checkpoints."""
-        return Path(self.scratch or "scratch").expanduser()
+        return Path(self.scratch or "scratch")
 
     @property
     def thread_count(self) -> int:

@@ -73,6 +73,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
     workload = _build(spec, data_dir)
     checkpointer = _checkpointer(spec, checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    loop.heartbeat = report
     loop.start()
     try:
         report(f"warming up, {spec.warmup_steps} steps")
@@ -94,6 +95,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
         cpu_s = _cpu_s() - cpu_before
         events = checkpointer.events[before:]
         _refuse_failures(events)
+        _refuse_unfinished(checkpointer)
         _refuse_divergence(spec, segment.losses)
         flat = flatten(loop.state)
         measurement = Measurement(
@@ -118,12 +120,15 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
             proof=None,
         )
         del flat
-        if not spec.proof:
-            return measurement
-        report("training on for the restore proof")
-        return Measurement(**{**measurement.__dict__, "proof": _live_proof(loop)})
-    finally:
+        if spec.proof:
+            report("training on for the restore proof")
+            # Not closed: this process is killed next, and what is durable must be so without a tidy end.
+            return Measurement(**{**measurement.__dict__, "proof": _live_proof(loop)})
+    except BaseException:
         checkpointer.close()
+        raise
+    checkpointer.close()
+    return measurement
 
 
 def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> RestoredProof:
@@ -154,8 +159,6 @@ def _live_proof(loop: TrainingLoop) -> LiveProof:
     careless copy the time to finish.
     """
     configure_compute(torch.get_num_threads(), deterministic=True)
-    events = loop.checkpointer.events
-    before = len(events)
     loop.interval_steps = 0
     loop.train(1)
     loop.save()
@@ -164,7 +167,6 @@ def _live_proof(loop: TrainingLoop) -> LiveProof:
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
     _drain(loop.checkpointer)
-    _refuse_failures(events[before:])
     return LiveProof(step, digest, losses)
 
 
@@ -195,6 +197,19 @@ def _scramble(workload: Workload) -> None:
 def _drain(checkpointer: Checkpointer) -> None:
     checkpointer.drain()
     _refuse_failures(checkpointer.events)
+    _refuse_unfinished(checkpointer)
+
+
+def _refuse_unfinished(checkpointer: Checkpointer) -> None:
+    """After a drain nothing may be pending, and what is newest must be what was last durable."""
+    pending = [event.step for event in checkpointer.events if event.outcome is Outcome.PENDING]
+    durable = [event.step for event in checkpointer.events if event.outcome is Outcome.DURABLE]
+    newest = checkpointer.latest()
+    if pending or (durable and newest != durable[-1]):
+        raise CheckpointError(
+            f"{checkpointer.name}: after drain() steps {pending or 'none'} are pending and latest() is {newest}, "
+            f"where step {durable[-1] if durable else 'none'} was the last to be durable"
+        )
 
 
 def _refuse_failures(events: Sequence[CheckpointEvent]) -> None:

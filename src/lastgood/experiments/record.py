@@ -114,6 +114,7 @@ class Proof(_Part):
     digest_live: str
     digest_restored: str
     equal: bool
+    """Whether step, digest and the losses of the steps that followed agree."""
     restore_s: float
     next_losses_live: list[float]
     """Losses of the steps that followed the checkpoint in the run that was never stopped."""

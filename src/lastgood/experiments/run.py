@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -78,7 +79,8 @@ def _execute(spec: RunSpec, data_dir: Path, folder: Path, report: Report, starte
             restored_step=restored.step,
             digest_live=measured.proof.digest,
             digest_restored=restored.digest,
-            equal=measured.proof.digest == restored.digest and measured.proof.step == restored.step,
+            equal=(measured.proof.step, measured.proof.digest, measured.proof.next_losses)
+            == (restored.step, restored.digest, restored.next_losses),
             restore_s=restored.restore_s,
             next_losses_live=measured.proof.next_losses,
             next_losses_restored=restored.next_losses,
@@ -158,6 +160,8 @@ def _child(pipe: Connection, parent: int, function: Callable[..., Any], argument
     try:
         result = function(*arguments, lambda stage: pipe.send(("stage", stage)))
         pipe.send(("result", result))
+        # No tidy end: nothing that was promised to be durable may depend on one.
+        os.kill(os.getpid(), signal.SIGKILL)
     except LastgoodError as error:
         pipe.send(("error", str(error)))
     except BaseException as error:  # whatever it is, the parent must hear of it, and the log must show where
@@ -171,7 +175,7 @@ def _child(pipe: Connection, parent: int, function: Callable[..., Any], argument
 class _Scratch:
     """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
 
-    _NAME = re.compile(r"run-\d+-[0-9a-f]{8}")
+    _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
 
     def __init__(self, scratch: Path, spec: RunSpec) -> None:
         try:
@@ -187,18 +191,36 @@ class _Scratch:
         self._lock.acquire()
 
     def _sweep(self, scratch: Path) -> None:
+        """Remove what killed runs left: folders whose lock is free, and those that had not come to a lock yet."""
         for left in scratch.iterdir():
-            if not self._NAME.fullmatch(left.name) or not (left / "lock").exists():
+            match = self._NAME.fullmatch(left.name)
+            if match is None:
+                continue
+            if not (left / "lock").exists():
+                if not Path("/proc", match[1]).exists():
+                    shutil.rmtree(left, ignore_errors=True)
                 continue
             lock = FileLock(left / "lock", f"scratch folder {left}")
             try:
                 lock.acquire()
             except (LockHeld, OSError):
                 continue  # in use, or another user's
-            shutil.rmtree(left, ignore_errors=True)
+            _remove_folder(left)
             lock.release()
 
     def remove(self) -> None:
         """Delete the folder and all checkpoints in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_folder(self.path)
         self._lock.release()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Delete a scratch folder, its lock last: a kill half-way leaves a folder that the next run still knows."""
+    for entry in folder.iterdir():
+        if entry.name == "lock":
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Progress", "Segment", "TrainingLoop", "configure_compute"]
+__all__ = ["HEARTBEAT_S", "Progress", "Segment", "TrainingLoop", "configure_compute"]
 
 
 def configure_compute(threads: int, deterministic: bool) -> None:
@@ -35,6 +36,9 @@ def configure_compute(threads: int, deterministic: bool) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
+
+
+HEARTBEAT_S = 30.0
 
 
 class Progress:
@@ -74,6 +78,8 @@ class TrainingLoop:
         self.device = device
         self.progress = Progress()
         self.first_step = 0
+        self.heartbeat: Callable[[str], None] | None = None
+        """Told how far a long `train` is, about once in `HEARTBEAT_S`."""
         self.state: dict[str, Any] = {**workload.state(), "rng": RngState(), "progress": self.progress}
 
     def restore(self, step: int | None = None) -> int:
@@ -92,8 +98,12 @@ class TrainingLoop:
         segment = Segment(StepClock(self.device))
         losses = []
         segment.clock.begin()
-        for _ in range(steps):
+        told = time.monotonic()
+        for number in range(1, steps + 1):
             losses.append(self._step(segment))
+            if self.heartbeat is not None and time.monotonic() - told > HEARTBEAT_S:
+                told = time.monotonic()
+                self.heartbeat(f"step {number} of {steps}")
         segment.clock.end()
         segment.losses = [float(loss) for loss in losses]
         return segment
