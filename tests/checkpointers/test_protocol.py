@@ -427,3 +427,28 @@ def test_a_thread_that_cannot_start_fails_that_checkpoint_only(opened, tmp_path,
         checkpointer.save(2)
         checkpointer.drain()
         assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+
+
+@pytest.mark.gpu
+def test_a_state_spread_over_two_devices(system, opened, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    first, second = SmallTraining(width=900, device="cuda:0"), SmallTraining(width=900, seed=1, device="cuda:1")
+
+    def both(*trainings):
+        return {f"{key}{number}": part for number, t in enumerate(trainings) for key, part in t.state.items()}
+
+    checkpointer = opened(system, tmp_path, both(first, second))
+    digests = {}
+    for step in (1, 2, 3):
+        first.step()
+        second.step()
+        digests[step] = (first.digest(), second.digest())
+        checkpointer.save(step)
+    first.step()
+    second.step()
+    checkpointer.drain()
+    fresh = SmallTraining(width=900, seed=2, device="cuda:0"), SmallTraining(width=900, seed=3, device="cuda:1")
+    assert system(tmp_path).restore(both(*fresh)) == 3
+    # Both hold the one state of the process's generators, so these agree as well.
+    assert (fresh[0].digest(), fresh[1].digest()) == digests[3]
