@@ -42,5 +42,5 @@ rule test_simple:
     message:
         "smoke test: train, save, restore in a new process, compare to the bit (log: {log})"
     shell:
-        "lastgood run --end-with $PPID --spec {params.spec:q} --out {params.record:q} --data-dir {params.data:q}"
-        " --scratch {params.scratch:q} > {log:q} 2>&1 && lastgood check {params.record:q} 2>&1 | tee -a {log:q}"
+        "exec lastgood run --check --end-with $PPID --spec {params.spec:q} --out {params.record:q}"
+        " --data-dir {params.data:q} --scratch {params.scratch:q} 2> {log:q}"

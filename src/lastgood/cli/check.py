@@ -13,7 +13,7 @@ from lastgood.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lastgood.experiments.record import RunRecord
 
-__all__ = ["check"]
+__all__ = ["check", "print_verdict"]
 
 
 def check(
@@ -30,11 +30,16 @@ def check(
         emit_json([{"record": str(path), "passed": not faults, "faults": faults} for path, _, faults in verdicts])
     else:
         for path, record, faults in verdicts:
-            typer.echo("\n".join([f"{'FAILED' if faults else 'passed'}: {path}", *_facts(record)]))
-            for fault in faults:
-                typer.echo(f"  fault: {fault}")
+            print_verdict(path, record, faults)
     if any(faults for _, _, faults in verdicts):
         raise typer.Exit(1)
+
+
+def print_verdict(path: Path, record: RunRecord, faults: list[str]) -> None:
+    """Print what a record shows, and its faults, to stdout."""
+    typer.echo("\n".join([f"{'FAILED' if faults else 'passed'}: {path}", *_facts(record)]))
+    for fault in faults:
+        typer.echo(f"  fault: {fault}")
 
 
 def _facts(record: RunRecord) -> list[str]:

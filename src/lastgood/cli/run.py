@@ -28,6 +28,10 @@ def run(
         int | None,
         typer.Option(metavar="PID", help="End when the parent process PID ends, so that workflows leave no orphans."),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Print a verdict on the record, as `lastgood check` does; exit 1 at a fault."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as well.")] = False,
 ) -> None:
     """Measure one run and write its record, which appears whole or not at all.
@@ -71,6 +75,14 @@ def run(
     )
     if as_json:
         emit_json(record.model_dump(mode="json"))
+    if check:
+        from lastgood.cli.check import print_verdict
+        from lastgood.experiments.verdict import judge
+
+        faults = judge(record)
+        print_verdict(out, record, faults)
+        if faults:
+            raise typer.Exit(1)
     if record.proof is not None and not record.proof.equal:
         # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
         console.print(f"[red]{chosen.title()}: the restored state differs from the live one; see the record's proof")
