@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,34 @@ def test_waiting_says_for_whom_and_ends_when_the_holder_is_killed(holder, tmp_pa
     assert lock.held
     assert str(holder.pid) in told[0]
     lock.release()
+
+
+OTHER_USER = """
+import os, pathlib, sys
+from lastgood.errors import LockHeld
+from lastgood.locks import FileLock
+os.setgid(65534)
+os.setuid(65534)
+lock = FileLock(pathlib.Path(sys.argv[1]), "the test")
+try:
+    lock.acquire()
+    print("held")
+except LockHeld as error:
+    print(error)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_another_user_waits_as_well():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o1777)
+        lock = FileLock(Path(folder) / "lock", "the test")
+        command = [sys.executable, "-c", OTHER_USER, str(lock.path)]
+        with lock:
+            refused = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert f"process {os.getpid()}" in refused
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "held\n"
 
 
 def test_one_object_cannot_take_it_twice_and_release_is_idempotent(tmp_path):

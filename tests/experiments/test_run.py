@@ -96,6 +96,44 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     assert job.left() == []
 
 
+def lie(name, job):
+    script = Path(__file__).with_name("lying_systems.py")
+    spec = spec_of(name).canonical_json()
+    arguments = [sys.executable, script, name, spec, job.out, job.data_dir, job.scratch]
+    done = subprocess.run(
+        list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_system_that_gives_back_an_old_state_is_found_out(job):
+    code, output = lie("stale", job)
+    assert code == 0, output
+    record = load_record(job.out)
+    assert not record.proof.equal
+    assert record.proof.digest_live != record.proof.digest_restored
+    assert "the restored state differs" in " ".join(judge(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("late", "no whole checkpoint"), ("unfinished", "after drain() steps [1] are pending")]
+)
+def test_a_system_that_is_durable_in_words_only_is_found_out(job, name, words):
+    code, output = lie(name, job)
+    assert code != 0
+    assert words in output
+    assert not job.out.exists()
+
+
+def test_a_verdict_can_be_had_at_once(job):
+    code, output = job.finish(spec_of(), "--check")
+    assert code == 0
+    assert "passed: " in output
+    code, output = job.finish(spec_of("none", 0), "--check")
+    assert code == 1
+    assert "fault: " in output
+
+
 def test_a_terminal_that_shows_colours_changes_nothing(job, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     code, output = job.finish(spec_of("none", 0))

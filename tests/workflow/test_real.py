@@ -135,6 +135,28 @@ def test_fewer_intervals_rebuild_the_figure_only(house: House) -> None:
     assert not re.search(r"^run +", done.stdout, re.MULTILINE)
 
 
+def test_the_smoke_test_measures_at_every_call(house: House) -> None:
+    stamps = []
+    for _ in range(2):
+        done = house.call("test_simple")
+        assert done.returncode == 0, done.stdout
+        assert "passed: results/test_simple.json" in done.stdout
+        stamps.append((house.folder / "results" / "test_simple.json").stat().st_mtime_ns)
+    assert stamps[0] < stamps[1]
+
+
+def test_ctrl_c_stops_the_run_and_leaves_no_record(house: House) -> None:
+    process = house.start("fig8", "--config", "intervals=5", "iterations=100000")
+    run = wait_for("run", lambda: running_run(house, process.pid))
+    family = [run, *run.children(recursive=True)]
+    before = house.records()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert house.records() == before
+
+
 def test_the_report_holds_the_figures(house: House) -> None:
     done = house.call("fig8_transformer_xl", "--report", "report.html")
     assert done.returncode == 0, done.stdout
