@@ -78,3 +78,15 @@ def test_the_clock_adds_up(data_dir, tmp_path):
     assert sum(clock.step_s()) <= clock.elapsed_s
     assert 0 < clock.hide_s() <= max(clock.step_s())
     assert clock.elapsed_s - sum(clock.step_s()) < 0.1 * clock.elapsed_s + 0.01
+
+
+def test_a_long_training_says_how_far_it_is(data_dir, tmp_path, monkeypatch):
+    loop = TrainingLoop(build("vgg16", data_dir, 0), NoCheckpointing(tmp_path), 0, "cpu")
+    loop.start()
+    told = []
+    loop.heartbeat = told.append
+    loop.train(2)
+    assert told == []
+    monkeypatch.setattr("lastgood.training.loop.HEARTBEAT_S", 0)
+    loop.train(2)
+    assert told == ["step 1 of 2", "step 2 of 2"]
