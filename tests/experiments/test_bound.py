@@ -68,7 +68,7 @@ def test_no_checkpoints_and_no_state_leave_training_alone() -> None:
 @given(**TERMS, factor=st.floats(1, 1000))
 def test_it_moves_one_way_in_each_term(factor: float, **terms: float) -> None:
     def bound(**changed: float) -> float:
-        return bound_iterations_per_s(**{**terms, **changed})  # type: ignore[arg-type]
+        return bound_iterations_per_s(**{**terms, **changed})
 
     slack = 1 + 1e-9
     here = bound()
@@ -94,4 +94,4 @@ def test_it_moves_one_way_in_each_term(factor: float, **terms: float) -> None:
 def test_impossible_terms_are_refused_by_name(term: str, value: float) -> None:
     terms = dict.fromkeys(TERMS, 1)
     with pytest.raises(ValueError, match=term):
-        throughput_bound(**{**terms, term: value})  # type: ignore[arg-type]
+        throughput_bound(**{**terms, term: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -90,6 +91,14 @@ def test_a_file_system_that_takes_the_flag_and_refuses_the_write(
     assert not measure_disk(tmp_path, SMALL).direct_io
 
 
+def open_files(pid: int) -> list[str]:
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(str(link.readlink()))
+    return links
+
+
 def test_a_killed_measurement_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from lastgood.experiments.disk_ceilings import *\n"
@@ -99,7 +108,11 @@ def test_a_killed_measurement_leaves_no_file(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    time.sleep(0.5)
+    # Killed while its nameless file is open, or this would prove nothing.
+    deadline = time.monotonic() + 60
+    while not any(link.startswith(str(tmp_path)) for link in open_files(child.pid)):
+        assert time.monotonic() < deadline, "the measurement opened no file within 60 s"
+        time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait(30)
     child.stdout.close()

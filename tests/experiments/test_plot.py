@@ -115,14 +115,14 @@ def test_bars_lines_and_bound_stand_where_the_numbers_are(tmp_path: Path) -> Non
     frame = read_tidy(csv_of(tmp_path, records))
     axes = draw_throughput(frame).axes[0]
     # 20 steps in 5 s and 5 s of drain: 4/s, and 2/s durable.
-    heights = {bar.get_height() for bar in axes.patches if bar.get_y() == 0}  # type: ignore[attr-defined]
+    heights = {bar.get_height() for bar in axes.patches if bar.get_y() == 0}
     assert heights == {2.0, 4.0}
     circles = next(line for line in axes.lines if line.get_marker() == "o")
     assert list(circles.get_ydata()) == [4.0, 4.0]
     none = next(line for line in axes.lines if line.get_marker() != "o")
     assert set(none.get_ydata()) == {9.0}
     # The whisker and the bound are sets of lines; the ceilings allow 1e9 / (100 * 2**20) checkpoints a second.
-    levels = [segment[0][1] for lines in axes.collections for segment in lines.get_segments()]  # type: ignore[attr-defined]
+    levels = [segment[0][1] for lines in axes.collections for segment in lines.get_segments()]
     assert levels == pytest.approx([4.0, frame["bound_iterations_per_s"].iloc[-1]])
     assert levels[1] == pytest.approx(1e9 / (100 * 2**20), rel=0.1)
     assert "4.00" in [text.get_text() for text in axes.texts]

@@ -44,7 +44,7 @@ def test_a_failed_write_leaves_the_old_record_and_nothing_else(tmp_path: Path, m
 )
 def test_a_damaged_record_is_refused_by_its_path(tmp_path: Path, damage: object) -> None:
     path = place_record(make_record(), tmp_path)
-    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    path.write_text(damage(path.read_text()))
     with pytest.raises(LastgoodError, match=str(path)):
         load_record(path)
 

@@ -76,4 +76,4 @@ def test_buffers_and_names() -> None:
     with pytest.raises(ValueError, match="portable"):
         _native.crc32c(b"", variant="none such")
     with pytest.raises((TypeError, BufferError)):
-        _native.crc32c("text")  # type: ignore[arg-type]
+        _native.crc32c("text")

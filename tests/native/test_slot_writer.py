@@ -219,7 +219,7 @@ def test_an_error_stops_and_wakes_everybody() -> None:
     source = Memory(bytes(50 * BLOCK))
     with pytest.raises(OSError, match="No space left") as caught:
         writer.copy_host([(source.address, 50 * BLOCK)], TIMEOUT_S)
-    assert caught.value.operation == "write" and caught.value.nbytes == BLOCK  # type: ignore[attr-defined]
+    assert caught.value.operation == "write" and caught.value.nbytes == BLOCK
     for call in (lambda: writer.finish(TIMEOUT_S), lambda: writer.acquire(TIMEOUT_S)):
         with pytest.raises(OSError, match="No space left"):
             call()
@@ -319,7 +319,7 @@ def test_short_write_at_a_size_limit(tmp_path: Path) -> None:
             writer.copy_host([(source.address, 8 * BLOCK)], TIMEOUT_S)
             writer.finish(TIMEOUT_S)
         except OSError as error:
-            os._exit(0 if error.offset == 3 * BLOCK else 2)  # type: ignore[attr-defined]
+            os._exit(0 if error.offset == 3 * BLOCK else 2)
         finally:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -341,7 +341,7 @@ def test_reading_finds_the_first_bad_chunk_and_the_end_of_the_file(fd: int) -> N
     os.ftruncate(fd, 4 * BLOCK + 1)
     with pytest.raises(OSError, match="No data") as caught:
         read_verify(fd, 0, 20 * BLOCK, BLOCK, 7, table, [(0, 20 * BLOCK)], 0, 1, TIMEOUT_S)
-    assert caught.value.offset == 4 * BLOCK  # type: ignore[attr-defined]
+    assert caught.value.offset == 4 * BLOCK
     with pytest.raises(TimeoutError, match="20 chunks"):
         read_verify(fd, 0, 20 * BLOCK, BLOCK, 7, table, [(0, 20 * BLOCK)], 0, 1, 0.0)
     with pytest.raises(ValueError, match="longer than the stream"):

@@ -25,7 +25,7 @@ def address_of(memory: bytearray) -> int:
 
 def open_store(directory: Path, **knobs: object) -> SlotStore:
     settings: dict[str, object] = {"slots": 4, "keep": 2, "chunk_bytes": CHUNK, "pool_bytes": SMALL_POOL}
-    return SlotStore(directory, **{**settings, **knobs})  # type: ignore[arg-type]
+    return SlotStore(directory, **{**settings, **knobs})
 
 
 def give(write: SlotWrite, content: bytes, threads: int = 1) -> None:

@@ -103,7 +103,7 @@ def test_records_that_no_reader_would_take_are_not_written() -> None:
         {"layout_digest": b"x"},
     ):  # fmt: skip
         with pytest.raises(fmt.RecordError):
-            replace(good, **change).encode()  # type: ignore[arg-type]
+            replace(good, **change).encode()
 
 
 def test_job_description() -> None:
