@@ -47,6 +47,21 @@ class ChunkPool:
     def free(self) -> int:
         """Number of buffers that nobody holds now."""
 
+class PersistentMapping:
+    """The first `nbytes` of an open file, mapped: stores instead of writes, for persistent memory.
+
+    The file must be written in full. Errors come out as OSError, as with `SlotWriter`.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None: ...
+    def write(self, data: Buffer, offset: int) -> None:
+        """Store bytes at `offset`; durable after the next `flush`."""
+    def flush(self) -> None:
+        """Make all stores durable."""
+    @property
+    def how(self) -> str:
+        """``libpmem`` (durable by fences alone) or ``msync`` (by the kernel)."""
+
 class SlotWriter:
     """Writes one stream into one open file, chunk by chunk, by `writer_threads` threads.
 
@@ -63,7 +78,15 @@ class SlotWriter:
         chunk_bytes: int,
         sequence: int,
         writer_threads: int,
-    ) -> None: ...
+        cpus: Sequence[int] = (),
+        checksum: str = "",
+        mapping: PersistentMapping | None = None,
+    ) -> None:
+        """Start the threads; thread i stays on ``cpus[i % len(cpus)]`` if there are any.
+
+        `checksum` names a variant of `crc32c_variants()` ("" the fastest); "none" sums nothing, to measure what sums
+        cost. With a `mapping` of the file, chunks are stored through it.
+        """
     def copy_host(self, ranges: Sequence[tuple[int, int]], timeout_s: float, threads: int = 1) -> None:
         """Append (address, nbytes) ranges to the stream; return when all their bytes are copied."""
     def acquire(self, timeout_s: float) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@
 #include "storage/chunk_pool.hpp"
 #include "storage/crc32c.hpp"
 #include "storage/os_io.hpp"
+#include "storage/persistent_memory.hpp"
 #include "storage/slot_reader.hpp"
 #include "storage/slot_writer.hpp"
 
@@ -71,6 +72,11 @@ std::uint32_t copy_address(std::uintptr_t target, std::uintptr_t source, std::si
 // The pool as Python holds it. Threads share the pool itself, so that none needs the GIL to let go of it.
 struct PoolHandle {
     std::shared_ptr<ChunkPool> pool;
+};
+
+// A mapping as Python holds it, and its writers' threads with it.
+struct MappingHandle {
+    std::shared_ptr<PersistentMapping> mapping;
 };
 
 // The writer as Python holds it: its threads are ended without the GIL.
@@ -173,16 +179,38 @@ void bind_storage(nb::module_& module) {
         .def_prop_ro("count", [](const PoolHandle& self) { return self.pool->count(); })
         .def_prop_ro("free", [](const PoolHandle& self) { return self.pool->free_count(); });
 
+    nb::class_<MappingHandle>(module, "PersistentMapping")
+        .def(
+            "__init__",
+            [](MappingHandle* self, int fd, std::uint64_t nbytes) {
+                const nb::gil_scoped_release released;
+                new (self) MappingHandle{std::make_shared<PersistentMapping>(fd, nbytes)};
+            },
+            "fd"_a, "nbytes"_a)
+        .def(
+            "write",
+            [](MappingHandle& self, nb::handle data, std::uint64_t offset) {
+                const BufferView view(data);
+                const std::atomic<bool> never{false};
+                without_gil(view.nbytes(),
+                            [&] { return self.mapping->write(view.data(), view.nbytes(), offset, never); });
+            },
+            "data"_a, "offset"_a)
+        .def(
+            "flush", [](MappingHandle& self) { self.mapping->flush(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("how", [](const MappingHandle& self) { return self.mapping->how(); });
+
     nb::class_<WriterHandle>(module, "SlotWriter")
         .def(
             "__init__",
             [](WriterHandle* self, const PoolHandle& pool, int fd, std::uint64_t data_offset,
-               std::uint64_t stream_bytes, std::uint64_t chunk_bytes, std::uint64_t sequence, unsigned writer_threads) {
-                new (self)
-                    WriterHandle(pool.pool, fd, data_offset, stream_bytes, chunk_bytes, sequence, writer_threads);
+               std::uint64_t stream_bytes, std::uint64_t chunk_bytes, std::uint64_t sequence, unsigned writer_threads,
+               const std::vector<int>& cpus, const std::string& checksum, const MappingHandle* mapping) {
+                const WriteOptions options{writer_threads, cpus, checksum, mapping ? mapping->mapping : nullptr};
+                new (self) WriterHandle(pool.pool, fd, data_offset, stream_bytes, chunk_bytes, sequence, options);
             },
             "pool"_a, "fd"_a, "data_offset"_a, "stream_bytes"_a, "chunk_bytes"_a, "sequence"_a, "writer_threads"_a,
-            nb::keep_alive<1, 2>())
+            "cpus"_a = std::vector<int>(), "checksum"_a = "", "mapping"_a.none() = nb::none(), nb::keep_alive<1, 2>())
         .def(
             "copy_host",
             [](WriterHandle& self, const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& ranges,

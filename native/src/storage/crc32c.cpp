@@ -250,6 +250,12 @@ const std::vector<Crc32cVariant>& crc32c_variants() {
 }
 
 const Crc32cVariant& crc32c_variant(const std::string& name) {
+    static const Crc32cVariant none{"none", [](const void*, std::size_t, std::uint32_t seed) { return seed; },
+                                    [](void* target, const void* source, std::size_t nbytes, std::uint32_t seed) {
+                                        std::memcpy(target, source, nbytes);
+                                        return seed;
+                                    }};
+    if (name == none.name) return none;
     std::string known;
     for (const Crc32cVariant& variant : crc32c_variants()) {
         if (name.empty() || name == variant.name) return variant;

@@ -1,5 +1,7 @@
 #include "storage/slot_writer.hpp"
 
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +26,15 @@ namespace {
 constexpr std::uint64_t kParallelCopyBytes = 8 << 20;  // below, starting a thread costs more than it saves
 constexpr double kDestructorWaitS = 5.0;
 
+void pin(std::thread& thread, int cpu) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    if (cpu < 0 || cpu >= CPU_SETSIZE) throw OsError(EINVAL, "pinning of a writer thread", 0, 0);
+    CPU_SET(cpu, &one);
+    const int number = pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);
+    if (number != 0) throw OsError(number, "pinning of a writer thread", 0, 0);
+}
+
 // A run of the stream inside one chunk.
 struct Piece {
     std::uint64_t begin;
@@ -35,14 +46,16 @@ struct Piece {
 // Everything that threads touch. They share its ownership, so that none can outlive what it uses.
 struct SlotWriter::State {
     State(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t data_offset, std::uint64_t stream_bytes,
-          std::uint64_t chunk_bytes, std::uint64_t sequence)
+          std::uint64_t chunk_bytes, std::uint64_t sequence, const WriteOptions& options)
         : pool(std::move(pool)),
           descriptor(fd),
+          mapping(options.mapping),
+          sums(crc32c_variant(options.checksum)),
           data_offset(data_offset),
           stream_bytes(stream_bytes),
           chunk_bytes(chunk_bytes),
           sequence(sequence),
-          buffered(is_buffered(fd)),
+          buffered(!options.mapping && is_buffered(fd)),
           chunks((stream_bytes + chunk_bytes - 1) / chunk_bytes),
           table(chunks) {}
 
@@ -60,6 +73,8 @@ struct SlotWriter::State {
 
     const std::shared_ptr<ChunkPool> pool;
     const OwnDescriptor descriptor;
+    const std::shared_ptr<PersistentMapping> mapping;
+    const Crc32cVariant& sums;
     const std::uint64_t data_offset;
     const std::uint64_t stream_bytes;
     const std::uint64_t chunk_bytes;
@@ -140,11 +155,13 @@ struct SlotWriter::State {
         const std::uint64_t padded = align_up(length);
         if (!job.checksum) {
             std::memset(job.buffer + length, 0, padded - length);
-            job.checksum = crc32c(job.buffer, padded, chunk_seed(sequence, job.index));
+            job.checksum = sums.sum(job.buffer, padded, chunk_seed(sequence, job.index));
         }
         const std::uint64_t offset = data_offset + job.index * chunk_bytes;
         try {
-            if (!write_fully(descriptor.get(), job.buffer, padded, offset, stop)) return;
+            const bool whole = mapping ? mapping->write(job.buffer, padded, offset, stop)
+                                       : write_fully(descriptor.get(), job.buffer, padded, offset, stop);
+            if (!whole) return;
         } catch (const OsError& reason) {
             fail(reason);
             return;
@@ -266,14 +283,15 @@ class Gather {
             const std::uint64_t inside = at - starts_[range];
             const std::uint64_t step = std::min(ranges_[range].nbytes - inside, piece.end - at);
             if (step == 0) continue;
-            checksum = copy_crc32c(to, reinterpret_cast<const void*>(ranges_[range].address + inside), step, checksum);
+            checksum =
+                state_.sums.copy(to, reinterpret_cast<const void*>(ranges_[range].address + inside), step, checksum);
             to += step;
             at += step;
         }
         if (piece.end == chunk_end) {
             const std::uint64_t padding = align_up(chunk_end) - chunk_end;
             std::memset(to, 0, padding);
-            state_.submit({index, buffer, crc32c(to, padding, checksum)});
+            state_.submit({index, buffer, state_.sums.sum(to, padding, checksum)});
         } else {
             std::lock_guard<std::mutex> lock(state_.mutex);
             open_ = {buffer, checksum};
@@ -300,7 +318,7 @@ class Gather {
 }  // namespace
 
 SlotWriter::SlotWriter(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t data_offset, std::uint64_t stream_bytes,
-                       std::uint64_t chunk_bytes, std::uint64_t sequence, unsigned writer_threads)
+                       std::uint64_t chunk_bytes, std::uint64_t sequence, const WriteOptions& options)
     : owner_(getpid()) {
     if (chunk_bytes == 0 || chunk_bytes % kAlignment != 0 || data_offset % kAlignment != 0)
         throw std::invalid_argument(
@@ -308,10 +326,18 @@ SlotWriter::SlotWriter(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t da
     if (chunk_bytes > pool->chunk_bytes())
         throw std::invalid_argument("SlotWriter: chunk_bytes is " + std::to_string(chunk_bytes) +
                                     ", but the pool's buffers hold " + std::to_string(pool->chunk_bytes()));
-    if (writer_threads == 0) throw std::invalid_argument("SlotWriter: writer_threads must be at least 1");
-    state_ = std::make_shared<State>(std::move(pool), fd, data_offset, stream_bytes, chunk_bytes, sequence);
-    const std::uint64_t useful = std::max<std::uint64_t>(1, std::min<std::uint64_t>(writer_threads, state_->chunks));
+    if (options.writer_threads == 0) throw std::invalid_argument("SlotWriter: writer_threads must be at least 1");
+    if (options.mapping && options.mapping->nbytes() < data_offset + align_up(stream_bytes))
+        throw std::invalid_argument("SlotWriter: the mapping is shorter than the stream");
+    state_ = std::make_shared<State>(std::move(pool), fd, data_offset, stream_bytes, chunk_bytes, sequence, options);
+    const std::uint64_t useful =
+        std::max<std::uint64_t>(1, std::min<std::uint64_t>(options.writer_threads, state_->chunks));
     const SignalsBlocked blocked;
+    const auto give_up = [this] {
+        abort();
+        for (std::thread& thread : state_->threads) thread.join();
+        state_->threads.clear();
+    };
     try {
         for (std::uint64_t number = 0; number < useful; ++number) {
             {
@@ -319,16 +345,18 @@ SlotWriter::SlotWriter(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t da
                 ++state_->live;
             }
             state_->threads.emplace_back([state = state_] { state->write_jobs(); });
+            if (!options.cpus.empty()) pin(state_->threads.back(), options.cpus[number % options.cpus.size()]);
         }
     } catch (const std::system_error& reason) {
         {
             std::lock_guard<std::mutex> lock(state_->mutex);
             --state_->live;
         }
-        abort();
-        for (std::thread& thread : state_->threads) thread.join();
-        state_->threads.clear();
+        give_up();
         throw OsError(reason.code().value(), "start of a writer thread", 0, 0);
+    } catch (const OsError&) {
+        give_up();
+        throw;
     }
 }
 

@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "storage/chunk_pool.hpp"
+#include "storage/persistent_memory.hpp"
 
 namespace lastgood {
 
@@ -24,11 +26,19 @@ struct AcquiredChunk {
     std::uint64_t nbytes;
 };
 
+// How one stream is written.
+struct WriteOptions {
+    unsigned writer_threads = 1;
+    std::vector<int> cpus;  // writer thread i stays on cpus[i % size]; empty: wherever the kernel likes
+    std::string checksum;   // a CRC32C variant by name; "": the fastest
+    std::shared_ptr<PersistentMapping> mapping;  // store through it instead of writing to the file
+};
+
 class SlotWriter {
   public:
     // Starts the writer threads. `fd` is duplicated. Chunk i goes to data_offset + i * chunk_bytes.
     SlotWriter(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t data_offset, std::uint64_t stream_bytes,
-               std::uint64_t chunk_bytes, std::uint64_t sequence, unsigned writer_threads);
+               std::uint64_t chunk_bytes, std::uint64_t sequence, const WriteOptions& options);
 
     // Gives up what is unfinished and ends the threads. A thread that the kernel holds inside one write for longer than
     // a few seconds is left to end by itself, with all that it uses.
