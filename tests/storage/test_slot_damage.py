@@ -246,9 +246,9 @@ def test_job_description_is_made_anew_from_the_slots(job: Path, harm: Callable[[
     with pytest.raises(MismatchError, match=bytes(range(16)).hex()):
         open_store(job, job_id=bytes(16))
     with open_store(job, slots=3) as store:
-        assert store.job_id == bytes(range(16))
+        assert store.job.job_id == bytes(range(16))
         assert restore(store) == (3, [])
-    assert fmt.decode_job((job / fmt.JOB_FILE).read_bytes()) == bytes(range(16))
+    assert fmt.decode_job((job / fmt.JOB_FILE).read_bytes()).job_id == bytes(range(16))
 
 
 def test_slots_of_two_jobs_without_a_description(job: Path, tmp_path: Path) -> None:

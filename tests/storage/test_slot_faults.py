@@ -95,7 +95,6 @@ def test_error_of_a_writer_thread(tmp_path: Path) -> None:
     """Where data cannot be written, copy_host or commit raises StorageError; the slot is used again later."""
     with open_store(tmp_path, slots=3) as store:
         save(store, 1, STATE)
-        real = write.open_file
         full = os.open("/dev/full", os.O_RDWR)
 
         class BrokenNative:
@@ -115,7 +114,6 @@ def test_error_of_a_writer_thread(tmp_path: Path) -> None:
                 with pytest.raises(CheckpointError, match="is over"):
                     commit(broken)
         os.close(full)
-        assert write.open_file is real
         assert steps(store) == [1]
         save(store, 3, STATE)
         assert steps(store) == [3, 1]
@@ -138,7 +136,7 @@ def test_failed_flush_voids_the_slot_and_is_not_retried(tmp_path: Path, failing:
             os.fdatasync(descriptor)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(write, "flush", fail)
+            patch.setattr(files, "flush", fail)
             with pytest.raises(StorageError, match=r"slot-0002.lgs: .*bytes.* failed: Input/output error"):
                 save(store, 3, STATE)
             assert len(calls) == failing

@@ -108,13 +108,13 @@ def test_records_that_no_reader_would_take_are_not_written() -> None:
 
 def test_job_description() -> None:
     job_id = os.urandom(16)
-    content = fmt.encode_job(job_id)
-    assert fmt.decode_job(content) == job_id
+    content = fmt.encode_job(fmt.Job(job_id))
+    assert fmt.decode_job(content) == fmt.Job(job_id)
     for at in range(len(content)):
         damaged = bytearray(content)
         damaged[at] ^= 1
         try:
-            assert fmt.decode_job(bytes(damaged)) == job_id  # only white space may change unseen
+            assert fmt.decode_job(bytes(damaged)) == fmt.Job(job_id)  # only white space may change unseen
             assert chr(content[at]).isspace()
         except fmt.RecordError:
             pass

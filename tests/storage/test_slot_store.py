@@ -115,7 +115,7 @@ def test_going_on_after_reopening(tmp_path: Path) -> None:
         assert (store.incarnation, store.committed()) == (1, [])
         save(store, 10, STATE)
         save(store, 20, STATE)
-        owner = store.job_id
+        owner = store.job.job_id
     assert job_id(tmp_path) == owner
     with open_store(tmp_path, job_id=owner) as store:
         assert store.incarnation == 2 and steps(store) == [20, 10]

@@ -3,6 +3,17 @@
 from lastgood._native import ChunkPool
 from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, SlotView
 from lastgood.storage.slots import SlotStore
+from lastgood.storage.verdicts import Verdict, VerdictBook
 from lastgood.storage.write import SlotWrite
 
-__all__ = ["ChunkPool", "SlotInfo", "SlotState", "SlotStatus", "SlotStore", "SlotView", "SlotWrite"]
+__all__ = [
+    "ChunkPool",
+    "SlotInfo",
+    "SlotState",
+    "SlotStatus",
+    "SlotStore",
+    "SlotView",
+    "SlotWrite",
+    "Verdict",
+    "VerdictBook",
+]

@@ -13,6 +13,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lastgood import _native
 
@@ -25,8 +26,10 @@ __all__ = [
     "JOB_FILE",
     "JOB_ID_BYTES",
     "LOCK_FILE",
+    "MAX_WORLD_SIZE",
     "RECORD_BYTES",
     "CommitRecord",
+    "Job",
     "OtherVersionError",
     "RecordError",
     "RecordKind",
@@ -34,10 +37,12 @@ __all__ = [
     "align_up",
     "decode_job",
     "encode_job",
+    "seal_json",
     "slot_name",
     "slot_number",
     "stream_layout",
     "table_digest",
+    "unseal_json",
 ]
 
 FORMAT_VERSION = 1
@@ -50,6 +55,7 @@ DATA_OFFSET = 1 << 20
 RECORD_BYTES = 512
 """A record fits into one sector of any disk; the rest of its block is zero and means nothing."""
 JOB_ID_BYTES = 16
+MAX_WORLD_SIZE = 1 << 20
 JOB_FILE = "job.json"
 LOCK_FILE = "lock"
 
@@ -57,7 +63,7 @@ _HEADER_MAGIC = b"LGSLOT\r\n"
 _COMMIT_MAGIC = b"LGCOMMIT"
 _PREFIX = struct.Struct("<8sII")  # magic, format version, record length
 _HEADER = struct.Struct("<16sQ")  # job id, slot number
-_COMMIT = struct.Struct("<16sII10Q32s32s")
+_COMMIT = struct.Struct("<16sII10Q32s32sII")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_NAME = re.compile(r"slot-(\d{4,9})\.lgs")
 _U64_MAX = (1 << 64) - 1
@@ -73,6 +79,18 @@ class OtherVersionError(ValueError):
     def __init__(self, version: int) -> None:
         super().__init__(f"format version {version}, and this program knows version {FORMAT_VERSION}")
         self.version = version
+
+
+class Job(NamedTuple):
+    """Whose checkpoints a directory holds."""
+
+    job_id: bytes
+    rank: int = 0
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"job {self.job_id.hex()}, rank {self.rank} of {self.world_size}"
 
 
 class RecordKind(enum.IntEnum):
@@ -154,6 +172,9 @@ class CommitRecord:
     """SHA-256 of the layout of the state, as its writer defines it."""
     table_digest: bytes
     """SHA-256 of the chunk-checksum table."""
+    rank: int = 0
+    world_size: int = 1
+    """The stream is the part of this rank of so many."""
 
     def encode(self) -> bytes:
         """RECORD_BYTES bytes. Raises RecordError for a record that no reader would accept."""
@@ -174,6 +195,8 @@ class CommitRecord:
             self.table_bytes,
             self.layout_digest,
             self.table_digest,
+            self.rank,
+            self.world_size,
         )
         return _seal(_COMMIT_MAGIC, body)
 
@@ -185,9 +208,16 @@ class CommitRecord:
         job_id, kind, _, *fields = _COMMIT.unpack_from(_unseal(_COMMIT_MAGIC, block))
         if kind not in (RecordKind.WRITING, RecordKind.COMMITTED):
             raise RecordError(f"record kind {kind} is unknown")
+        # Version 1 first knew jobs of one rank only, and left both fields zero.
+        fields[-1] = fields[-1] or 1
         record = cls(RecordKind(kind), job_id, *fields)
         record._check()
         return record
+
+    @property
+    def job(self) -> Job:
+        """Who wrote it."""
+        return Job(self.job_id, self.rank, self.world_size)
 
     @property
     def chunks(self) -> int:
@@ -215,6 +245,8 @@ class CommitRecord:
             raise RecordError(f"data and table lie at {layout} instead of {expected}")
         if len(self.job_id) != JOB_ID_BYTES or len(self.layout_digest) != 32 or len(self.table_digest) != 32:
             raise RecordError("job id or digest has a wrong length")
+        if not 0 <= self.rank < self.world_size <= MAX_WORLD_SIZE:
+            raise RecordError(f"rank {self.rank} of {self.world_size} is impossible")
 
 
 def stream_layout(stream_bytes: int, chunk_bytes: int) -> tuple[int, int, int]:
@@ -240,30 +272,54 @@ def slot_number(path: Path) -> int | None:
     return int(match[1]) if match and slot_name(int(match[1])) == path.name else None
 
 
-def encode_job(job_id: bytes) -> bytes:
+def encode_job(job: Job) -> bytes:
     """The content of job.json."""
-    described = {"format": "lastgood-slots", "version": FORMAT_VERSION, "job_id": job_id.hex()}
-    return (json.dumps({**described, "crc32c": _job_checksum(described)}, indent=1) + "\n").encode()
+    described = {
+        "format": "lastgood-slots",
+        "version": FORMAT_VERSION,
+        "job_id": job.job_id.hex(),
+        "rank": job.rank,
+        "world_size": job.world_size,
+    }
+    return seal_json(described)
 
 
-def decode_job(content: bytes) -> bytes:
-    """Read a job id from the content of job.json. Raises RecordError or OtherVersionError."""
+def decode_job(content: bytes) -> Job:
+    """Read the content of job.json. Raises RecordError or OtherVersionError."""
+    described = unseal_json(content)
+    try:
+        job = Job(
+            bytes.fromhex(described["job_id"]), int(described.get("rank", 0)), int(described.get("world_size", 1))
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"not a job description: {error}") from error
+    sane = len(job.job_id) == JOB_ID_BYTES and 0 <= job.rank < job.world_size <= MAX_WORLD_SIZE
+    if described.get("format") != "lastgood-slots" or not sane:
+        raise RecordError("not a job description of this format")
+    return job
+
+
+def seal_json(described: dict[str, Any]) -> bytes:
+    """A JSON document with its own checksum in the key `crc32c`."""
+    return (json.dumps({**described, "crc32c": _json_checksum(described)}, indent=1) + "\n").encode()
+
+
+def unseal_json(content: bytes) -> dict[str, Any]:
+    """Read what `seal_json` wrote, without the checksum. Raises RecordError or OtherVersionError."""
     try:
         described = json.loads(content)
         checksum = described.pop("crc32c")
-        job_id = bytes.fromhex(described["job_id"])
         version = described["version"]
+        found = _json_checksum(described)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"not a job description: {error}") from error
-    if checksum != _job_checksum(described):
-        raise RecordError(f"checksum {_job_checksum(described)} instead of {checksum}")
+        raise RecordError(f"not a sealed JSON document: {error}") from error
+    if checksum != found:
+        raise RecordError(f"checksum {found} instead of {checksum}")
     if version != FORMAT_VERSION:
         raise OtherVersionError(version)
-    if described.get("format") != "lastgood-slots" or len(job_id) != JOB_ID_BYTES:
-        raise RecordError("not a job description of this format")
-    return job_id
+    return dict(described)
 
 
-def _job_checksum(described: dict[str, object]) -> str:
+def _json_checksum(described: dict[str, Any]) -> str:
     canonical = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
     return f"{_native.crc32c(canonical):08x}"

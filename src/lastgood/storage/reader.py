@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, Wait
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block, storage_error
+from lastgood.storage.verdicts import VerdictBook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -118,8 +120,8 @@ def find_slots(directory: Path) -> dict[int, Path]:
     return dict(sorted((number, path) for number, path in found.items() if number is not None))
 
 
-def read_job_id(directory: Path) -> bytes | None:
-    """The job id of job.json, or None where that file is missing or damaged.
+def read_job(directory: Path) -> fmt.Job | None:
+    """What job.json says, or None where that file is missing or damaged.
 
     Raises MismatchError for another format version.
     """
@@ -129,7 +131,7 @@ def read_job_id(directory: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except fmt.RecordError as error:
-        log.warning("%s is damaged (%s); the job id is taken from the slots", path, error)
+        log.warning("%s is damaged (%s); the job is taken from the slots", path, error)
         return None
     except fmt.OtherVersionError as error:
         raise MismatchError(f"{path}: {error}") from error
@@ -137,30 +139,30 @@ def read_job_id(directory: Path) -> bytes | None:
         raise storage_error(error, path, "reading") from error
 
 
-def job_id_of_slots(statuses: Sequence[SlotStatus]) -> bytes | None:
-    """The one job id that all readable commit records name, or None. Raises MismatchError where they name several."""
-    owners = {status.record.job_id: status.path for status in statuses if status.record is not None}
+def job_of_slots(statuses: Sequence[SlotStatus]) -> fmt.Job | None:
+    """The one job that all readable commit records name, or None. Raises MismatchError where they name several."""
+    owners = {status.record.job: status.path for status in statuses if status.record is not None}
     if len(owners) > 1:
-        named = "; ".join(f"{path} belongs to job {job_id.hex()}" for job_id, path in owners.items())
-        raise MismatchError(f"{named}; move the files of one job away")
+        named = "; ".join(f"{path} belongs to {job}" for job, path in owners.items())
+        raise MismatchError(f"{named}; move the files of one away")
     return next(iter(owners), None)
 
 
-def look_at_slot(path: Path, slot: int, job_id: bytes | None, *, held: bool) -> SlotStatus:
+def look_at_slot(path: Path, slot: int, job: fmt.Job | None, *, held: bool) -> SlotStatus:
     """Judge one slot file; `held` says whether a living process has the directory open for writing."""
     try:
         descriptor, _ = open_file(path, os.O_RDONLY)
     except OSError as error:
         raise storage_error(error, path, "opening") from error
     try:
-        return _judge(descriptor, path, slot, job_id, held)
+        return _judge(descriptor, path, slot, job, held)
     except OSError as error:
         raise storage_error(error, path, "reading records") from error
     finally:
         os.close(descriptor)
 
 
-def _judge(descriptor: int, path: Path, slot: int, job_id: bytes | None, held: bool) -> SlotStatus:
+def _judge(descriptor: int, path: Path, slot: int, job: fmt.Job | None, held: bool) -> SlotStatus:
     size = os.fstat(descriptor).st_size
     header_ok, detail = True, ""
     try:
@@ -171,8 +173,9 @@ def _judge(descriptor: int, path: Path, slot: int, job_id: bytes | None, held: b
         # The commit record says all that a reader needs.
         header_ok, detail = False, f"header: {error}"
     else:
-        if job_id is not None and header.job_id != job_id:
-            return SlotStatus(path, slot, SlotState.FOREIGN, size, detail=_other_job(header.job_id, job_id))
+        if job is not None and header.job_id != job.job_id:
+            detail = f"belongs to job {header.job_id.hex()}, and this directory to {job}"
+            return SlotStatus(path, slot, SlotState.FOREIGN, size, detail=detail)
         if header.slot != slot:
             header_ok, detail = False, f"made as {fmt.slot_name(header.slot)}"
 
@@ -187,8 +190,8 @@ def _judge(descriptor: int, path: Path, slot: int, job_id: bytes | None, held: b
         return status(SlotState.TORN, None, f"commit record: {error}")
     if record is None:
         return status(SlotState.VOID, None)
-    if job_id is not None and record.job_id != job_id:
-        return status(SlotState.FOREIGN, record, _other_job(record.job_id, job_id))
+    if job is not None and record.job != job:
+        return status(SlotState.FOREIGN, record, f"belongs to {record.job}, and this directory to {job}")
     if record.kind is fmt.RecordKind.WRITING:
         if held:
             return status(SlotState.WRITING, record)
@@ -199,10 +202,6 @@ def _judge(descriptor: int, path: Path, slot: int, job_id: bytes | None, held: b
     if fmt.table_digest(table) != record.table_digest:
         return status(SlotState.TORN, record, "the checksum table does not have the digest of the commit record")
     return status(SlotState.WHOLE, record)
-
-
-def _other_job(found: bytes, expected: bytes) -> str:
-    return f"belongs to job {found.hex()}, and this directory to job {expected.hex()}"
 
 
 def newest_first(statuses: Sequence[SlotStatus]) -> list[SlotInfo]:
@@ -254,10 +253,10 @@ class SlotView:
         """A look at every slot file, in the order of their numbers. Raises StorageError, MismatchError."""
         slots = find_slots(self.directory)
         held = self.held
-        job_id = read_job_id(self.directory)
-        found = [look_at_slot(path, number, job_id, held=held) for number, path in slots.items()]
-        if job_id is None:
-            job_id_of_slots(found)
+        job = read_job(self.directory)
+        found = [look_at_slot(path, number, job, held=held) for number, path in slots.items()]
+        if job is None:
+            job_of_slots(found)
         return found
 
     def committed(self) -> list[SlotInfo]:
@@ -322,6 +321,16 @@ class SlotView:
                 f"{info.path}: step {info.step}, chunk {chunk} of {record.chunks}: "
                 f"checksum {found:#010x} instead of {expected:#010x}"
             )
+
+    @contextlib.contextmanager
+    def hold(self, info: SlotInfo) -> Iterator[None]:
+        """Nothing, for a view: only the store that writes here can keep a slot from being reused."""
+        del info
+        yield
+
+    def book(self) -> VerdictBook:
+        """Verdicts and restart counts, as they are on the disk now. Raises StorageError, MismatchError."""
+        return VerdictBook(self.directory)
 
     def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the whole stream and check it. Raises as `read_into` does."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
+from lastgood.storage.medium import Medium
 from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.verdicts import Verdict, VerdictBook
 from lastgood.storage.write import WRITE_TIMEOUT_S, SlotWrite
 from lastgood.units import MIB
 
@@ -41,9 +44,10 @@ class _Slot:
 
 
 class SlotStore(SlotView):
-    """Up to `slots` slot files, of which the `keep` newest whole checkpoints are never touched.
+    """Up to `slots` slot files, of which `keep` whole checkpoints are never touched.
 
-    So `slots - keep` checkpoints can be in flight. Use it as a context manager, or call `close`. Safe to use from
+    These are the newest one that was not judged bad, and the newest of the others. So `slots - keep` checkpoints can be
+    in flight. Use it as a context manager, or call `close`. Safe to use from
     several threads. Opening takes the directory's lock, removes what a killed process left half made, and goes on after
     the highest sequence and incarnation found.
 
@@ -56,6 +60,10 @@ class SlotStore(SlotView):
         pool: buffers shared by all checkpoints in flight; by default one of `pool_bytes` is made at the first use.
         pool_bytes: size of that pool; it may be smaller than the state.
         job_id: 16 bytes that this directory must belong to; by default whatever it belongs to, or a new random one.
+        rank, world_size: whose part of a job of several ranks the directory holds; each rank has one of its own.
+        medium: how slots are written (`lastgood.storage.medium`).
+        writer_cpus: CPUs that writer threads stay on, in turn; none: wherever the kernel likes.
+        crc32c_variant: how checksums are computed; by default the fastest way that this CPU has.
 
     Raises:
         LockHeld: another process has the directory open; names it.
@@ -75,6 +83,11 @@ class SlotStore(SlotView):
         pool: _native.ChunkPool | None = None,
         pool_bytes: int = 256 * MIB,
         job_id: bytes | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        medium: Medium = "file",
+        writer_cpus: Sequence[int] = (),
+        crc32c_variant: str = "",
     ) -> None:
         super().__init__(directory)
         _check_arguments(slots, keep, chunk_bytes, writer_threads, pool, pool_bytes, job_id)
@@ -82,6 +95,9 @@ class SlotStore(SlotView):
         self.keep = keep
         self.chunk_bytes = chunk_bytes
         self.writer_threads = writer_threads
+        self.writer_cpus = tuple(writer_cpus)
+        self.crc32c_variant = crc32c_variant
+        self.medium = medium
         self.commit_lock = threading.Lock()
         self._changed = threading.Condition()
         self._writes: set[SlotWrite] = set()
@@ -95,7 +111,7 @@ class SlotStore(SlotView):
         self._next_sequence = 1
         self._lock = FileLock(self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}")
         try:
-            self._open(job_id)
+            self._open(job_id, rank, world_size)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
@@ -191,7 +207,7 @@ class SlotStore(SlotView):
     def statuses(self) -> list[SlotStatus]:
         """A look at every slot file, in the order of their numbers."""
         return [
-            reader.look_at_slot(path, number, self.job_id, held=True)
+            reader.look_at_slot(path, number, self.job, held=True)
             for number, path in reader.find_slots(self.directory).items()
         ]
 
@@ -221,6 +237,43 @@ class SlotStore(SlotView):
                     slot.readers -= 1
                     self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def hold(self, info: SlotInfo) -> Iterator[None]:
+        """Keep the slot of a checkpoint from being reused meanwhile. Raises CorruptCheckpoint if it was already."""
+        with self._changed:
+            slot = next((slot for slot in self._all if slot.info == info), None)
+            if slot is None:
+                raise CorruptCheckpoint(f"{info.path}: step {info.step} was overwritten")
+            slot.readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                slot.readers -= 1
+                self._changed.notify_all()
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def book(self) -> VerdictBook:
+        """Verdicts and restart counts; changed only through this store."""
+        return self._book
+
+    def judge(self, sequence: int, verdict: Verdict) -> None:
+        """Judge a checkpoint, durable or still under way; a later verdict replaces it. Raises StorageError."""
+        with self._changed:
+            self._book.judge(sequence, verdict)
+            self._changed.notify_all()
+
+    def count_restart(self, info: SlotInfo) -> int:
+        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError."""
+        with self._changed:
+            return self._book.count_restart(info.sequence)
+
+    def forget_restarts(self) -> None:
+        """Training got on, or ended in order. Raises StorageError."""
+        with self._changed:
+            self._book.forget_restarts()
+
     # -- for SlotWrite ---------------------------------------------------------------------------------------------
 
     def newest_sequence(self) -> int:
@@ -230,7 +283,7 @@ class SlotStore(SlotView):
 
     def header(self, slot: int) -> fmt.SlotHeader:
         """The header that slot file must have."""
-        return fmt.SlotHeader(self.job_id, slot)
+        return fmt.SlotHeader(self.job.job_id, slot)
 
     def ended(self, write: SlotWrite, info: SlotInfo | None, *, idle: bool) -> None:
         """Called by a SlotWrite at its end."""
@@ -251,13 +304,14 @@ class SlotStore(SlotView):
     def settle(self) -> None:
         """Called after a commit; trouble is only logged, since that checkpoint is durable and begin() will meet it."""
         try:
+            self.forget_restarts()
             self._settle()
         except CheckpointError as error:
             log.warning("%s", error)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _open(self, job_id: bytes | None) -> None:
+    def _open(self, job_id: bytes | None, rank: int, world_size: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         for path in files.remove_temporary_files(self.directory):
@@ -265,13 +319,16 @@ class SlotStore(SlotView):
         self.direct_io = files.direct_io_works(self.directory)
         if not self.direct_io:
             log.warning("%s: this file system has no direct I/O; writing through the page cache", self.directory)
-        self.job_id = self._take_job_id(job_id)
+        self.job = self._take_job(job_id, rank, world_size)
         found = reader.find_slots(self.directory)
-        statuses = [reader.look_at_slot(path, number, self.job_id, held=False) for number, path in found.items()]
+        statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
         reader.refuse_foreign(statuses)
         records = [status.record for status in statuses if status.record is not None]
         self.incarnation = max((record.incarnation for record in records), default=0) + 1
-        self._next_sequence = max((record.sequence for record in records), default=0) + 1
+        # A record can be gone (a void slot that grew) while the book still names its checkpoint.
+        self._book = VerdictBook(self.directory)
+        highest = max((record.sequence for record in records), default=0)
+        self._next_sequence = max(highest, self._book.highest_sequence) + 1
         whole = {info.slot: info for info in reader.newest_first(statuses)}
         self._newest = max((info.sequence for info in whole.values()), default=-1)
         self._all = [
@@ -290,21 +347,25 @@ class SlotStore(SlotView):
                 )
                 log.log(level, "%s: not a whole checkpoint: %s", status.path, status.detail)
 
-    def _take_job_id(self, wanted: bytes | None) -> bytes:
+    def _take_job(self, job_id: bytes | None, rank: int, world_size: int) -> fmt.Job:
         path = self.directory / fmt.JOB_FILE
-        job_id = reader.read_job_id(self.directory)
-        if job_id is None:
+        found = reader.read_job(self.directory)
+        if found is None:
             slots = reader.find_slots(self.directory)
             statuses = [reader.look_at_slot(slot, number, None, held=False) for number, slot in slots.items()]
-            job_id = reader.job_id_of_slots(statuses) or wanted or os.urandom(fmt.JOB_ID_BYTES)
-            if wanted is None or wanted == job_id:
-                files.write_atomically(path, fmt.encode_job(job_id))
-        if wanted is not None and wanted != job_id:
+            found = reader.job_of_slots(statuses)
+            described = False
+        else:
+            described = True
+        wanted = fmt.Job(job_id or (found.job_id if found else os.urandom(fmt.JOB_ID_BYTES)), rank, world_size)
+        if found is not None and found != wanted:
             raise MismatchError(
-                f"{self.directory} belongs to job {job_id.hex()}, and job {wanted.hex()} was asked for; "
-                "use a directory of its own for each job"
+                f"{self.directory} belongs to {found}, and {wanted} was asked for; use a directory of its own for each "
+                "job and rank, and as many ranks as before"
             )
-        return job_id
+        if not described:
+            files.write_atomically(path, fmt.encode_job(wanted))
+        return wanted
 
     def _begin(self, step: int, stream_bytes: int, timeout_s: float) -> SlotWrite | None:
         if step < 0 or stream_bytes < 0:
@@ -347,10 +408,17 @@ class SlotStore(SlotView):
         found = [slot.info for slot in self._all if slot.info is not None and not slot.damaged]
         return sorted(found, key=lambda info: info.sequence, reverse=True)
 
+    def _kept(self) -> set[int]:
+        """Sequences of the checkpoints that stay: the newest good one first of all."""
+        whole = self._committed()
+        good = [info for info in whole if not self._book.is_bad(info.sequence)][:1]
+        others = [info for info in whole if info not in good]
+        return {info.sequence for info in (good + others)[: self.keep]}
+
     def _free_slots(self) -> list[_Slot]:
         """Slots that may be overwritten: void ones first, then from the oldest checkpoint on."""
         self._reap()
-        kept = {info.sequence for info in self._committed()[: self.keep]}
+        kept = self._kept()
         free = [
             slot
             for slot in self._all
@@ -425,7 +493,8 @@ class SlotStore(SlotView):
 
     def _occupancy(self) -> str:
         writing = [slot.busy for slot in self._all if slot.busy]
-        kept = [f"step {info.step}" for info in self._committed()[: self.keep]]
+        staying = self._kept()
+        kept = [f"step {info.step}" for info in self._committed() if info.sequence in staying]
         reading = sum(1 for slot in self._all if slot.readers)
         return (
             f"{len(self._all)} slots, {len(writing)} being written ({', '.join(writing) or 'none'}), "

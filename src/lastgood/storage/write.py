@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.storage import format as fmt
-from lastgood.storage.files import flush, open_file, storage_error, write_block
+from lastgood.storage.files import storage_error
+from lastgood.storage.medium import Medium, open_slot_file
 from lastgood.storage.reader import SlotInfo
 
 __all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite"]
@@ -26,10 +27,13 @@ _JOIN_S = 10.0
 class SlotOwner(Protocol):
     """What a write needs to know of its store, and tells it."""
 
-    job_id: bytes
+    job: fmt.Job
     incarnation: int
     chunk_bytes: int
     writer_threads: int
+    writer_cpus: tuple[int, ...]
+    crc32c_variant: str
+    medium: Medium
     direct_io: bool
     commit_lock: threading.Lock
 
@@ -72,29 +76,38 @@ class SlotWrite:
         self._given_up = False
         self._over = False
         try:
-            self._descriptor, _ = open_file(path, os.O_RDWR, direct=store.direct_io)
+            nbytes = fmt.stream_layout(stream_bytes, store.chunk_bytes)[2]
+            self._file = open_slot_file(path, store.medium, direct=store.direct_io, nbytes=nbytes)
         except OSError as error:
             raise storage_error(error, path, "opening") from error
         try:
             # From here on the old checkpoint of this slot is void, also after a power cut: only then is it overwritten.
             if not header_ok:
-                write_block(self._descriptor, store.header(slot).encode(), fmt.HEADER_OFFSET)
-            write_block(self._descriptor, self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
-            flush(self._descriptor)
+                self._file.write_block(store.header(slot).encode(), fmt.HEADER_OFFSET)
+            self._file.write_block(self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
+            self._file.flush()
             self._native = _native.SlotWriter(
                 store.pool,
-                self._descriptor,
+                self._file.descriptor,
                 fmt.DATA_OFFSET,
                 stream_bytes,
                 store.chunk_bytes,
                 sequence,
                 store.writer_threads,
+                store.writer_cpus,
+                store.crc32c_variant,
+                self._file.mapping,
             )
         except BaseException as error:
-            os.close(self._descriptor)
+            self._file.close()
             if isinstance(error, OSError):
                 raise storage_error(error, path, "voiding the slot", fmt.BLOCK) from error
             raise
+
+    @property
+    def how(self) -> str:
+        """How the bytes reach storage: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
+        return self._file.how
 
     @property
     def position(self) -> int:
@@ -158,8 +171,8 @@ class SlotWrite:
             if self._store.newest_sequence() > self.sequence:
                 self._end(None)
                 return "superseded"
-            write_block(self._descriptor, table, record.table_offset)
-            flush(self._descriptor)
+            self._file.write_block(table, record.table_offset)
+            self._file.flush()
             # One record at a time, so that no older one is written behind a newer one's back.
             if not self._store.commit_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("another checkpoint's commit")
@@ -168,8 +181,8 @@ class SlotWrite:
                     self._end(None)
                     return "superseded"
                 self._check_still_ours()
-                write_block(self._descriptor, encoded, fmt.COMMIT_OFFSET)
-                flush(self._descriptor)
+                self._file.write_block(encoded, fmt.COMMIT_OFFSET)
+                self._file.flush()
                 self._end(SlotInfo(self.path, self.slot, record))
             finally:
                 self._store.commit_lock.release()
@@ -206,7 +219,7 @@ class SlotWrite:
         table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
         return fmt.CommitRecord(
             kind=kind,
-            job_id=self._store.job_id,
+            job_id=self._store.job.job_id,
             step=self.step,
             incarnation=self._store.incarnation,
             sequence=self.sequence,
@@ -219,13 +232,15 @@ class SlotWrite:
             table_bytes=table_bytes,
             layout_digest=layout_digest,
             table_digest=bytes(32) if table is None else fmt.table_digest(table),
+            rank=self._store.job.rank,
+            world_size=self._store.job.world_size,
         )
 
     def _check_still_ours(self) -> None:
         """A slot file that was removed or replaced meanwhile would take the checkpoint with it."""
         if self._given_up:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        opened, named = os.fstat(self._descriptor), self.path.stat()
+        opened, named = os.fstat(self._file.descriptor), self.path.stat()
         if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
@@ -265,5 +280,5 @@ class SlotWrite:
         if info is None:
             self._native.abort()
         idle = self._native.join(_JOIN_S)
-        os.close(self._descriptor)
+        self._file.close()
         self._store.ended(self, info, idle=idle)

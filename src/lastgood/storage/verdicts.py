@@ -1,0 +1,119 @@
+"""What is known of checkpoints beyond their bytes: which were judged bad, and how often restarts from one failed.
+
+One small file beside the slots. It names checkpoints by their sequence, which is never given twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastgood.errors import MismatchError
+from lastgood.storage import format as fmt
+from lastgood.storage.files import storage_error, write_atomically
+
+__all__ = ["VERDICT_FILE", "Verdict", "VerdictBook"]
+
+log = logging.getLogger("lastgood.storage")
+
+VERDICT_FILE = "verdicts.json"
+_FORMAT = "lastgood-verdicts"
+_MAX_BYTES = 1 << 20
+_MAX_ENTRIES = 1024
+"""Of the newest sequences; far more than there are slots."""
+_MAX_REASON = 500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a checkpoint may be restored, and why not."""
+
+    step: int
+    ok: bool
+    reason: str = ""
+
+
+class VerdictBook:
+    """The verdicts and restart counts of one directory. Read at once; written whole, durably, by the lock's holder."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / VERDICT_FILE
+        self.verdicts: dict[int, Verdict] = {}
+        self.restarts: dict[int, int] = {}
+        """By sequence: lives that began there and brought no newer checkpoint."""
+        self._read()
+
+    def is_bad(self, sequence: int) -> bool:
+        """Whether the last verdict on this checkpoint was a bad one."""
+        verdict = self.verdicts.get(sequence)
+        return verdict is not None and not verdict.ok
+
+    def judge(self, sequence: int, verdict: Verdict) -> None:
+        """Set a verdict and make it durable. Raises StorageError; it holds in memory then."""
+        reason = verdict.reason[:_MAX_REASON]
+        self._write({**self.verdicts, sequence: Verdict(verdict.step, verdict.ok, reason)}, self.restarts)
+
+    def count_restart(self, sequence: int) -> int:
+        """One more life begins at this checkpoint: returns how many there were before it. Durable at return."""
+        before = self.restarts.get(sequence, 0)
+        self._write(self.verdicts, {**self.restarts, sequence: before + 1})
+        return before
+
+    def forget_restarts(self) -> None:
+        """Training got on: no checkpoint failed it. Writes only where something was counted."""
+        if self.restarts:
+            self._write(self.verdicts, {})
+
+    @property
+    def highest_sequence(self) -> int:
+        """Highest sequence named here; -1 if none is."""
+        return max([*self.verdicts, *self.restarts], default=-1)
+
+    def _read(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, self.path, "reading") from error
+        try:
+            if len(content) > _MAX_BYTES:
+                raise fmt.RecordError(f"longer than {_MAX_BYTES} bytes")
+            described = fmt.unseal_json(content)
+            if described.get("format") != _FORMAT:
+                raise fmt.RecordError(f"format {described.get('format')!r} instead of {_FORMAT!r}")
+            self.verdicts = {
+                int(entry["sequence"]): Verdict(int(entry["step"]), bool(entry["ok"]), str(entry["reason"]))
+                for entry in described["verdicts"]
+            }
+            self.restarts = {int(entry["sequence"]): int(entry["count"]) for entry in described["restarts"]}
+        except fmt.OtherVersionError as error:
+            raise MismatchError(f"{self.path}: {error}") from error
+        except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s is damaged (%s): no verdict on any checkpoint is known", self.path, error)
+
+    def _write(self, verdicts: dict[int, Verdict], restarts: dict[int, int]) -> None:
+        # What is known holds in this process even if the disk refuses to take it; the next write tries again.
+        self.verdicts, self.restarts = verdicts, restarts = _newest(verdicts), _newest(restarts)
+        described: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": fmt.FORMAT_VERSION,
+            "verdicts": [
+                {"sequence": sequence, "step": verdict.step, "ok": verdict.ok, "reason": verdict.reason}
+                for sequence, verdict in sorted(verdicts.items())
+            ],
+            "restarts": [{"sequence": sequence, "count": count} for sequence, count in sorted(restarts.items())],
+        }
+        try:
+            write_atomically(self.path, fmt.seal_json(described))
+        except OSError as error:
+            raise storage_error(error, self.path, "writing") from error
+
+
+def _newest(entries: dict[int, Any]) -> dict[int, Any]:
+    kept: Collection[int] = sorted(entries)[-_MAX_ENTRIES:]
+    return {sequence: entries[sequence] for sequence in kept}
