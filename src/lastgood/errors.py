@@ -11,6 +11,7 @@ __all__ = [
     "LockHeld",
     "MismatchError",
     "NoCheckpoint",
+    "NoGoodCheckpoint",
     "StateError",
     "StorageError",
     "WaitTimeout",
@@ -47,6 +48,10 @@ class StorageError(CheckpointError):
 
 class NoCheckpoint(CheckpointError):
     """There is no whole checkpoint to restore: names the directory and what was found there."""
+
+
+class NoGoodCheckpoint(CheckpointError):
+    """There are whole checkpoints, and none may be restored: judged bad, or training failed from them too often."""
 
 
 class CorruptCheckpoint(CheckpointError):

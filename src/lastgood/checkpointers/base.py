@@ -12,6 +12,9 @@ The training side calls, in this order::
     checkpointer.close()
 
 and, in a new process, ``checkpointer.restore(state)`` instead of starting from nothing.
+
+A user's own loop needs less: ``attach(model=..., optimizer=...)`` restores what there is and starts, and ``step()``
+counts and saves.
 """
 
 from __future__ import annotations
@@ -20,19 +23,22 @@ import enum
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import CheckpointError
+from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
+from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
 
 if TYPE_CHECKING:
     import torch
 
+    from lastgood.checkpointers.attachment import Attachment
+    from lastgood.checkpointers.data_cursor import CountedLoader
     from lastgood.checkpointers.snapshot import CopyFence
 else:
     torch = lazy_module("torch")
@@ -100,22 +106,139 @@ class Checkpointer(ABC):
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
 
-    Subclasses are made with a directory of their own (it need not exist) and validated options, and set three class
-    attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured, part of every run's
-    identity; raised when a change makes older records incomparable) and `Options`.
+    It is made with a directory of its own (which need not exist) and either validated `options` or single `knobs` by
+    name; `interval_steps` is for `step`. Raises ConfigError for knobs that do not exist or cannot be.
+
+    Subclasses set three class attributes: `name` (the registry's key), `METHOD` (a version of how this system is
+    measured, part of every run's identity; raised when a change makes older records incomparable) and `Options`.
     """
 
     name: ClassVar[str]
     METHOD: ClassVar[int] = 1
     Options: ClassVar[type[BaseOptions]] = BaseOptions
 
-    def __init__(self, directory: Path | str, options: BaseOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        options: BaseOptions | None = None,
+        *,
+        interval_steps: int | None = None,
+        **knobs: Any,
+    ) -> None:
+        if options is not None and knobs:
+            raise ConfigError(f"{self.name}: give either options or single knobs, not both: {sorted(knobs)}")
+        if interval_steps is not None and interval_steps < 0:
+            raise ConfigError(f"{self.name}: interval_steps must not be negative: {interval_steps}")
         self.directory = Path(directory)
-        self.options = self.Options() if options is None else options
+        self.interval_steps = interval_steps
+        self.options = self._validated(knobs) if options is None else options
         self.events: list[CheckpointEvent] = []
         self._state: Mapping[str, Any] | None = None
         self._hooks = _Hooks()
         self._kinds_logged: set[str] = set()
+        self._attachment: Attachment | None = None
+        self._ending: Ending | None = None
+
+    @classmethod
+    def _validated(cls, knobs: dict[str, Any]) -> BaseOptions:
+        try:
+            return cls.Options.model_validate(knobs)
+        except ValidationError as error:
+            what = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            known = ", ".join(cls.Options.model_fields)
+            raise ConfigError(f"{cls.name}: {what} (knobs: {known or 'none'})") from error
+
+    # -- in a user's own loop --------------------------------------------------------------------------------------
+
+    def attach(self, *, data: Iterable[Any] | None = None, resume_step: int | None = None, **parts: Any) -> int:
+        """Take charge of a training, resume it if there is something to resume from, and return its step (else 0).
+
+        Call it once, before the first step. `parts` are what the run needs to go on: modules, optimizers, schedulers,
+        scalers, tensors, plain values; None is left out. Random generators and the number of steps are added. With
+        `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has consumed.
+
+        `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
+        loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
+
+        Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is whole),
+        MismatchError (parts of other names, shapes or dtypes; another job or world), LockHeld, ConfigError.
+        """
+        from lastgood.checkpointers.attachment import Attachment
+
+        if self.interval_steps is None:
+            raise ConfigError(
+                f"{self.name}: attach() needs interval_steps, for instance {type(self).__name__}(..., 10)"
+            )
+        if self._state is not None:
+            raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
+        attachment = Attachment(self.name, parts, data)
+        try:
+            try:
+                self._resume(attachment.state, resume_step)
+            except NoCheckpoint:
+                if resume_step is not None:
+                    raise
+            self.start(attachment.state)
+        except BaseException:
+            self.close()
+            raise
+        attachment.begin()
+        self._attachment = attachment
+        return attachment.progress.step
+
+    def step(self, loss: Any = None) -> int:
+        """Note that a training step is finished, save if it is time to, and return its number.
+
+        Call it behind ``optimizer.step()`` and ``scheduler.step()``. `loss`, a number or a tensor of one element, lets
+        systems that keep verdicts judge checkpoints by it.
+        """
+        attachment = self._attached()
+        number = attachment.step_finished()
+        if self.interval_steps and number % self.interval_steps == 0:
+            self.save(number)
+        if loss is not None:
+            self._observe_loss(number, loss)
+        return number
+
+    @property
+    def data(self) -> CountedLoader:
+        """The attached loader, counting; iterate over this one."""
+        data = self._attached().data
+        if data is None:
+            raise CheckpointError(f"{self.name}: attach() was given no data")
+        return data
+
+    def end(self) -> None:
+        """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
+        try:
+            try:
+                self.drain(self._exit_drain_s())
+            except WaitTimeout as error:
+                _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
+                self._abandon()
+            self.close()
+        except Exception as error:  # nothing may keep a process from ending
+            _log.error("%s: closing at exit failed: %s", self.name, error)
+
+    def _attached(self) -> Attachment:
+        if self._attachment is None:
+            raise CheckpointError(f"{self.name}: attach(...) must be called first")
+        return self._attachment
+
+    def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
+        """Restore what a new life begins with. Raises NoCheckpoint where it begins from nothing."""
+        self.restore(state, step)
+
+    def _observe_loss(self, step: int, loss: Any) -> None:
+        """Judge by a loss; systems without verdicts have no use for it."""
+        del step, loss
+
+    def _exit_drain_s(self) -> float:
+        """How long an ending process waits for what is under way."""
+        return EXIT_DRAIN_S
+
+    def _abandon(self) -> None:  # noqa: B027 - most systems end with their threads
+        """Make what is under way fail soon, so that `close` does not wait for it."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +252,7 @@ class Checkpointer(ABC):
         self._state = state
         self._hook_optimizers()
         self._start()
+        self._ending = Ending(self)
 
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
@@ -136,6 +260,10 @@ class Checkpointer(ABC):
             handle.remove()
         self._hooks = _Hooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
+        self._attachment = None
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
         self._close()
 
     @property

@@ -51,9 +51,10 @@ class CheckFreq(Checkpointer):
     name: ClassVar[str] = "checkfreq"
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
 
-    def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None) -> None:
-        super().__init__(directory, options)
-        self._files = TorchFiles(self.directory, (options or CheckFreqOptions()).keep)
+    def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, CheckFreqOptions)
+        self._files = TorchFiles(self.directory, self.options.keep)
         self._buffers: list[torch.Tensor] = []
         self._snapshot: HostSnapshot | None = None
         self._worker: threading.Thread | None = None

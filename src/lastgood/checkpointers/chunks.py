@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["copy_through_pool", "host_ranges", "padding_block", "pinned_pool_memory"]
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "pinned_pool_memory"]
 
 _PAGE = 4096
 
@@ -52,6 +52,40 @@ def pinned_pool_memory(size: int) -> tuple[torch.Tensor, int]:
     return memory, -(-memory.data_ptr() // _PAGE) * _PAGE
 
 
+class Lander:
+    """Hands each chunk to the writers when its copy from a device has arrived, in a thread of its own.
+
+    Made in save(): at the end of a process Python starts no more threads.
+    """
+
+    def __init__(self, slot: SlotWrite, timeout_s: float) -> None:
+        self.failures: list[BaseException] = []
+        self._slot = slot
+        self._timeout_s = timeout_s
+        self._arrivals: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._land, name="pccheck-land", daemon=True)
+        self._thread.start()
+
+    def expect(self, index: int, events: list[Any]) -> None:
+        """Chunk `index` is whole once `events` (of `DeviceStreams.mark`) have happened."""
+        self._arrivals.put((index, events))
+
+    def finish(self) -> None:
+        """Wait until all expected chunks are handed over."""
+        self._arrivals.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _land(self) -> None:
+        try:
+            while (arrival := self._arrivals.get(timeout=self._timeout_s)) is not None:
+                index, events = arrival
+                for _, event in events:
+                    event.synchronize()
+                self._slot.put(index)
+        except BaseException as error:  # handed to the copying thread, which raises it
+            self.failures.append(error)
+
+
 def copy_through_pool(
     slot: SlotWrite,
     layout: Layout,
@@ -60,34 +94,19 @@ def copy_through_pool(
     pool_memory: torch.Tensor,
     streams: DeviceStreams,
     fence: CopyFence,
+    lander: Lander,
     timeout_s: float,
 ) -> None:
     """Copy a state on CUDA devices (host blocks may be among them) chunk by chunk into the pinned pool.
 
     Copies go on side streams. The fence opens, for the devices, as soon as the last copy is issued: with a pool as
-    large as the state that is long before it has run. A second thread hands each chunk to the writers when its copy has
-    arrived.
+    large as the state that is long before it has run.
     """
-    arrivals: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
-    failures: list[BaseException] = []
-
-    def land() -> None:
-        try:
-            while (arrival := arrivals.get(timeout=timeout_s)) is not None:
-                index, events = arrival
-                for _, event in events:
-                    event.synchronize()
-                slot.put(index)
-        except BaseException as error:  # handed to the copying thread, which raises it
-            failures.append(error)
-
-    lander = threading.Thread(target=land, name="pccheck-land")
-    lander.start()
     try:
         pieces = _pieces(layout, blocks, meta)
         piece, position = next(pieces), 0
         remaining = layout.stream_bytes + meta.numel()
-        while remaining and not failures:
+        while remaining and not lander.failures:
             address, index, length = slot.acquire(timeout_s)
             target = pool_memory[address - pool_memory.data_ptr() :][:length]
             filled = 0
@@ -97,19 +116,17 @@ def copy_through_pool(
                 filled, position = filled + count, position + count
                 if position == piece.numel() and remaining > filled:
                     piece, position = next(pieces), 0
-            arrivals.put((index, streams.mark()))
+            lander.expect(index, streams.mark())
             remaining -= length
         fence.open(streams.mark())
-        arrivals.put(None)
-        lander.join(timeout_s)
-        if failures:
-            raise failures[0]
+        lander.finish()
+        if lander.failures:
+            raise lander.failures[0]
         fence.settle()
     except BaseException:
         # The writers must not get a buffer back that a copy is still running into.
         streams.synchronize()
-        arrivals.put(None)
-        lander.join(timeout_s)
+        lander.finish()
         slot.release()
         raise
 

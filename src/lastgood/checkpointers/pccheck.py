@@ -9,32 +9,39 @@ superseded.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.chunks import copy_through_pool, host_ranges, padding_block, pinned_pool_memory
+from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block, pinned_pool_memory
+from lastgood.checkpointers.endings import EXIT_DRAIN_S
+from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
+from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, freeze
-from lastgood.errors import CorruptCheckpoint, NoCheckpoint, WaitTimeout
-from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
+from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
+from lastgood.state import FlatState, flatten
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
 
-    from lastgood.storage import SlotInfo, SlotStore, SlotView, SlotWrite
+    from lastgood.storage import SlotStore, SlotWrite
 else:
     torch = lazy_module("torch")
 
 __all__ = ["PCcheck", "PCcheckOptions"]
 
 _log = logging.getLogger("lastgood")
+
+_REMEMBERED = 256
+"""Steps whose sequence is known without a look at the slots; verdicts come within so many saves."""
 
 
 class PCcheckOptions(BaseOptions):
@@ -52,6 +59,28 @@ class PCcheckOptions(BaseOptions):
     """K: whole checkpoints kept; 1 is the paper's setting."""
     pressure: Literal["wait", "skip"] = "wait"
     """What a save does when N are under way: wait for a place, as in the paper, or skip and be counted."""
+    medium: Literal["file", "pmem"] = "file"
+    """How slots are written: direct I/O, or stores into mapped persistent memory (a directory on a DAX file system)."""
+    writer_cpus: tuple[int, ...] = ()
+    """CPUs that writer threads stay on, in turn; none: wherever the kernel likes."""
+    rank: int = Field(default=0, ge=0)
+    """Whose part of a job of several ranks this is; each rank has a directory of its own."""
+    world_size: int = Field(default=1, ge=1)
+    """Ranks of the job; checkpoints of another number are refused."""
+    loss_spike: float | None = Field(default=8.0, gt=0)
+    """How many spreads above the median a loss given to step() is bad (`loss_watch`); None: only NaN and infinity."""
+    max_failed_restarts: int | None = Field(default=3, ge=1)
+    """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
+    exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
+    """How long an ending process waits for checkpoints under way before it gives them up."""
+
+    @field_validator("writer_cpus")
+    @classmethod
+    def _cpus_exist(cls, cpus: tuple[int, ...]) -> tuple[int, ...]:
+        allowed = os.sched_getaffinity(0)
+        if not allowed.issuperset(cpus):
+            raise ValueError(f"this process may use CPUs {sorted(allowed)}, not {sorted(set(cpus) - allowed)}")
+        return cpus
 
     @property
     def slots(self) -> int:
@@ -73,9 +102,10 @@ class PCcheck(Checkpointer):
     name: ClassVar[str] = "pccheck"
     Options: ClassVar[type[BaseOptions]] = PCcheckOptions
 
-    def __init__(self, directory: Path | str, options: PCcheckOptions | None = None) -> None:
-        super().__init__(directory, options)
-        self.knobs = options or PCcheckOptions()
+    def __init__(self, directory: Path | str, options: PCcheckOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, PCcheckOptions)
+        self.knobs = self.options
         self._store: SlotStore | None = None
         self._capacity = 0
         self._pool_memory: torch.Tensor | None = None
@@ -83,20 +113,41 @@ class PCcheck(Checkpointer):
         """By number of the save; guarded by `_landed`."""
         self._landed = threading.Condition()
         self._saves = 0
+        self._sequences: dict[int, int] = {}
+        """Of this life's checkpoints, by step; the newest ones."""
+        self._watch = LossWatch(self.knobs.loss_spike)
+        self._how = ""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _open(self) -> SlotStore:
         from lastgood.storage import SlotStore
 
-        self._store = SlotStore(
-            self.directory,
-            slots=self.knobs.slots,
-            keep=self.knobs.keep,
-            chunk_bytes=self.knobs.chunk_bytes,
-            writer_threads=self.knobs.writer_threads,
-            pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
-        )
+        if self._store is None:
+            self._store = SlotStore(
+                self.directory,
+                slots=self.knobs.slots,
+                keep=self.knobs.keep,
+                chunk_bytes=self.knobs.chunk_bytes,
+                writer_threads=self.knobs.writer_threads,
+                pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
+                rank=self.knobs.rank,
+                world_size=self.knobs.world_size,
+                medium=self.knobs.medium,
+                writer_cpus=self.knobs.writer_cpus,
+            )
+        return self._store
+
+    def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
+        store = self._open()
+        info = self._recovery().restore(store, state, step, max_failed_restarts=self.knobs.max_failed_restarts)
+        try:
+            store.count_restart(info)
+        except StorageError as error:
+            _log.warning("%s; this restart is not counted", error)
+
+    def _start(self) -> None:
+        self._open()
         flat = flatten(self.state)
         optimizers = [value for value in self.state.values() if isinstance(value, torch.optim.Optimizer)]
         if all(optimizer.state for optimizer in optimizers):
@@ -105,20 +156,39 @@ class PCcheck(Checkpointer):
             self._make_room(flat, len(flat.layout.to_json()))
 
     def _close(self) -> None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         try:
             self.drain()
+            self._judge_by(self._watch.finish())
+            store.forget_restarts()  # this life ended in order
+        except StorageError as error:
+            _log.warning("%s", error)
         finally:
-            self._store.close()
+            store.close()
             self._store = None
             self._capacity = 0
             self._pool_memory = None
+            self._sequences = {}
+
+    def _exit_drain_s(self) -> float:
+        return self.knobs.exit_drain_s
+
+    def _abandon(self) -> None:
+        with self._landed:
+            flights = list(self._in_flight.values())
+        for flight in flights:
+            flight.give_up()
 
     def storage_facts(self) -> dict[str, Any]:
-        """Whether writes were direct."""
-        direct = self._store.direct_io if self._store is not None else None
-        return {"direct_io": direct, "durability": "data, fdatasync, commit record, fdatasync"}
+        """How bytes reached the disk."""
+        direct = self._store.direct_io if self._store is not None and self.knobs.medium == "file" else None
+        return {
+            "direct_io": direct,
+            "written_by": self._how or None,
+            "durability": "data, flush, commit record, flush",
+        }
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -146,16 +216,25 @@ class PCcheck(Checkpointer):
             slot = store.begin(event.step, stream_bytes, self._timeout_s())
         self._saves += 1
         number = self._saves
+        self._how = slot.how
+        self._sequences[event.step] = slot.sequence
+        while len(self._sequences) > _REMEMBERED:
+            del self._sequences[next(iter(self._sequences))]
+        flight = None
         try:
             flight = _Flight(event, slot, flat, meta, self._pool_memory, self._timeout_s())
             with self._landed:
                 self._in_flight[number] = flight
-            threading.Thread(target=self._fly, args=(number, flight), name=f"pccheck-step-{event.step}").start()
+            # A daemon: an ending process waits for it for a bounded time, in `end`.
+            name = f"pccheck-step-{event.step}"
+            threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True).start()
         except BaseException:
             # No thread will ever finish this one.
             with self._landed:
                 self._in_flight.pop(number, None)
             slot.abort()
+            if flight is not None:
+                flight.dismiss()
             raise
 
     def _timeout_s(self) -> float:
@@ -220,48 +299,57 @@ class PCcheck(Checkpointer):
             raise NoCheckpoint(f"{self.directory}: not open; call start(state) first")
         return self._store
 
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def verdict(self, step: int, ok: bool, reason: str = "") -> bool:
+        """Judge the checkpoint of `step`, durable or still under way; returns whether there is one.
+
+        `restore` passes a bad one over, and retention never drops the newest good one. A later verdict replaces an
+        earlier one. `reason` is kept on the disk with it. Needs `attach` or `start`. Raises StorageError.
+        """
+        from lastgood.storage import Verdict
+
+        store = self._opened()
+        sequence = self._sequences.get(step)
+        if sequence is None:
+            sequence = next((info.sequence for info in store.committed() if info.step == step), None)
+        if sequence is None:
+            return False
+        store.judge(sequence, Verdict(step, ok, reason))
+        if not ok:
+            _log.warning("%s: the checkpoint of step %d is judged bad: %s", self.directory, step, reason or "no reason")
+        return True
+
+    def _observe_loss(self, step: int, loss: Any) -> None:
+        self._judge_by(self._watch.observe(step, loss))
+
+    def _judge_by(self, found: Sequence[BadLoss]) -> None:
+        """Judge the checkpoints that bad losses speak against: the rule of `loss_watch`."""
+        for bad in found:
+            for step in (bad.step - 1, bad.step):
+                try:
+                    self.verdict(step, ok=False, reason=bad.reason)
+                except StorageError as error:
+                    # Training goes on; the verdict holds in memory, and is written with the next one.
+                    _log.error("%s", error)
+
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint."""
-        if self._store is not None:
-            return next((info.step for info in self._store.committed()), None)
-        from lastgood.storage import SlotStore
+        """Step of the newest committed checkpoint that was not judged bad."""
+        return self._recovery().latest(self._store)
 
-        if not self.directory.is_dir():
-            return None
-        return next((info.step for info in SlotStore.peek(self.directory).committed()), None)
+    def restore(self, state: Mapping[str, Any], step: int | None = None, *, good_only: bool = True) -> int:
+        """Read the newest good checkpoint whose checksums hold (or that of `step`, whatever its verdict) into `state`.
 
-    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Read the newest checkpoint whose checksums hold (or that of `step`) into `state`."""
-        from lastgood.storage import SlotStore
+        With ``good_only=False`` verdicts do not count. Raises NoCheckpoint (nothing is there), NoGoodCheckpoint (all
+        are judged bad), CorruptCheckpoint (some are there, and none can be read), MismatchError.
+        """
+        self.drain()  # a copy under way reads what a restore overwrites
+        return self._recovery().restore(self._store, state, step, good_only=good_only).step
 
-        if self._store is not None:
-            self.drain()  # a copy under way reads what a restore overwrites
-            return self._restore_from(self._store, state, step)
-        if not self.directory.is_dir():
-            raise NoCheckpoint(f"{self.directory}: there is no such directory")
-        return self._restore_from(SlotStore.peek(self.directory), state, step)
-
-    def _restore_from(self, store: SlotView, state: Mapping[str, Any], step: int | None) -> int:
-        known = store.committed()
-        refused = []
-        for info in known:
-            if step is not None and info.step != step:
-                continue
-            try:
-                tree = _read_tree(store, info, self.knobs.writer_threads)
-            except CorruptCheckpoint as error:
-                _log.warning("%s; trying the checkpoint before it", error)
-                refused.append(str(error))
-                continue
-            apply_tree(state, tree, f"{info.path}, step {info.step}")
-            return info.step
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        found = [info.step for info in known] or "none"
-        raise NoCheckpoint(
-            f"{self.directory}: no {asked}; committed steps: {found}" + "".join(f"; {why}" for why in refused)
-        )
+    def _recovery(self) -> Recovery:
+        return Recovery(self.directory, self.knobs.writer_threads, (self.knobs.rank, self.knobs.world_size))
 
 
 class _Flight:
@@ -287,6 +375,12 @@ class _Flight:
         self._pool_memory = pool_memory
         # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
         self._streams = DeviceStreams([*flat.deferred, *self._frozen])
+        self._lander = None if pool_memory is None else Lander(slot, timeout_s)
+
+    def dismiss(self) -> None:
+        """This flight will never run: end what was started for it."""
+        if self._lander is not None:
+            self._lander.finish()
 
     def give_up(self) -> None:
         """Make sure that this checkpoint never commits. Called by the training's thread."""
@@ -315,7 +409,7 @@ class _Flight:
 
     def _copy(self) -> None:
         blocks = [*self._deferred, *self._frozen]
-        if self._pool_memory is not None:
+        if self._pool_memory is not None and self._lander is not None:
             copy_through_pool(
                 self._slot,
                 self._layout,
@@ -324,6 +418,7 @@ class _Flight:
                 self._pool_memory,
                 self._streams,
                 self.fence,
+                self._lander,
                 self._timeout_s,
             )
         else:
@@ -338,14 +433,3 @@ class _Flight:
             self._slot.copy_host([*rest, (self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
         if self.event.copied_s is None:
             self.event.copied_s = time.perf_counter()
-
-
-def _read_tree(store: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
-    """Read and check one checkpoint into fresh host memory."""
-    where = str(info.path)
-    layout = Layout.from_json(store.read_meta(info), where)
-    if layout.digest() != info.layout_digest or layout.stream_bytes != info.record.meta_offset:
-        raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
-    blocks: Sequence[torch.Tensor] = [torch.empty(size, dtype=torch.uint8) for size in layout.block_bytes]
-    store.read_into(info, host_ranges(blocks, layout.block_bytes, None), threads)
-    return unflatten(layout, blocks, where)

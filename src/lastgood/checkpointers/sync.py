@@ -33,9 +33,10 @@ class SyncCheckpointer(Checkpointer):
     name: ClassVar[str] = "sync"
     Options: ClassVar[type[BaseOptions]] = SyncOptions
 
-    def __init__(self, directory: Path | str, options: SyncOptions | None = None) -> None:
-        super().__init__(directory, options)
-        self._files = TorchFiles(self.directory, (options or SyncOptions()).keep)
+    def __init__(self, directory: Path | str, options: SyncOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, SyncOptions)
+        self._files = TorchFiles(self.directory, self.options.keep)
 
     def _start(self) -> None:
         flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does

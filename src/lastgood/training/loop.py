@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.attachment import Progress
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.state import RngState
 from lastgood.training.clock import StepClock
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["HEARTBEAT_S", "Progress", "Segment", "TrainingLoop", "configure_compute"]
+__all__ = ["HEARTBEAT_S", "Segment", "TrainingLoop", "configure_compute"]
 
 
 def configure_compute(threads: int, deterministic: bool) -> None:
@@ -39,21 +40,6 @@ def configure_compute(threads: int, deterministic: bool) -> None:
 
 
 HEARTBEAT_S = 30.0
-
-
-class Progress:
-    """The number of finished steps, as a part of the state."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved step."""
-        self.step = int(state["step"])
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""A training that a checkpointer was attached to: its whole state under names, its step and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lastgood.checkpointers.data_cursor import CountedLoader
+from lastgood.errors import ConfigError, DataError
+from lastgood.state import RngState
+
+__all__ = ["Attachment", "Progress"]
+
+_OWN_NAMES = ("data", "progress", "rng")
+
+
+class Progress:
+    """The number of finished steps, as a part of the state."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved step."""
+        self.step = int(state["step"])
+
+
+class Attachment:
+    """The state made of a user's parts and of what every run needs beside them."""
+
+    def __init__(self, system: str, parts: Mapping[str, Any], data: Iterable[Any] | None) -> None:
+        taken = sorted(set(parts) & set(_OWN_NAMES))
+        if taken:
+            raise ConfigError(f"{system}: attach() makes {taken} by itself; give your part another name")
+        self.progress = Progress()
+        self.data = None if data is None else CountedLoader(data)
+        self.state: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        if not self.state:
+            raise ConfigError(f"{system}: attach() was given nothing to keep; pass at least model=...")
+        self.state |= {"rng": RngState(), "progress": self.progress}
+        if self.data is not None:
+            self.state["data"] = self.data
+        self._first_batches = 0
+
+    def begin(self) -> None:
+        """The state is restored: from here on batches and steps are counted."""
+        self._first_batches = 0 if self.data is None else self.data.total_batches
+
+    def step_finished(self) -> int:
+        """Count a step. Raises DataError if no batch was ever taken from the attached loader."""
+        if self.data is not None and self.data.total_batches == self._first_batches:
+            raise DataError(
+                "a step was finished, and no batch was taken through the checkpointer, so a restart could not come "
+                "back to this place in the data; iterate over its `data` instead of the loader itself"
+            )
+        self.progress.step += 1
+        return self.progress.step

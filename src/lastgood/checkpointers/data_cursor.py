@@ -1,0 +1,152 @@
+"""Where a training is in its data: batches consumed, and how to come back to that place.
+
+torch's loaders and samplers carry no state of their own, and worker processes run ahead of the training. So what counts
+is what the training was given, and a restart replays the epoch's order from the generators that the epoch began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import DataError
+from lastgood.state import RngState, is_stateful
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["CountedLoader"]
+
+
+class CountedLoader:
+    """An iterable of batches that knows how many were taken, as a part of a training state.
+
+    Iterate over it in place of the loader. After a restart the first ``for`` goes on behind the last batch of the
+    checkpoint: the epoch's order is drawn again from the generators' states at its beginning, the consumed batches are
+    read and dropped, and the generators of Python, numpy and torch then stand where the checkpoint had them. A loader
+    with state_dict and load_state_dict of its own (torchdata's StatefulDataLoader) is asked to do this itself.
+
+    Leaving a loop early ends the epoch, as it does with a loader alone.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        """Finished passes over the loader; where samplers need set_epoch, give them this number."""
+        self.batches = 0
+        """Batches of this epoch that were handed out."""
+        self.total_batches = 0
+        self._resuming = False
+        self._epoch_start: dict[str, Any] = {}
+        self._running: object = None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, if the loader knows."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go on with the epoch of a checkpoint, or begin one."""
+        ticket = self._running = object()
+        if self._resuming:
+            batches = self._replayed()
+        else:
+            if self.batches:
+                self._end_epoch()  # an iterator that was put away and never finished
+            self._epoch_start = self._generators()
+            batches = iter(self.loader)
+        return self._count(batches, ticket)
+
+    def _count(self, batches: Iterator[Any], ticket: object) -> Iterator[Any]:
+        try:
+            for batch in batches:
+                if self._running is not ticket:
+                    raise DataError("two loops run over one attached loader; only one of them can be counted")
+                self.batches += 1
+                self.total_batches += 1
+                yield batch
+        finally:
+            if self._running is ticket:
+                self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._running = None
+        self.epoch += 1
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
+        own = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "total_batches": self.total_batches,
+            "epoch_start": self._epoch_start,
+            "loader": own,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a place; the next loop begins there. Raises DataError if the loader changed its kind."""
+        if (state["loader"] is None) != (not is_stateful(self.loader)):
+            kinds = "a loader with a state of its own", "a loader without"
+            saved, live = kinds if state["loader"] is not None else kinds[::-1]
+            raise DataError(f"the checkpoint was made with {saved}, and {live} is attached; attach the same kind")
+        self.epoch = int(state["epoch"])
+        self.batches = int(state["batches"])
+        self.total_batches = int(state["total_batches"])
+        self._epoch_start = dict(state["epoch_start"])
+        self._running = None
+        self._resuming = self.batches > 0
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+
+    def _replayed(self) -> Iterator[Any]:
+        """An iterator that stands behind the consumed batches."""
+        self._resuming = False
+        if is_stateful(self.loader):
+            return iter(self.loader)
+        now = RngState()
+        states = now.state_dict()
+        self._set_generators(self._epoch_start)
+        batches = iter(self.loader)
+        for number in range(self.batches):
+            try:
+                next(batches)
+            except StopIteration:
+                raise DataError(
+                    f"the checkpoint was made after batch {self.batches} of an epoch, and the loader now ends after "
+                    f"{number}; attach the data that it was made with"
+                ) from None
+        now.load_state_dict(states)
+        return batches
+
+    def _generators(self) -> dict[str, Any]:
+        states: dict[str, Any] = {"rng": {**RngState().state_dict(), "cuda": []}}
+        states["own"] = [generator.get_state() for generator in self._own_generators()]
+        return states
+
+    def _set_generators(self, states: dict[str, Any]) -> None:
+        RngState().load_state_dict(states["rng"])
+        own = self._own_generators()
+        if len(own) != len(states["own"]):
+            raise DataError(
+                f"the checkpoint was made with {len(states['own'])} generators in loader and sampler, and there are "
+                f"{len(own)} now; attach the same loader"
+            )
+        for generator, state in zip(own, states["own"], strict=True):
+            generator.set_state(state)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Generators that the loader or its samplers were given, each once."""
+        loader = self.loader
+        sampler = getattr(loader, "sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found: list[torch.Generator] = []
+        for holder in holders:
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+                found.append(generator)
+        return found

@@ -1,0 +1,144 @@
+"""Which checkpoint of a slot directory to go on from, and how it is read back into a training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.chunks import host_ranges
+from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError
+from lastgood.state import Layout, apply_tree, unflatten
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotView
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Recovery", "read_layout", "read_tree"]
+
+_log = logging.getLogger("lastgood")
+
+
+class Recovery:
+    """Chooses among the checkpoints of one directory and reads one. Needs no lock; works beside an open store.
+
+    `world` is (rank, number of ranks) of the training that restores.
+    """
+
+    def __init__(self, directory: Path, threads: int, world: tuple[int, int]) -> None:
+        self.directory = directory
+        self._threads = threads
+        self._world = world
+
+    def latest(self, store: SlotView | None) -> int | None:
+        """Step of the newest whole checkpoint that was not judged bad, or None."""
+        view = self._view(store)
+        if view is None:
+            return None
+        book = view.book()
+        return next((info.step for info in view.committed() if not book.is_bad(info.sequence)), None)
+
+    def restore(
+        self,
+        store: SlotView | None,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        good_only: bool = True,
+        max_failed_restarts: int | None = None,
+    ) -> SlotInfo:
+        """Read the newest checkpoint into `state` that is good, did not fail too often, and whose checksums hold.
+
+        With a `step`, only its newest checkpoint counts, whatever was judged. What cannot be read is passed over with a
+        warning. Raises NoCheckpoint, NoGoodCheckpoint, CorruptCheckpoint, MismatchError.
+        """
+        view = self._view(store)
+        if view is None:
+            raise NoCheckpoint(f"{self.directory}: there is no such directory")
+        known = view.committed()
+        book = view.book()
+        refused, unread = [], []
+        for info in known:
+            if step is not None and info.step != step:
+                continue
+            if step is None and good_only and book.is_bad(info.sequence):
+                refused.append(f"step {info.step} is judged bad ({book.verdicts[info.sequence].reason or 'no reason'})")
+                continue
+            failed = book.restarts.get(info.sequence, 0)
+            if step is None and max_failed_restarts is not None and failed >= max_failed_restarts:
+                refused.append(f"{failed} restarts from step {info.step} failed")
+                _log.warning("%s: %s; taking the checkpoint before it", self.directory, refused[-1])
+                continue
+            self._check_world(info)
+            try:
+                tree = read_tree(view, info, self._threads)
+            except (CorruptCheckpoint, StorageError) as error:
+                _log.warning("%s; trying the checkpoint before it", error)
+                unread.append(str(error))
+                continue
+            apply_tree(state, tree, f"{info.path}, step {info.step}")
+            return info
+        if unread:
+            raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join([*unread, *refused])}")
+        if refused:
+            raise NoGoodCheckpoint(
+                f"{self.directory}: {'; '.join(refused)}; name a step, restore with good_only=False, or move the "
+                "directory away to begin anew"
+            )
+        if step is None:
+            self._refuse_damage(view)
+        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {[info.step for info in known] or 'none'}")
+
+    def _view(self, store: SlotView | None) -> SlotView | None:
+        from lastgood.storage import SlotStore
+
+        if store is not None:
+            return store
+        return SlotStore.peek(self.directory) if self.directory.is_dir() else None
+
+    def _check_world(self, info: SlotInfo) -> None:
+        found = (info.record.rank, info.record.world_size)
+        if found != self._world:
+            raise MismatchError(
+                f"{info.path}: the checkpoint of step {info.step} is that of rank {found[0]} of {found[1]}, and this "
+                f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it"
+            )
+
+    def _refuse_damage(self, view: SlotView) -> None:
+        """Where nothing is whole, but something was: a training must not begin anew without a word."""
+        from lastgood.storage import SlotState
+        from lastgood.storage.format import RecordKind
+
+        damaged = [
+            f"{status.path.name}: {status.detail}"
+            for status in view.statuses()
+            if status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
+        ]
+        if damaged:
+            raise CorruptCheckpoint(
+                f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
+                "a copy back, or move the directory away to begin anew"
+            )
+
+
+def read_layout(view: SlotView, info: SlotInfo) -> Layout:
+    """The layout of a checkpoint, checked against its commit record. Raises CorruptCheckpoint, StorageError."""
+    where = str(info.path)
+    layout = Layout.from_json(view.read_meta(info), where)
+    if layout.digest() != info.layout_digest or layout.stream_bytes != info.record.meta_offset:
+        raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
+    return layout
+
+
+def read_tree(view: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
+    """Read and check one checkpoint into fresh host memory. Raises CorruptCheckpoint, StorageError."""
+    layout = read_layout(view, info)
+    blocks = [torch.empty(size, dtype=torch.uint8) for size in layout.block_bytes]
+    view.read_into(info, host_ranges(blocks, layout.block_bytes, None), threads)
+    return unflatten(layout, blocks, str(info.path))
