@@ -39,6 +39,8 @@ class Ending:
         atexit.register(at_exit)
         _live.add(self)
         _take_sigterm()
+        # One that is dropped without close() must not keep SIGTERM.
+        weakref.finalize(checkpointer, self.cancel).atexit = False
 
     def cancel(self) -> None:
         """Undo all of it. Safe to call twice."""

@@ -59,7 +59,7 @@ class LossWatch:
             event.record(torch.cuda.current_stream(loss.device))
             self._pending.append((step, host, event))
             return self._arrived()
-        return self._judge(step, float(loss))
+        return self._judge(step, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
     def finish(self) -> list[BadLoss]:
         """Wait for the losses that are still on their way."""

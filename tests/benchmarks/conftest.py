@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgood.experiments.machine import is_tmpfs
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks import one another by their plain names, as scripts do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder on a disk: benchmarks refuse memory."""
+    if is_tmpfs(tmp_path):
+        pytest.skip(f"{tmp_path} lies in memory, where benchmarks refuse to measure; set --basetemp to a disk")
+    return tmp_path

@@ -1,0 +1,191 @@
+"""Every benchmark runs to its end at a tiny size and writes its JSON. What it measures is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.workloads.tiny_options import TINY
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TIMEOUT_S = 240
+
+# Tests must neither wait for a measurement on this machine nor hold one up, so they bring a lock of their own.
+DRIVER = """
+import runpy, sys
+from pathlib import Path
+lock, script, *arguments = sys.argv[1:]
+sys.path.insert(0, str(Path(script).parent))
+import harness
+from lastgood.locks import FileLock
+harness.machine_lock = lambda: FileLock(Path(lock), "the test's turn")
+sys.argv = [script, *arguments]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def command(folder: Path, name: str, *arguments: str) -> list[str]:
+    script = str(BENCHMARKS / f"{name}.py")
+    places = ["--directory", str(folder / "scratch"), "--out", str(folder / "out.json")]
+    return [sys.executable, "-c", DRIVER, str(folder / "lock"), script, *places, *arguments]
+
+
+def run(
+    folder: Path, name: str, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, name, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def results_of(folder: Path, done: subprocess.CompletedProcess[str], name: str) -> dict[str, Any]:
+    if done.returncode == 2 and "direct I/O" in done.stderr:
+        pytest.skip(f"{folder} is on a file system without direct I/O")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert found["benchmark"] == name
+    assert found["format"] == 1
+    assert found["machine"]
+    assert found["where"]["kernel"] == os.uname().release
+    assert {"git_revision", "git_dirty", "versions", "scratch_filesystem"} <= found["where"].keys()
+    assert found["measured_at"].endswith("+00:00")
+    assert list((folder / "scratch").iterdir()) == []
+    for comparison in found["comparisons"]:
+        assert comparison["what"] in done.stdout
+        assert comparison["ratio_of_medians"] > 0
+        assert comparison["verdict"] in ("met", "missed", "not judged")
+    return found
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_persist(disk: Path) -> None:
+    done = run(disk, "persist", "--quick", "--rounds", "2", "--sizes", "1MiB")
+    found = results_of(disk, done, "persist")
+    assert [item["what"] for item in found["comparisons"]] == ["persist 32 MiB", "read 32 MiB", "restore 32 MiB"]
+    for item in found["comparisons"]:
+        assert item["goal"] == 0.95
+        assert len(item["our_values"]) == len(item["their_values"]) == len(item["round_ratios"]) == 2
+        assert min(item["our_values"] + item["their_values"]) > 0
+    assert found["results"][f"store_{32 << 20}"]["direct_io"] is True
+    moved = found["results"][f"store_{32 << 20}"]["write_bytes_per_payload"]
+    assert moved is None or moved >= 1
+
+
+def test_persist_without_fio_says_so(disk: Path) -> None:
+    done = run(disk, "persist", "--quick", environment={"PATH": str(disk)})
+    assert done.returncode == 2
+    assert "fio is not installed" in done.stderr
+    assert not (disk / "out.json").exists()
+
+
+def test_checksums(disk: Path) -> None:
+    done = run(disk, "checksums", "--quick", "--rounds", "2", "--sizes", "1MiB")
+    if done.returncode == 2 and "crc32c_variant" in done.stderr:
+        pytest.skip("this SlotStore cannot leave checksums out")
+    [item] = results_of(disk, done, "checksums")["comparisons"]
+    assert item["goal"] == 0.97
+    assert len(item["our_values"]) == len(item["their_values"]) == 2
+
+
+def test_training_on_both_kinds_of_runs(disk: Path) -> None:
+    config = disk / "tiny.yaml"
+    config.write_text(yaml.safe_dump({"workloads": {"opt": TINY["opt"][0]}}))
+    places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]
+    short = ["--quick", "--iterations", "4", "--rounds", "2"]
+
+    done = run(disk, "training", *short, *places, "--intervals", "1,3", "--max-saves", "3", "--pccheck", "keep=1")
+    found = results_of(disk, done, "training")
+    opt = found["results"]["opt"]
+    assert opt["knobs"] == {"keep": 1}
+    assert {(r["system"], r["interval"]): (r["steps"], r["saves"]) for r in opt["runs"]} == {
+        ("none", 0): (4, 0),
+        ("pccheck", 1): (3, 3),
+        ("pccheck", 3): (6, 2),
+        ("plain_loop", 1): (3, 3),
+        ("plain_loop", 3): (6, 2),
+    }
+    for measured in opt["runs"]:
+        assert measured["durable"] + measured["superseded"] == measured["saves"]
+        assert len(measured["persist_s"]) == len(measured["copy_s"]) == measured["saves"]
+        assert measured["durable_iterations_per_s"] <= measured["iterations_per_s"]
+    assert [(item["what"], item["theirs"]) for item in found["comparisons"]] == [
+        (f"opt f{interval}", theirs) for interval in (1, 3) for theirs in ("bound", "none", "plain loop")
+    ]
+    assert {item["goal"] for item in found["comparisons"]} == {None}
+    assert opt["bounds"].keys() == {"1", "3"}
+
+    done = run(disk, "training", *short, *places, "--rounds", "3", "--minutes", "0.0001")
+    found = results_of(disk, done, "training")
+    [interval] = {r["interval"] for r in found["results"]["opt"]["runs"] if r["system"] == "pccheck"}
+    assert interval % 2 == 0
+    assert {r["round"] for r in found["results"]["opt"]["runs"]} == {0}
+    assert found["results"]["opt"]["bounds"][str(interval)]["binds"] != "disk"
+    assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
+
+
+def test_memory(disk: Path) -> None:
+    done = run(disk, "memory", "--quick", "--rounds", "1", "--size", "1MiB", "--saves", "24")
+    found = results_of(disk, done, "memory")
+    assert [item["what"] for item in found["limits"]] == ["host memory", "growth"]
+    [none], [pccheck] = found["results"]["none"], found["results"]["pccheck"]
+    assert len(none["rss_bytes"]) == len(pccheck["rss_bytes"]) == 24
+    assert pccheck["peak_rss_bytes"] >= max(pccheck["rss_bytes"]) - (1 << 20)
+    assert 0.5 * (1 << 20) < pccheck["state_bytes"] < 2 * (1 << 20)
+    assert found["results"]["allowed_bytes"] == pytest.approx(1.05 * found["results"]["pool_bytes"] + 64e6)
+
+
+def test_a_tmpfs_is_refused(disk: Path) -> None:
+    memory = Path("/dev/shm")
+    from lastgood.experiments.machine import is_tmpfs
+
+    if not is_tmpfs(memory):
+        pytest.skip("/dev/shm is no tmpfs here")
+    done = run(disk, "checksums", "--quick", "--directory", str(memory / f"lastgood-test-{os.getpid()}"))
+    assert done.returncode == 2
+    assert "tmpfs" in done.stderr
+    assert not (memory / f"lastgood-test-{os.getpid()}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_an_ended_benchmark_leaves_is_removed(disk: Path, number: signal.Signals) -> None:
+    arguments = ["--size", "1MiB", "--saves", "5000", "--rounds", "1"]
+    process = subprocess.Popen(
+        command(disk, "memory", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list((disk / "scratch").glob("*/*")):
+            assert time.monotonic() < deadline, "waited 60 s for the benchmark's folder"
+            assert process.poll() is None, "the benchmark ended by itself"
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.wait(60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(60)
+    left = list((disk / "scratch").iterdir())
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert left == []
+        return
+    assert len(left) == 1
+    import harness
+
+    with harness._ScratchFolder(disk / "scratch") as folder:
+        assert list((disk / "scratch").iterdir()) == [folder]

@@ -1,0 +1,107 @@
+"""The benchmarks' own arithmetic, and the reference that PCcheck is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lastgood.checkpointers.base import Outcome
+from lastgood.errors import NoCheckpoint
+from lastgood.state import flatten
+from lastgood.storage.files import direct_io_works
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_ratio_is_that_of_medians() -> None:
+    from harness import Comparison
+
+    found = Comparison("x", "MB/s", "a", [1.0, 9.0, 3.0], "b", [2.0, 4.0, 5.0], goal=0.75)
+    assert found.ratio == 0.75
+    assert found.verdict == "met"
+    assert found.round_ratios == [0.5, 2.25, 0.6]
+    bound = Comparison("x", "it/s", "a", [1.0, 9.0, 3.0], "bound", [4.0], goal=0.7501)
+    assert bound.verdict == "missed"
+    assert bound.round_ratios == [0.25, 2.25, 0.75]
+    assert Comparison("x", "it/s", "a", [1.0], "b", [4.0]).verdict == "not judged"
+
+
+def test_each_round_has_every_side_once_in_an_order_of_its_own() -> None:
+    from harness import interleaved
+
+    names = ["a", "b", "c"]
+    found = list(interleaved(names, 20, seed=3))
+    assert found == list(interleaved(names, 20, seed=3))
+    assert found != list(interleaved(names, 20, seed=4))
+    rounds = [[name for number, name in found if number == wanted] for wanted in range(20)]
+    assert all(sorted(order) == names for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 2
+
+
+def test_the_slope_is_that_of_numpy_over_blocks() -> None:
+    from memory import fit
+
+    random = np.random.default_rng(0)
+    values = 5e6 + 37.0 * np.arange(205) + random.normal(0, 100, 205)
+    slope, error = fit(list(values))
+    # 205 samples make 12 blocks of 17; the first sample is left out.
+    means = values[1:].reshape(12, 17).mean(axis=1)
+    (expected, _), covariance = np.polyfit(17 * np.arange(12), means, 1, cov=True)
+    assert slope == pytest.approx(expected)
+    assert error == pytest.approx(np.sqrt(covariance[0, 0]))
+    assert abs(slope - 37) < 3 * error
+    assert fit([4096.0] * 40) == (0.0, 0.0)
+
+
+def test_sizes_are_whole_for_every_number_of_jobs() -> None:
+    from stores import CHUNK_BYTES, READER_THREADS, WRITER_THREADS, whole_units
+
+    for size in (1, 96 << 20, 10**8, 10**9):
+        found = whole_units(size)
+        assert found % (WRITER_THREADS * CHUNK_BYTES) == found % (READER_THREADS * CHUNK_BYTES) == 0
+        assert abs(found - size) <= 32 << 20
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_the_plain_loop_keeps_what_was_there_at_the_save(disk: Path) -> None:
+    from plain_loop import PlainLoop, PlainLoopOptions
+    from training_state import LinearTraining
+
+    if not direct_io_works(disk):
+        pytest.skip(f"{disk} is on a file system without direct I/O")
+    training = LinearTraining(1 << 20)
+    training.step()
+    for life in range(2):  # the second finds the first one's files
+        loop = PlainLoop(disk / "plain", PlainLoopOptions(chunk_bytes=128 << 10))
+        loop.start(training.state)
+        try:
+            for step in (1, 2, 3):
+                training.step()
+                flat = flatten(training.state)
+                expected = bytearray(flat.layout.stream_bytes)
+                for offset, block in zip(flat.layout.block_offsets(), flat.blocks, strict=True):
+                    expected[offset : offset + block.numel()] = block.numpy().tobytes()
+                loop.save(10 * life + step)
+                training.step()
+                loop.drain()
+                commit = (disk / "plain" / "plain-commit.bin").read_bytes()
+                assert int.from_bytes(commit[:8], "little") == 10 * life + step == loop.latest()
+                number = int.from_bytes(commit[8:16], "little")
+                assert number == step % 2
+                written = (disk / "plain" / f"plain-{number}.bin").read_bytes()
+                assert written[: len(expected)] == expected
+            assert [event.outcome for event in loop.events] == [Outcome.DURABLE] * 3
+            with pytest.raises(NoCheckpoint, match="cannot restore"):
+                loop.restore(training.state)
+        finally:
+            loop.close()

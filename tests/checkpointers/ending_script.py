@@ -1,0 +1,41 @@
+"""A training that ends in one way or another. Run as: ending_script.py DIRECTORY HOW [SLOW_S]; prints as it goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from lastgood import PCcheck
+from lastgood.storage import files
+
+
+def main(directory: str, how: str, slow_s: float) -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(700, 700)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = PCcheck(directory, interval_steps=2, exit_drain_s=1.0)
+    print("resumed", checkpointer.attach(model=model, optimizer=optimizer), flush=True)
+    real = files.flush
+
+    def slow_flush(descriptor: int) -> None:
+        time.sleep(slow_s)
+        real(descriptor)
+
+    files.flush = slow_flush
+    for _ in range(2):
+        model(torch.randn(8, 700)).sum().backward()
+        optimizer.step()
+        step = checkpointer.step()
+    print("saving", step, flush=True)
+    if how == "exception":
+        raise RuntimeError("the loop failed")
+    if how == "return":
+        return
+    while True:  # until the signal comes
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))

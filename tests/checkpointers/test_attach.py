@@ -1,0 +1,252 @@
+"""Three lines in any loop: attach, data, step. What comes back after a restart is the unbroken run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lastgood import PCcheck
+from lastgood.checkpointers.data_cursor import CountedLoader
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, DataError, MismatchError, NoCheckpoint
+
+SYSTEMS = ["sync", "checkfreq", "pccheck"]
+EPOCH = 7
+
+
+class Noisy(Dataset):
+    """Items that draw from all three generators, as augmentations do."""
+
+    def __len__(self) -> int:
+        return EPOCH * 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return torch.full((4,), float(index)) / EPOCH + noise / 10
+
+
+def loader(workers: int = 0, own_generator: bool = False, **more) -> DataLoader:
+    generator = torch.Generator().manual_seed(5) if own_generator else None
+    return DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers, generator=generator, **more)
+
+
+class Run:
+    """A user's script: everything made anew in each life."""
+
+    def __init__(self, directory, make=loader, system="pccheck", **knobs) -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.loader = make()
+        self.checkpointer = checkpointer_class(system)(directory, interval_steps=1, **knobs)
+        self.seen: list[tuple[int, float, float]] = []
+
+    def attach(self, **more) -> int:
+        return self.checkpointer.attach(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, data=self.loader, scaler=None, **more
+        )
+
+    def train(self, until: int) -> None:
+        while True:
+            for batch in self.checkpointer.data:
+                loss = (self.model(batch) - batch).square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+                step = self.checkpointer.step(loss)
+                self.seen.append((step, float(batch.sum()), float(loss.detach())))
+                if step == until:
+                    self.checkpointer.drain()
+                    return
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("make", [loader, lambda: loader(own_generator=True)], ids=["global", "own-generator"])
+def test_a_resumed_run_is_the_unbroken_one(system, make, tmp_path):
+    unbroken = Run(tmp_path / "a", make, system)
+    assert unbroken.attach() == 0
+    unbroken.train(2 * EPOCH + 3)
+    unbroken.checkpointer.close()
+    broken: list[tuple[int, float, float]] = []
+    # In the middle of an epoch, at its last batch, and in the middle of the next one.
+    for stop in (3, EPOCH, 2 * EPOCH - 2, 2 * EPOCH + 3):
+        life = Run(tmp_path / "b", make, system)
+        assert life.attach() == len(broken)
+        if broken:
+            torch.rand(5)
+            random.random()
+            life.checkpointer.restore(life.checkpointer.state)  # a second time, over a training that went on
+        life.train(stop)
+        broken += life.seen
+        life.checkpointer.close()
+    assert broken == unbroken.seen
+
+
+def test_worker_processes_that_run_ahead_are_not_counted(tmp_path):
+    def make() -> DataLoader:
+        return loader(2, prefetch_factor=3)
+
+    unbroken = Run(tmp_path / "a", make)
+    unbroken.attach()
+    unbroken.train(EPOCH + 2)
+    unbroken.checkpointer.close()
+    broken = []
+    for stop in (3, EPOCH + 2):
+        life = Run(tmp_path / "b", make)
+        assert life.attach() == len(broken)
+        life.train(stop)
+        broken += life.seen
+        life.checkpointer.close()
+    assert broken == unbroken.seen
+
+
+class OwnState:
+    """A loader that keeps its place itself, as torchdata's does."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self):
+        while self.next < 5:
+            self.next += 1
+            yield torch.full((2, 4), float(self.next))
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def test_a_loader_with_a_state_of_its_own_is_asked_itself(tmp_path):
+    first = Run(tmp_path, OwnState)
+    first.attach()
+    first.train(3)
+    first.checkpointer.close()
+    second = Run(tmp_path, OwnState)
+    assert second.attach() == 3
+    assert float(next(iter(second.checkpointer.data))[0, 0]) == 4
+    second.checkpointer.close()
+    third = Run(tmp_path, loader)
+    with pytest.raises(DataError, match="a loader with a state of its own, and a loader without is attached"):
+        third.attach()
+
+
+def test_leaving_a_loop_early_ends_the_epoch(tmp_path):
+    counted = CountedLoader(range(5))
+    for batch in counted:
+        if batch == 2:
+            break
+    assert (counted.epoch, counted.batches, counted.total_batches) == (1, 0, 3)
+    assert list(counted) == list(range(5))
+    assert (counted.epoch, len(counted)) == (2, 5)
+    one, other = iter(counted), iter(counted)
+    assert next(other) == 0
+    with pytest.raises(DataError, match="two loops"):
+        next(one)
+
+
+def test_a_place_that_is_not_in_the_data_any_more_is_refused(tmp_path):
+    counted = CountedLoader(range(5))
+    batches = iter(counted)
+    for _ in range(4):
+        next(batches)
+    shorter = CountedLoader(range(3))
+    shorter.load_state_dict(counted.state_dict())
+    with pytest.raises(DataError, match="after batch 4 of an epoch, and the loader now ends after 3"):
+        list(shorter)
+
+
+def test_a_loop_over_the_loader_itself_is_told(tmp_path):
+    run = Run(tmp_path)
+    run.attach()
+    next(iter(run.loader))
+    with pytest.raises(DataError, match="iterate over its `data`"):
+        run.checkpointer.step()
+    run.checkpointer.close()
+
+
+def test_misuse_is_refused_with_what_to_do(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="needs interval_steps"):
+        PCcheck(tmp_path).attach(model=model)
+    with pytest.raises(ConfigError, match="nothing to keep"):
+        PCcheck(tmp_path, interval_steps=1).attach(model=None)
+    with pytest.raises(ConfigError, match=r"\['rng'\]"):
+        PCcheck(tmp_path, interval_steps=1).attach(model=model, rng=3)
+    with pytest.raises(ConfigError, match=r"writer_thread: Extra inputs .*knobs: max_in_flight"):
+        PCcheck(tmp_path, writer_thread=3)
+    with pytest.raises(ConfigError, match="not both"):
+        PCcheck(tmp_path, PCcheck.Options(), keep=3)
+    with pytest.raises(ConfigError, match=r"writer_cpus.*may use CPUs"):
+        PCcheck(tmp_path, writer_cpus=(100_000,))
+    with pytest.raises(ConfigError, match="negative"):
+        PCcheck(tmp_path, interval_steps=-1)
+    checkpointer = PCcheck(tmp_path, interval_steps=0)
+    with pytest.raises(CheckpointError, match="attach"):
+        checkpointer.step()
+    checkpointer.attach(model=model)
+    with pytest.raises(CheckpointError, match="attached already"):
+        checkpointer.attach(model=model)
+    with pytest.raises(CheckpointError, match="no data"):
+        _ = checkpointer.data
+    checkpointer.step()
+    assert checkpointer.latest() is None, "interval 0 never saves by itself"
+    checkpointer.save(1)
+    checkpointer.close()
+    assert PCcheck(tmp_path).latest() == 1
+
+
+def test_a_chosen_step_and_what_cannot_be_resumed(tmp_path):
+    run = Run(tmp_path, keep=3)
+    run.attach()
+    run.train(4)
+    run.checkpointer.close()
+    again = Run(tmp_path, keep=3)
+    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint of step 77; committed steps: \[4, 3, 2"):
+        again.attach(resume_step=77)
+    assert again.attach(resume_step=3) == 3
+    again.checkpointer.close()
+    other = PCcheck(tmp_path, interval_steps=1, keep=3)
+    with pytest.raises(MismatchError, match="the checkpoint lacks"):
+        other.attach(model=run.model, ema=torch.zeros(3))
+    for slot in tmp_path.glob("slot-*"):
+        with slot.open("r+b") as file:
+            file.seek((1 << 20) + 5)
+            file.write(b"damage")
+    with pytest.raises(CorruptCheckpoint, match="no checkpoint can be read"):
+        Run(tmp_path, keep=3).attach()
+    for slot in tmp_path.glob("slot-*"):
+        with slot.open("r+b") as file:
+            file.seek(65536 + 50)
+            file.write(b"damage")
+    with pytest.raises(CorruptCheckpoint, match=r"no whole checkpoint, and slots that are damaged: slot-0000.lgs"):
+        Run(tmp_path, keep=3).attach()
+    assert not [slot for slot in tmp_path.glob("lock") if PCcheck(tmp_path)._open() is None], "the lock was given back"
+
+
+def test_another_world_is_refused_with_both_sides(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    first = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4)
+    first.attach(model=model)
+    first.step()
+    first.close()
+    for kind in ({}, {"rank": 1, "world_size": 2}, {"rank": 0, "world_size": 4}):
+        other = PCcheck(tmp_path, interval_steps=1, **kind)
+        words = rf"rank 1 of 4.*rank {kind.get('rank', 0)} of {kind.get('world_size', 1)}"
+        with pytest.raises(MismatchError, match=words):
+            other.attach(model=model)
+        with pytest.raises(MismatchError, match=words):
+            other.restore({"model": model})
+    again = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4)
+    assert again.attach(model=model) == 1
+    again.close()

@@ -1,0 +1,99 @@
+"""A process that ends drains for a bounded time, however it ends, and never hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lastgood import PCcheck
+
+SCRIPT = Path(__file__).with_name("ending_script.py")
+
+
+def run(directory: Path, how: str, slow_s: float, number: signal.Signals | None = None) -> tuple[int, str, float]:
+    """Exit code, stderr, and the seconds from the last word (or the signal) to the end."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(directory), how, str(slow_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("saving"):
+                break
+        if number is not None:
+            os.kill(process.pid, number)
+        began = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        return process.returncode, error, time.monotonic() - began
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "codes"),
+    [
+        ("return", None, {0}),
+        ("exception", None, {1}),
+        ("signal", signal.SIGTERM, {128 + signal.SIGTERM}),
+        ("signal", signal.SIGINT, {1, 128 + signal.SIGINT, -signal.SIGINT}),
+    ],
+)
+def test_what_is_under_way_is_finished_first(tmp_path, how, number, codes):
+    returned, error, _ = run(tmp_path, how, 0.2, number)
+    assert returned in codes, error
+    assert PCcheck(tmp_path).latest() == 2, error
+    assert ("the loop failed" in error) == (how == "exception")
+
+
+def test_a_disk_that_takes_too_long_is_given_up(tmp_path):
+    """Each flush takes 3 s, and 1 s is granted: the process ends when its flush returns, not after all of them."""
+    returned, error, seconds = run(tmp_path, "signal", 3.0, signal.SIGTERM)
+    assert returned == 143, error
+    assert "given up at exit, older checkpoints stay" in error
+    assert seconds < 45
+    assert PCcheck(tmp_path).latest() is None
+
+
+def test_sigterm_that_is_somebody_elses_stays_so(tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        checkpointer = PCcheck(tmp_path, interval_steps=1)
+        checkpointer.attach(model=torch.nn.Linear(2, 2))
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.close()
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_goes_back_with_the_last_one(tmp_path):
+    gc.collect()  # one of an earlier test that was never closed
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    dropped = PCcheck(tmp_path / "dropped", interval_steps=1)
+    dropped.attach(model=torch.nn.Linear(2, 2))
+    dropped._store.close()
+    del dropped
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    first, second = (PCcheck(tmp_path / name, interval_steps=1) for name in "ab")
+    first.attach(model=torch.nn.Linear(2, 2))
+    second.attach(model=torch.nn.Linear(2, 2))
+    first.close()
+    with pytest.raises(SystemExit, match="143"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

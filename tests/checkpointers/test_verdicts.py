@@ -1,0 +1,185 @@
+"""Really the last good state: what was judged bad is passed over, kept apart, and cannot loop for ever."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lastgood import PCcheck
+from lastgood.checkpointers.loss_watch import MIN_LOSSES, LossWatch
+from lastgood.errors import CheckpointError, NoCheckpoint, NoGoodCheckpoint
+from lastgood.storage import SlotStore, Verdict
+
+
+class Life:
+    def __init__(self, directory, device="cpu", **knobs) -> None:
+        self.model = torch.nn.Linear(3, 3, device=device)
+        self.checkpointer = PCcheck(directory, interval_steps=1, **knobs)
+        self.step_number = self.checkpointer.attach(model=self.model)
+
+    def steps(self, *losses) -> None:
+        for loss in losses:
+            with torch.no_grad():
+                self.model.weight += 1
+            self.step_number = self.checkpointer.step(loss)
+            self.checkpointer.drain()
+
+    def killed(self) -> None:
+        """Let go as a killed process does: nothing is noted as ended."""
+        self.checkpointer._store.close()
+        self.checkpointer._store = None
+        self.checkpointer.close()
+
+
+def restored(directory, **how) -> int:
+    return PCcheck(directory).restore({"model": torch.nn.Linear(3, 3), **OTHERS}, **how)
+
+
+OTHERS = {"rng": {}, "progress": {}}
+
+
+def test_a_bad_checkpoint_is_passed_over_unless_asked_for(tmp_path, caplog):
+    life = Life(tmp_path, keep=3)
+    life.steps(None, None, None)
+    assert life.checkpointer.verdict(3, ok=False, reason="evaluation fell")
+    assert "step 3 is judged bad: evaluation fell" in caplog.text
+    assert not life.checkpointer.verdict(99, ok=False)
+    assert life.checkpointer.latest() == 2
+    life.checkpointer.close()
+    assert PCcheck(tmp_path).latest() == 2
+    again = Life(tmp_path, keep=3)
+    assert again.step_number == 2
+    again.checkpointer.close()
+    overridden = PCcheck(tmp_path, interval_steps=1, keep=3)
+    assert overridden.attach(model=torch.nn.Linear(3, 3), resume_step=3) == 3
+    assert overridden.restore(overridden.state, good_only=False) == 3
+    assert overridden.restore(overridden.state) == 2
+    assert overridden.verdict(3, ok=True)
+    assert overridden.restore(overridden.state) == 3
+    overridden.close()
+
+
+def test_retention_never_drops_the_newest_good_one(tmp_path):
+    for keep in (1, 2):
+        directory = tmp_path / str(keep)
+        life = Life(directory, keep=keep)
+        life.steps(None, None)
+        for step in range(3, 12):
+            life.steps(None)
+            life.checkpointer.verdict(step, ok=False, reason="bad luck")
+        assert life.checkpointer.latest() == 2
+        life.checkpointer.close()
+        again = Life(directory, keep=keep)
+        assert again.step_number == 2
+        again.steps(None)
+        assert again.checkpointer.latest() == 3
+        again.checkpointer.close()
+
+
+def test_all_bad_is_an_error_and_no_new_start(tmp_path):
+    life = Life(tmp_path)
+    life.steps(None, None)
+    for step in (1, 2):
+        life.checkpointer.verdict(step, ok=False, reason="poison")
+    life.checkpointer.close()
+    with pytest.raises(NoGoodCheckpoint, match=r"step 2 is judged bad \(poison\); step 1 is.*good_only=False"):
+        Life(tmp_path)
+    assert not issubclass(NoGoodCheckpoint, NoCheckpoint), "attach() would begin anew"
+
+
+def test_a_loss_that_is_not_finite_judges_both_its_checkpoints(tmp_path):
+    life = Life(tmp_path, keep=4)
+    life.steps(1.0, 1.1, 1.0, math.nan)
+    assert life.checkpointer.latest() == 2, "the loss of iteration 4 came from the weights of step 3"
+    life.steps(torch.tensor(1.0))
+    assert life.checkpointer.latest() == 5
+    life.checkpointer.close()
+
+
+@pytest.mark.gpu
+def test_losses_on_a_device_are_judged_when_they_arrive(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    life = Life(tmp_path, device="cuda", keep=4)
+    life.steps(*(torch.tensor(value, device="cuda") for value in (1.0, 1.0, 1.0, math.inf)))
+    life.checkpointer.close()
+    assert PCcheck(tmp_path).latest() == 2
+
+
+def test_a_verdict_on_a_checkpoint_under_way_holds(tmp_path):
+    with SlotStore(tmp_path, slots=3, keep=2, chunk_bytes=4096, pool_bytes=65536) as store:
+        write = store.begin(7, 0)
+        store.judge(write.sequence, Verdict(7, ok=False, reason="early"))
+        write.commit(0, 0, bytes(32))
+    with SlotStore(tmp_path, slots=3, keep=2, chunk_bytes=4096, pool_bytes=65536) as store:
+        (info,) = store.committed()
+        assert store.book().is_bad(info.sequence)
+
+
+def test_a_poisonous_checkpoint_cannot_loop_for_ever(tmp_path):
+    life = Life(tmp_path, keep=3)
+    life.steps(None, None, None)
+    life.checkpointer.close()
+    begun = []
+    for _ in range(7):
+        life = Life(tmp_path, keep=3, max_failed_restarts=2)
+        begun.append(life.step_number)
+        life.killed()
+        if len(begun) == 6:
+            break
+    assert begun == [3, 3, 2, 2, 1, 1]
+    with pytest.raises(NoGoodCheckpoint, match="2 restarts from step 3 failed"):
+        Life(tmp_path, keep=3, max_failed_restarts=2)
+    life = Life(tmp_path, keep=3, max_failed_restarts=None)
+    assert life.step_number == 3
+    life.steps(None)  # a newer checkpoint: training got on
+    life.killed()
+    for _ in range(2):
+        life = Life(tmp_path, keep=3, max_failed_restarts=2)
+        assert life.step_number == 4
+        life.killed()
+    life = Life(tmp_path, keep=3, max_failed_restarts=2)
+    assert life.step_number == 3
+
+
+def test_a_life_that_ends_in_order_is_no_failure(tmp_path):
+    life = Life(tmp_path)
+    life.steps(None)
+    life.checkpointer.close()
+    for _ in range(4):
+        life = Life(tmp_path, max_failed_restarts=1)
+        assert life.step_number == 1
+        life.checkpointer.close()
+
+
+def test_verdicts_need_an_open_store(tmp_path):
+    with pytest.raises(CheckpointError, match="call start"):
+        PCcheck(tmp_path).verdict(1, ok=True)
+
+
+def test_the_spike_rule():
+    watch = LossWatch(8.0)
+    for step in range(MIN_LOSSES - 1):
+        assert not watch.observe(step, 1.0 + 0.01 * (step % 3))
+    assert not watch.observe(50, 30.0), "too few losses to know a spike"
+    watch = LossWatch(8.0)
+    for step in range(MIN_LOSSES):
+        assert not watch.observe(step, 1.0 + 0.01 * (step % 3))
+    # The spread is 5 % of the median, 0.05: a spike is above 1.01 + 8 x 0.0505.
+    assert not watch.observe(60, 1.40)
+    (bad,) = watch.observe(61, 1.45)
+    assert bad.step == 61 and "1.45" in bad.reason and "8 x" in bad.reason
+    assert not watch.observe(62, -50.0), "losses may fall"
+    assert watch.observe(63, float("-inf"))
+    quiet = LossWatch(None)
+    for step in range(40):
+        assert not quiet.observe(step, 1.0)
+    assert not quiet.observe(41, 1e9)
+    assert quiet.observe(42, torch.tensor([float("nan")]))
+    noisy = LossWatch(8.0)
+    for step in range(60):
+        assert not noisy.observe(step, 5.0 * (step % 5 - 2))
+    assert not noisy.observe(61, 50.0), "a wide spread makes a wide limit: 8 x 1.4826 x 5"
+    assert noisy.observe(62, 70.0)
