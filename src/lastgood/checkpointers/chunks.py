@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "pinned_pool_memory"]
-
-_PAGE = 4096
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block"]
 
 
 def padding_block() -> torch.Tensor:
@@ -44,12 +42,6 @@ def host_ranges(
         if size % BLOCK_ALIGNMENT:
             ranges.append((skip, BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT))
     return ranges
-
-
-def pinned_pool_memory(size: int) -> tuple[torch.Tensor, int]:
-    """Page-locked host memory, and the first page-aligned address in it with `size` bytes behind it."""
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=True)
-    return memory, -(-memory.data_ptr() // _PAGE) * _PAGE
 
 
 class Lander:

@@ -20,11 +20,11 @@ from pydantic import Field, field_validator
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block, pinned_pool_memory
+from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.endings import EXIT_DRAIN_S
 from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
 from lastgood.checkpointers.recovery import Recovery
-from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, freeze
+from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemory, freeze
 from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import FlatState, flatten
 from lastgood.units import MIB
@@ -40,6 +40,8 @@ __all__ = ["PCcheck", "PCcheckOptions"]
 
 _log = logging.getLogger("lastgood")
 
+READ_THREADS = 4
+"""Reads under way at once in a restore, at least."""
 _REMEMBERED = 256
 """Steps whose sequence is known without a look at the slots; verdicts come within so many saves."""
 
@@ -108,7 +110,7 @@ class PCcheck(Checkpointer):
         self.knobs = self.options
         self._store: SlotStore | None = None
         self._capacity = 0
-        self._pool_memory: torch.Tensor | None = None
+        self._pool_memory: PinnedMemory | None = None
         self._in_flight: dict[int, _Flight] = {}
         """By number of the save; guarded by `_landed`."""
         self._landed = threading.Condition()
@@ -117,6 +119,17 @@ class PCcheck(Checkpointer):
         """Of this life's checkpoints, by step; the newest ones."""
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
+
+    @classmethod
+    def tuned(cls, directory: Path | str, config: Path | str | None = None) -> PCcheck:
+        """With the interval and knobs that ``lastgood tune DIRECTORY`` chose (or those of another file of that kind).
+
+        Raises ConfigError, naming file and key.
+        """
+        from lastgood.checkpointers.tuned import TUNING_FILE, read_tuning
+
+        interval_steps, options = read_tuning(Path(directory, TUNING_FILE) if config is None else config)
+        return cls(directory, options, interval_steps=interval_steps)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -169,7 +182,7 @@ class PCcheck(Checkpointer):
             store.close()
             self._store = None
             self._capacity = 0
-            self._pool_memory = None
+            self._release_pool()
             self._sequences = {}
 
     def _exit_drain_s(self) -> float:
@@ -222,7 +235,8 @@ class PCcheck(Checkpointer):
             del self._sequences[next(iter(self._sequences))]
         flight = None
         try:
-            flight = _Flight(event, slot, flat, meta, self._pool_memory, self._timeout_s())
+            pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
+            flight = _Flight(event, slot, flat, meta, pool_memory, self._timeout_s())
             with self._landed:
                 self._in_flight[number] = flight
             # A daemon: an ending process waits for it for a bounded time, in `end`.
@@ -286,13 +300,19 @@ class PCcheck(Checkpointer):
         chunk = self.knobs.chunk_bytes
         least = (self.knobs.writer_threads + 1) * chunk
         chunks = -(-max(self.knobs.pool_bytes or capacity, least) // chunk)
-        self._pool_memory = None
+        self._release_pool()
         if on_device:
-            self._pool_memory, address = pinned_pool_memory(chunks * chunk)
-            store.pool = ChunkPool(address, chunks * chunk, chunk, self._pool_memory)
+            self._pool_memory = PinnedMemory(chunks * chunk)
+            memory = self._pool_memory.tensor
+            store.pool = ChunkPool(memory.data_ptr(), chunks * chunk, chunk, memory)
         else:
             store.pool = ChunkPool(0, chunks * chunk, chunk)
         self._capacity = capacity
+
+    def _release_pool(self) -> None:
+        if self._pool_memory is not None:
+            self._pool_memory.release()
+            self._pool_memory = None
 
     def _opened(self) -> SlotStore:
         if self._store is None:
@@ -349,7 +369,9 @@ class PCcheck(Checkpointer):
         return self._recovery().restore(self._store, state, step, good_only=good_only).step
 
     def _recovery(self) -> Recovery:
-        return Recovery(self.directory, self.knobs.writer_threads, (self.knobs.rank, self.knobs.world_size))
+        return Recovery(
+            self.directory, max(READ_THREADS, self.knobs.writer_threads), (self.knobs.rank, self.knobs.world_size)
+        )
 
 
 class _Flight:

@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
-from lastgood.checkpointers.chunks import host_ranges
+from lastgood.checkpointers.in_place import InPlace
+from lastgood.checkpointers.stored import read_layout
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError
-from lastgood.state import Layout, apply_tree, unflatten
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo, SlotView
-else:
-    torch = lazy_module("torch")
 
-__all__ = ["Recovery", "read_layout", "read_tree"]
+__all__ = ["Recovery"]
 
 _log = logging.getLogger("lastgood")
 
@@ -54,15 +49,18 @@ class Recovery:
     ) -> SlotInfo:
         """Read the newest checkpoint into `state` that is good, did not fail too often, and whose checksums hold.
 
-        With a `step`, only its newest checkpoint counts, whatever was judged. What cannot be read is passed over with a
-        warning. Raises NoCheckpoint, NoGoodCheckpoint, CorruptCheckpoint, MismatchError.
+        With a `step`, only its checkpoints count, whatever was judged. What cannot be read is passed over with a
+        warning; live tensors may then hold parts of it, until an older one is read over them. Raises NoCheckpoint,
+        NoGoodCheckpoint, CorruptCheckpoint, MismatchError.
         """
         view = self._view(store)
         if view is None:
             raise NoCheckpoint(f"{self.directory}: there is no such directory")
         known = view.committed()
         book = view.book()
-        refused, unread = [], []
+        refused: list[str] = []
+        unread: list[str] = []
+        touched = False
         for info in known:
             if step is not None and info.step != step:
                 continue
@@ -76,15 +74,20 @@ class Recovery:
                 continue
             self._check_world(info)
             try:
-                tree = read_tree(view, info, self._threads)
+                with view.hold(info):
+                    reading = InPlace(view, info, read_layout(view, info), state)
+                    touched |= reading.touches_live
+                    reading.read(self._threads)
             except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 unread.append(str(error))
                 continue
-            apply_tree(state, tree, f"{info.path}, step {info.step}")
+            reading.load()
             return info
         if unread:
-            raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join([*unread, *refused])}")
+            mixed = "; the state in memory holds parts of it now, make it anew" if touched else ""
+            why = "; ".join([*unread, *refused])
+            raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {why}{mixed}")
         if refused:
             raise NoGoodCheckpoint(
                 f"{self.directory}: {'; '.join(refused)}; name a step, restore with good_only=False, or move the "
@@ -125,20 +128,3 @@ class Recovery:
                 f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
                 "a copy back, or move the directory away to begin anew"
             )
-
-
-def read_layout(view: SlotView, info: SlotInfo) -> Layout:
-    """The layout of a checkpoint, checked against its commit record. Raises CorruptCheckpoint, StorageError."""
-    where = str(info.path)
-    layout = Layout.from_json(view.read_meta(info), where)
-    if layout.digest() != info.layout_digest or layout.stream_bytes != info.record.meta_offset:
-        raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
-    return layout
-
-
-def read_tree(view: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
-    """Read and check one checkpoint into fresh host memory. Raises CorruptCheckpoint, StorageError."""
-    layout = read_layout(view, info)
-    blocks = [torch.empty(size, dtype=torch.uint8) for size in layout.block_bytes]
-    view.read_into(info, host_ranges(blocks, layout.block_bytes, None), threads)
-    return unflatten(layout, blocks, str(info.path))

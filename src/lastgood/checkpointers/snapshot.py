@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import StateError, WaitTimeout
+from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["CopyFence", "DeviceStreams", "HostSnapshot", "copy_bytes", "freeze", "host_buffer"]
+__all__ = [
+    "CopyFence",
+    "DeviceStreams",
+    "HostSnapshot",
+    "PinnedMemory",
+    "copy_bytes",
+    "freeze",
+    "fresh_memory",
+    "host_buffer",
+]
+
+_HUGE_FROM = 2 << 20
 
 
 def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -26,6 +38,40 @@ def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """A uint8 host tensor of `size` bytes, page-locked for copies from a CUDA device where asked for."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def fresh_memory(size: int) -> torch.Tensor:
+    """A uint8 host tensor of exactly `size` bytes, in huge pages where the kernel has them: small ones fault slowly."""
+    if size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class PinnedMemory:
+    """Page-locked host memory of just the size asked for; torch's own allocator rounds up to a power of two.
+
+    `tensor` starts at a page. Call `release` once no copy into it is under way. Raises CheckpointError where the driver
+    refuses (too much memory locked already).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.tensor = fresh_memory(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE)
+        self.tensor = self.tensor[-self.tensor.data_ptr() % mmap.PAGESIZE :]
+        error = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
+        if int(error) != 0:
+            raise CheckpointError(
+                f"page-locking {size} bytes of host memory failed: {torch.cuda.cudart().cudaGetErrorString(error)}; "
+                "set pool_bytes to less"
+            )
+        self._registered = True
+
+    def release(self) -> None:
+        """Unlock the pages. Safe to call twice."""
+        if self._registered:
+            self._registered = False
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

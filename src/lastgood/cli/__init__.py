@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from lastgood.cli import ceilings, check, collect, data, doctor, inspect, plan, plot, run
+from lastgood.cli import ceilings, check, collect, data, doctor, inspect, plan, plot, run, tune
 from lastgood.errors import LastgoodError
 
 __all__ = ["app", "main"]
@@ -26,6 +26,7 @@ app.command()(check.check)
 app.command()(collect.collect)
 app.command()(plot.plot)
 app.command()(ceilings.ceilings)
+app.command()(tune.tune)
 app.command()(inspect.inspect)
 app.command()(doctor.doctor)
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")

@@ -1,6 +1,6 @@
 """States of a training: flattening to bytes and back, to the bit; random generators; digests."""
 
-from lastgood.state.apply import apply_tree
+from lastgood.state.apply import apply_tree, check_tree, load_tree
 from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful, unflatten
 from lastgood.state.layout import Layout
@@ -11,8 +11,10 @@ __all__ = [
     "Layout",
     "RngState",
     "apply_tree",
+    "check_tree",
     "flatten",
     "is_stateful",
+    "load_tree",
     "seed_everything",
     "state_digest",
     "unflatten",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["apply_tree"]
+__all__ = ["apply_tree", "check_tree", "load_tree"]
 
 
 def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
@@ -26,6 +26,12 @@ def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) ->
 
     Raises MismatchError, naming `where`, the entry and both sides.
     """
+    check_tree(state, tree, where)
+    load_tree(state, tree, where)
+
+
+def check_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
+    """The first half of `apply_tree`: refuse what does not fit. Looks at no tensor's content."""
     missing, unexpected = sorted(state.keys() - tree.keys()), sorted(tree.keys() - state.keys())
     if missing or unexpected:
         raise MismatchError(
@@ -34,6 +40,10 @@ def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) ->
         )
     for name, live in state.items():
         _check(live, tree[name], f"{where}: {name}")
+
+
+def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
+    """The second half of `apply_tree`, for a tree that was checked. Tensors already in their live memory stay."""
     for name, live in state.items():
         _load(state, name, live, tree[name], f"{where}: {name}")
 
@@ -99,11 +109,18 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
     """Load `saved` into `live`, which is ``container[key]``; a plain value is replaced there."""
     if isinstance(live, torch.optim.Optimizer):
         _load_optimizer(live, saved)
+    elif isinstance(live, torch.nn.Module):
+        current = live.state_dict(keep_vars=True)
+        # torch copies a tensor into itself without touching its bytes, but not one that only lies in the same place.
+        live.load_state_dict(
+            {key: current[key] if _same_place(current.get(key), value) else value for key, value in saved.items()}
+        )
     elif is_stateful(live):
         live.load_state_dict(saved)
     elif isinstance(live, torch.Tensor):
-        with torch.no_grad():
-            live.copy_(saved)
+        if not _same_place(live, saved):
+            with torch.no_grad():
+                live.copy_(saved)
     elif isinstance(live, MutableMapping) and isinstance(saved, Mapping):
         for name in list(live.keys() - saved.keys()):
             del live[name]
@@ -120,6 +137,21 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
             f"{path} is a plain {type(live).__name__} in a container that cannot be changed; "
             "pass a dict, or wrap the value in an object with load_state_dict"
         )
+
+
+def _same_place(live: Any, saved: Any) -> bool:
+    """Whether two tensors are one piece of memory, seen in the same way."""
+    return (
+        isinstance(live, torch.Tensor)
+        and isinstance(saved, torch.Tensor)
+        and live.device == saved.device
+        and live.dtype == saved.dtype
+        and live.shape == saved.shape
+        and live.stride() == saved.stride()
+        and live.data_ptr() == saved.data_ptr()
+        and live.is_conj() == saved.is_conj()
+        and live.is_neg() == saved.is_neg()
+    )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

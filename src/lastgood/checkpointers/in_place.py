@@ -1,0 +1,180 @@
+"""Reads a checkpoint into the memory that a training already has: no second copy of the state, no pages to fault in.
+
+A block of a checkpoint goes straight into the live block that holds the same tensors in the same places, where these
+are parameters, buffers, optimizer tensors or plain tensors. All others (an optimizer's moments in a fresh process) get
+fresh memory, which the optimizer then keeps. Blocks on a CUDA device come through two page-locked windows, so that the
+copy to the device runs beside the next read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.chunks import host_ranges
+from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes, fresh_memory
+from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
+from lastgood.state import Layout, check_tree, flatten, load_tree, unflatten
+from lastgood.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotView
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["InPlace"]
+
+_WINDOW_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor's place inside its block."""
+
+    name: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class InPlace:
+    """One restore of one checkpoint into `state`. Make it (nothing is changed), then `read`, then `load`."""
+
+    def __init__(self, view: SlotView, info: SlotInfo, layout: Layout, state: Mapping[str, Any]) -> None:
+        self._view = view
+        self._info = info
+        self._layout = layout
+        self._state = state
+        self._where = f"{info.path}, step {info.step}"
+        self.targets, self.touches_live = _choose_targets(layout, state, self._where)
+        # Shapes, dtypes and names are known without the data: what does not fit is refused before anything changes.
+        check_tree(state, unflatten(layout, [_host_like(target) for target in self.targets], self._where), self._where)
+
+    def read(self, threads: int) -> None:
+        """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture."""
+        layout = self._layout
+        if any(target.is_cuda for target in self.targets):
+            _read_through_windows(self._view, self._info, layout, self.targets, threads)
+            return
+        ranges = host_ranges(self.targets, layout.block_bytes, None)
+        self._view.read_into(self._info, ranges, threads, timeout_s=read_timeout_s(layout.stream_bytes))
+
+    def load(self) -> None:
+        """Give the tree to the state's objects."""
+        load_tree(self._state, unflatten(self._layout, self.targets, self._where), self._where)
+
+
+def _host_like(target: torch.Tensor) -> torch.Tensor:
+    """Host memory of the target's size that nothing is ever written to: it takes address space only."""
+    return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8)
+
+
+def _choose_targets(layout: Layout, state: Mapping[str, Any], where: str) -> tuple[list[torch.Tensor], bool]:
+    """For each block of the checkpoint the memory it is read into, and whether some of that is live."""
+    live = flatten(state)
+    ours = {name for name, part in state.items() if _keeps_its_tensors(part)}
+    by_places = {
+        (places, layout_bytes): number
+        for number, (places, layout_bytes) in enumerate(
+            zip(
+                _places(named_tensors(live.layout, "state"), len(live.blocks), ours),
+                live.layout.block_bytes,
+                strict=True,
+            )
+        )
+        if places
+    }
+    tensors = named_tensors(layout, where)
+    targets, touches = [], False
+    for number, places in enumerate(_places(tensors, len(layout.block_bytes), ours)):
+        size = layout.block_bytes[number]
+        found = by_places.get((places, size))
+        if places and found is not None:
+            targets.append(live.blocks[found])
+            touches = True
+        else:
+            targets.append(_fresh(size, _device_of(places, state)))
+    return targets, touches
+
+
+def _keeps_its_tensors(part: Any) -> bool:
+    """Whether what state_dict shows of `part` is its own memory, and load_state_dict only copies into it."""
+    return isinstance(part, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
+
+
+def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[_Placed]]:
+    """What lies in each block; empty where something in it is another part's."""
+    found: dict[int, set[_Placed]] = defaultdict(set)
+    spoilt = set()
+    for tensor in tensors:
+        if tensor.part not in ours or tensor.is_array:
+            spoilt.add(tensor.block)
+        place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride)
+        found[tensor.block].add(place)
+    return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
+
+
+def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.device:
+    """Where an optimizer will want tensors that it does not have yet: beside their parameter, if of its shape."""
+    devices = set()
+    for place in places:
+        part, *path = place.name.split(".")
+        optimizer = state.get(part)
+        parameter = None
+        if isinstance(optimizer, torch.optim.Optimizer) and len(path) == 3 and path[0] == "state" and path[1].isdigit():
+            numbered = [item for group in optimizer.param_groups for item in group["params"]]
+            parameter = numbered[int(path[1])] if int(path[1]) < len(numbered) else None
+        like = parameter is not None and tuple(parameter.shape) == place.shape
+        devices.add(parameter.device if parameter is not None and like else torch.device("cpu"))
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def _fresh(size: int, device: torch.device) -> torch.Tensor:
+    """Memory for a block that the training does not have yet."""
+    return fresh_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _read_through_windows(
+    view: SlotView, info: SlotInfo, layout: Layout, targets: Sequence[torch.Tensor], threads: int
+) -> None:
+    chunk = info.record.chunk_bytes
+    size = max(1, _WINDOW_BYTES // chunk) * chunk
+    pinned = PinnedMemory(2 * size)
+    windows = pinned.tensor[:size], pinned.tensor[size : 2 * size]
+    streams = {target.device: torch.cuda.Stream(target.device) for target in targets if target.is_cuda}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))
+    offsets = layout.block_offsets()
+    block = 0
+    try:
+        for number, begin in enumerate(range(0, layout.stream_bytes, size)):
+            window, end = windows[number % 2], min(begin + size, layout.stream_bytes)
+            if number >= 2:
+                for stream in streams.values():  # the copies out of this window, two rounds ago
+                    stream.synchronize()
+            view.read_into(
+                info, [(window.data_ptr(), end - begin)], threads, offset=begin, timeout_s=read_timeout_s(size)
+            )
+            while block < len(targets) and offsets[block] < end:
+                target, start = targets[block], offsets[block]
+                first, last = max(start, begin), min(start + target.numel(), end)
+                if last > first:
+                    source = window[first - begin : last - begin]
+                    if target.is_cuda:
+                        with torch.cuda.stream(streams[target.device]):
+                            target[first - start : last - start].copy_(source, non_blocking=True)
+                    else:
+                        copy_bytes(target[first - start : last - start], source)
+                if start + target.numel() > end:
+                    break
+                block += 1
+    finally:
+        for stream in streams.values():
+            stream.synchronize()
+        pinned.release()

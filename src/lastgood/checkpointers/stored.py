@@ -1,0 +1,341 @@
+"""Checkpoints of a slot directory as what they hold: layouts, trees, tensors by name. Needs no code of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.chunks import host_ranges
+from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
+from lastgood.state import Layout, unflatten
+from lastgood.state.layout import MAX_LAYOUT_BYTES, Node
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotStatus, SlotView
+else:
+    torch = lazy_module("torch")
+
+__all__ = [
+    "NamedTensor",
+    "Sharing",
+    "find_sharing",
+    "look_at_slots",
+    "named_tensors",
+    "named_values",
+    "read_blocks",
+    "read_layout",
+    "read_timeout_s",
+    "read_tree",
+    "typed_view",
+    "was_overwritten",
+]
+
+_MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What walking a layout raises that is JSON, but no layout."""
+_RESERVED = "__metadata__"
+"""safetensors keeps this name for itself."""
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor or numpy array of a checkpoint, where its bytes lie, and how they are to be read."""
+
+    name: str
+    part: str
+    """The entry of the state that it belongs to: "model", "optimizer"."""
+    block: int
+    """-1 if it has no elements."""
+    offset: int
+    """In bytes, from the start of the block."""
+    dtype: str
+    """Name of a torch dtype; of an array, the description that numpy writes (``<i4``)."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; not negative."""
+    itemsize: int
+    is_array: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements, one after another."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where in the block its last byte ends."""
+        if 0 in self.shape:
+            return self.offset
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.offset + (reach + 1) * self.itemsize
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Two names with one place are one tensor."""
+        return (self.block, self.offset, self.dtype, self.shape, self.stride, self.is_array)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What memory a tensor has for itself."""
+
+    own_bytes: int
+    """Bytes of the block that it spans and that no tensor sorted before it does."""
+    shares_with: str | None = None
+    """Another tensor in the same memory."""
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
+    """`SlotView.statuses` of a directory in any condition, and what is wrong with it as a whole, in words.
+
+    A slot file that cannot be read is torn, with the reason as its detail. Raises StorageError only where the directory
+    itself cannot be read.
+    """
+    from lastgood.storage.reader import SlotState, SlotStatus, find_slots, look_at_slot
+
+    troubles = []
+    for _ in range(2):  # a training that goes on may remove a slot file between two looks
+        try:
+            return view.statuses(), []
+        except (MismatchError, StorageError) as error:
+            troubles = [str(error)]
+    held = view.held
+    statuses = []
+    for number, path in find_slots(view.directory).items():
+        try:
+            statuses.append(look_at_slot(path, number, None, held=held))
+        except StorageError as error:
+            statuses.append(SlotStatus(path, number, SlotState.TORN, 0, detail=str(error)))
+    return statuses, troubles
+
+
+def was_overwritten(info: SlotInfo) -> bool:
+    """Whether a writer has reused the slot of a checkpoint meanwhile. Reading it fails then, but nothing is damaged."""
+    from lastgood.storage.reader import SlotState, look_at_slot
+
+    if not info.path.exists():
+        return True  # a slot beyond the number asked for was removed
+    try:
+        status = look_at_slot(info.path, info.slot, None, held=True)
+    except StorageError:
+        return False
+    if status.record is None:
+        return status.state is SlotState.VOID  # a slot that grows
+    return status.record != info.record
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_timeout_s(nbytes: int) -> float:
+    """How long reading may take: the usual limit, and beyond it time for a disk of 10 MB/s."""
+    from lastgood.storage.reader import READ_TIMEOUT_S
+
+    return READ_TIMEOUT_S + nbytes / 1e7
+
+
+def read_layout(view: SlotView, info: SlotInfo) -> Layout:
+    """The layout of a committed checkpoint, checked against its commit record.
+
+    Raises CorruptCheckpoint (also where the slot was overwritten meanwhile), MismatchError for another version of the
+    layout, StorageError, WaitTimeout.
+    """
+    where = f"{info.path}: step {info.step}"
+    if info.meta_bytes > MAX_LAYOUT_BYTES:
+        raise CorruptCheckpoint(f"{where}: a layout of {info.meta_bytes} bytes is over the limit of {MAX_LAYOUT_BYTES}")
+    layout = Layout.from_json(view.read_meta(info, read_timeout_s(info.meta_bytes)), where)
+    try:
+        digest = layout.digest()
+    except _MALFORMED as error:
+        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+    if digest != info.layout_digest or layout.stream_bytes != info.meta_offset:
+        raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
+    return layout
+
+
+def read_tree(view: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
+    """Read and check one committed checkpoint into fresh host memory: plain containers, values and CPU tensors.
+
+    Raises as `read_layout` does.
+    """
+    layout = read_layout(view, info)
+    with view.hold(info):
+        blocks = [block for _, block in read_blocks(view, info, layout, threads, layout.stream_bytes)]
+    return unflatten(layout, blocks, f"{info.path}: step {info.step}")
+
+
+def read_blocks(
+    view: SlotView, info: SlotInfo, layout: Layout, threads: int, window_bytes: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read and check a checkpoint's blocks in their order: (number, uint8 tensor of block_bytes[number]).
+
+    About `window_bytes` (or one block, if that is larger) are read at once. Between two reads a slot may be reused, if
+    the caller has no `hold` on it; then CorruptCheckpoint is raised, and no block of another checkpoint ever comes.
+    """
+    offsets = layout.block_offsets()
+    first = 0
+    while first < len(offsets):
+        last = first + 1
+        while last < len(offsets) and offsets[last] + layout.block_bytes[last] - offsets[first] <= window_bytes:
+            last += 1
+        sizes = layout.block_bytes[first:last]
+        blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        ranges = host_ranges(blocks, sizes, None)
+        view.read_into(info, ranges, threads, offset=offsets[first], timeout_s=read_timeout_s(sum(sizes)))
+        yield from zip(range(first, last), blocks, strict=True)
+        first = last
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
+    """Every tensor and numpy array of a layout with a name of its own, in the order of the tree.
+
+    A name is the path to the tensor, joined by dots: texts as they are ("model.layers.0.weight"), numbers of lists,
+    tuples and int keys in decimal ("optimizer.state.3.exp_avg"), other keys as Python writes them. What cannot be
+    printed is escaped as Python does in a text. Where two paths would give one name, the first in the tree's order has
+    it, and the others get "#2", "#3" and so on behind it, leaving out what is another tensor's path. So names depend
+    on the structure alone, and all checkpoints of one training have the same.
+
+    `where` names the source in errors. Raises CorruptCheckpoint for what is no layout, or reaches outside its blocks.
+    """
+    try:
+        found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in ("T", "A")]
+        plain = {_join(path) for path, _ in found}
+        taken = {_RESERVED}
+        tensors = []
+        for path, node in found:
+            wanted = name = _join(path)
+            number = 2
+            while name in taken or (name in plain and name != wanted):
+                name = f"{wanted}#{number}"
+                number += 1
+            taken.add(name)
+            tensors.append(_describe(name, path, node, layout))
+    except _MALFORMED as error:
+        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+    return tensors
+
+
+def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:
+    """Every plain value and empty container: its path, as in `named_tensors` but not made unique, and a short text.
+
+    Raises CorruptCheckpoint for what is no layout.
+    """
+    try:
+        return [
+            (_join(path), _short(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], where)["x"]))
+            for path, node in _leaves(layout.tree)
+            if node[0] not in ("T", "A")
+        ]
+    except _MALFORMED as error:
+        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+
+
+def find_sharing(tensors: Sequence[NamedTensor]) -> list[Sharing]:
+    """For each tensor, which other one lies in the same memory, and how many bytes are left to count for it.
+
+    All `own_bytes` together are the bytes that tensors span, memory that several share counted once.
+    """
+    result = [Sharing(0)] * len(tensors)
+    order = sorted(
+        (number for number, tensor in enumerate(tensors) if tensor.nbytes),
+        key=lambda number: (tensors[number].block, tensors[number].offset, -tensors[number].end, number),
+    )
+    for _, group in groupby(order, key=lambda number: tensors[number].block):
+        reached, owner = 0, ""
+        for number in group:
+            tensor = tensors[number]
+            own = max(0, tensor.end - max(tensor.offset, reached))
+            result[number] = Sharing(own, owner if owner and tensor.offset < reached else None)
+            if tensor.end > reached:
+                reached, owner = tensor.end, tensor.name
+    return result
+
+
+def typed_view(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
+    """The elements of `tensor` in its block (uint8, owning its memory), as integers or complex numbers of their width.
+
+    Copying these keeps every bit, which is not promised for bools of odd values. An array comes as its bytes.
+    """
+    if tensor.is_array:
+        # Always in C order, and with elements of any width.
+        return block[tensor.offset : tensor.end]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
+    view = torch.empty(0, dtype=kind)
+    view.set_(block.untyped_storage(), tensor.offset // kind.itemsize, tensor.shape, tensor.stride)
+    return view
+
+
+_Path = tuple[Any, ...]
+
+
+def _leaves(node: Node, path: _Path = ()) -> Iterator[tuple[_Path, Node]]:
+    """Everything in a tree that is no container, or an empty one, with the keys and numbers that lead to it."""
+    tag = node[0]
+    if tag == "m":
+        yield from _leaves(node[1], path)
+    elif tag in "doC" and node[1]:
+        for key, value in node[1]:
+            yield from _leaves(value, (*path, _key(key)))
+    elif tag in "lteE" and node[1]:
+        for number, value in enumerate(node[1]):
+            yield from _leaves(value, (*path, number))
+    else:
+        yield path, node
+
+
+def _key(node: Node) -> Any:
+    if node[0] in "si":
+        return node[1]
+    return unflatten(Layout(["d", [[node, ["n"]]]], (), 0), [], "a key").popitem()[0]
+
+
+def _join(path: _Path) -> str:
+    text = ".".join(part if isinstance(part, str) else repr(part) for part in path)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _describe(name: str, path: _Path, node: Node, layout: Layout) -> NamedTensor:
+    block, offset, dtype = node[1:4]
+    shape = tuple(node[4])
+    part = _join(path[:1])
+    if node[0] == "A":
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, np.dtype(dtype).itemsize, is_array=True)
+    else:
+        kind = getattr(torch, dtype)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"{name}: {dtype} is not a dtype")
+        tensor = NamedTensor(name, part, block, offset, dtype, shape, tuple(node[5]), kind.itemsize)
+    if not all(type(number) is int and number >= 0 for number in (*shape, *tensor.stride)) or type(offset) is not int:
+        raise ValueError(f"{name}: sizes and strides must not be negative: {shape}, {tensor.stride}")
+    if len(tensor.stride) != len(shape):
+        raise ValueError(f"{name}: {len(shape)} sizes and {len(tensor.stride)} strides")
+    if tensor.nbytes:
+        size = layout.block_bytes[block] if type(block) is int and 0 <= block < len(layout.block_bytes) else 0
+        misplaced = not tensor.is_array and offset % tensor.itemsize
+        if offset < 0 or tensor.end > size or misplaced:
+            raise ValueError(f"{name} reaches from byte {offset} to {tensor.end} of block {block} of {size} bytes")
+    return tensor
+
+
+_SHORT = 60
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
