@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.chunks import pinned_pool_memory
+from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import flatten
 from lastgood.units import MIB
@@ -49,6 +49,7 @@ class PlainLoop(Checkpointer):
 
     def __init__(self, directory: Any, options: PlainLoopOptions | None = None) -> None:
         super().__init__(directory, options)
+        self._pinned: PinnedMemory | None = None
         self.knobs = options or PlainLoopOptions()
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(part of the buffer, live tensor), both as bytes."""
@@ -73,9 +74,8 @@ class PlainLoop(Checkpointer):
         on_device = any(block.is_cuda for block in flat.blocks)
         if on_device:
             self._stream = torch.cuda.Stream()
-            pinned, address = pinned_pool_memory(size)
-            first = address - pinned.data_ptr()
-            self._memory = pinned[first : first + size]
+            self._pinned = PinnedMemory(size)
+            self._memory = self._pinned.tensor[:size]
             self._written = memoryview(self._memory.numpy())
         else:
             # A mapping starts at a page, as direct I/O asks.
@@ -114,6 +114,9 @@ class PlainLoop(Checkpointer):
                     os.close(descriptor)
             self._descriptors, self._commit_descriptor = [], -1
             self._pairs, self._copied = [], None
+            if self._pinned is not None:
+                self._pinned.release()
+                self._pinned = None
 
     def storage_facts(self) -> dict[str, Any]:
         """Always direct."""

@@ -30,7 +30,7 @@ class RunSpec(BaseModel):
     workload: str
     workload_options: dict[str, Scalar] = Field(default_factory=dict)
     system: str
-    system_options: dict[str, Scalar] = Field(default_factory=dict)
+    system_options: dict[str, Scalar | list[int]] = Field(default_factory=dict)
     method: int = Field(ge=1)
     """The system's METHOD version."""
     interval_steps: int = Field(ge=0)

@@ -17,6 +17,7 @@ __all__ = [
     "direct_io_works",
     "flush",
     "grow_slot_file",
+    "make_directory",
     "make_slot_file",
     "open_file",
     "read_block",
@@ -146,6 +147,14 @@ def sync_directory(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and the parents that it lacks; their names are durable at return."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_directory(path.parent)
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:

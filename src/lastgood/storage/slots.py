@@ -312,7 +312,7 @@ class SlotStore(SlotView):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self, job_id: bytes | None, rank: int, world_size: int) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        files.make_directory(self.directory)
         self._lock.acquire()
         for path in files.remove_temporary_files(self.directory):
             log.warning("%s: removed, a process that was killed left it half made", path)
