@@ -187,7 +187,9 @@ class Trainer:
             keys = {key: self.knobs[key] for key in ("writer_threads", "chunk_bytes") if key in self.knobs}
             return PlainLoop(folder, PlainLoopOptions.model_validate(keys))
         kind = checkpointer_class(system)
-        return kind(folder, kind.Options.model_validate(self.knobs if system == "pccheck" else {}))
+        checkpointer = kind(folder, kind.Options.model_validate(self.knobs if system == "pccheck" else {}))
+        checkpointer.events_kept = None
+        return checkpointer
 
 
 def _read_config(path: Path) -> dict[str, Any]:

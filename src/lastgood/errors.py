@@ -45,6 +45,9 @@ class CheckpointError(LastgoodError):
 class StorageError(CheckpointError):
     """The operating system refused a read or a write: names the file, the operation and the bytes needed."""
 
+    errno: int | None = None
+    """Its error number, where there is one: failures of one number are of one kind."""
+
 
 class NoCheckpoint(CheckpointError):
     """There is no whole checkpoint to restore: names the directory and what was found there."""

@@ -34,6 +34,7 @@ def train(system, directory, pipe, parent):
     torch.set_num_threads(1)
     training = SmallTraining(WIDTH)
     checkpointer = checkpointer_class(system)(directory)
+    checkpointer.events_kept = None
     try:
         pipe.send(("restored", checkpointer.restore(training.state), training.digest()))
     except NoCheckpoint:

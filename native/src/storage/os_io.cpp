@@ -13,6 +13,8 @@
 namespace lastgood {
 namespace {
 
+constexpr unsigned kMostShortReads = 3;  // of one block; at the end of a file every one is
+
 std::string describe(int number, const std::string& operation, std::uint64_t offset, std::uint64_t nbytes) {
     return operation + " of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) + ": " +
            std::strerror(number);
@@ -77,16 +79,21 @@ void start_writeback(int fd, std::uint64_t offset, std::uint64_t nbytes) {
 void read_fully(int fd, void* data, std::uint64_t nbytes, std::uint64_t offset) {
     auto* at = static_cast<char*>(data);
     std::uint64_t done = 0;
+    unsigned without_progress = 0;
     while (done < nbytes) {
-        const ssize_t got = pread(fd, at + done, nbytes - done, off_t(offset + done));
+        const std::uint64_t rest = nbytes - done;
+        const ssize_t got = pread(fd, at + done, rest, off_t(offset + done));
         if (got < 0) {
             if (errno == EINTR) continue;
-            throw OsError(errno, "read", offset + done, nbytes - done);
+            throw OsError(errno, "read", offset + done, rest);
         }
-        // A direct read that ends inside a block has met the end of the file.
-        if (got == 0 || (std::uint64_t(got) < nbytes - done && got % ssize_t(kAlignment) != 0))
-            throw OsError(ENODATA, "read", offset + done, nbytes - done);
-        done += std::uint64_t(got);
+        if (got == 0) throw OsError(ENODATA, "read", offset + done, rest);
+        if (std::uint64_t(got) == rest) return;
+        // A read that ends inside a block has met the end of the file, or was short: direct I/O goes on from the
+        // block's begin, and only the end of the file is met again.
+        const std::uint64_t whole = std::uint64_t(got) & ~std::uint64_t(kAlignment - 1);
+        if (whole == 0 && ++without_progress > kMostShortReads) throw OsError(ENODATA, "read", offset + done, rest);
+        done += whole;
     }
 }
 

@@ -133,11 +133,15 @@ class Checkpointer(ABC):
         self.interval_steps = interval_steps
         self.options = self._validated(knobs) if options is None else options
         self.events: list[CheckpointEvent] = []
+        self.events_kept: int | None = 100
+        """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
         self._state: Mapping[str, Any] | None = None
         self._hooks = _Hooks()
         self._kinds_logged: set[str] = set()
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
+        self._close_s = DEFAULT_TIMEOUT_S
+        """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
     @classmethod
     def _validated(cls, knobs: dict[str, Any]) -> BaseOptions:
@@ -210,9 +214,10 @@ class Checkpointer(ABC):
 
     def end(self) -> None:
         """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
+        self._close_s = self._exit_drain_s()
         try:
             try:
-                self.drain(self._exit_drain_s())
+                self.drain(self._close_s)
             except WaitTimeout as error:
                 _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
                 self._abandon()
@@ -290,6 +295,8 @@ class Checkpointer(ABC):
         """Note that a checkpoint of `step` was asked for."""
         event = CheckpointEvent(step, time.perf_counter())
         self.events.append(event)
+        if self.events_kept is not None:
+            del self.events[: -self.events_kept]
         self._hook_optimizers()
         return event
 

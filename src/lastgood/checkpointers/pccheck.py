@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
@@ -32,7 +32,8 @@ from lastgood.units import MIB
 if TYPE_CHECKING:
     import torch
 
-    from lastgood.storage import SlotStore, SlotWrite
+    from lastgood.checkpointers.archive import Archive
+    from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 else:
     torch = lazy_module("torch")
 
@@ -71,6 +72,10 @@ class PCcheckOptions(BaseOptions):
     """Ranks of the job; checkpoints of another number are refused."""
     loss_spike: float | None = Field(default=8.0, gt=0)
     """How many spreads above the median a loss given to step() is bad (`loss_watch`); None: only NaN and infinity."""
+    archive_every: int | None = Field(default=None, ge=1)
+    """M: every M-th checkpoint is exported to `archive_dir` in the background, and stays there; None: none is."""
+    archive_dir: str | None = None
+    """Directory of the archive (safetensors files), of this job and rank alone."""
     max_failed_restarts: int | None = Field(default=3, ge=1)
     """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
     exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
@@ -84,10 +89,18 @@ class PCcheckOptions(BaseOptions):
             raise ValueError(f"this process may use CPUs {sorted(allowed)}, not {sorted(set(cpus) - allowed)}")
         return cpus
 
+    @model_validator(mode="after")
+    def _archive_has_both(self) -> PCcheckOptions:
+        if (self.archive_every is None) != (self.archive_dir is None):
+            raise ValueError("archive_every and archive_dir go together")
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
+        return self
+
     @property
     def slots(self) -> int:
-        """Slot files: one for each checkpoint in flight, and for each that is kept."""
-        return self.max_in_flight + self.keep
+        """Slot files: one for each checkpoint in flight, for each that is kept, and for one that is being archived."""
+        return self.max_in_flight + self.keep + (self.archive_every is not None)
 
     def disk_bytes(self, state_bytes: int) -> int:
         """All slots."""
@@ -119,6 +132,7 @@ class PCcheck(Checkpointer):
         """Of this life's checkpoints, by step; the newest ones."""
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
+        self._archive: Archive | None = None
 
     @classmethod
     def tuned(cls, directory: Path | str, config: Path | str | None = None) -> PCcheck:
@@ -149,7 +163,14 @@ class PCcheck(Checkpointer):
                 medium=self.knobs.medium,
                 writer_cpus=self.knobs.writer_cpus,
             )
+            self._open_archive()
         return self._store
+
+    def _open_archive(self) -> None:
+        from lastgood.checkpointers.archive import Archive
+
+        if self.knobs.archive_dir is not None and self.knobs.archive_every is not None:
+            self._archive = Archive(self.knobs.archive_dir, self.knobs.archive_every)
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         store = self._open()
@@ -176,9 +197,12 @@ class PCcheck(Checkpointer):
             self.drain()
             self._judge_by(self._watch.finish())
             store.forget_restarts()  # this life ended in order
-        except StorageError as error:
+            if self._archive is not None:
+                self._archive.close(self._close_s)
+        except (StorageError, WaitTimeout) as error:
             _log.warning("%s", error)
         finally:
+            self._archive = None
             store.close()
             self._store = None
             self._capacity = 0
@@ -220,12 +244,14 @@ class PCcheck(Checkpointer):
         self._make_room(flat, len(meta))
         stream_bytes = flat.layout.stream_bytes + len(meta)
         if self.knobs.pressure == "skip":
-            slot = store.try_begin(event.step, stream_bytes)
+            slot = store.try_begin(event.step, stream_bytes) if self._has_place(0.0) else None
             if slot is None:
                 event.outcome = Outcome.SKIPPED
                 event.finished_s = time.perf_counter()
                 return
         else:
+            if not self._has_place(self._timeout_s()):
+                raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
             slot = store.begin(event.step, stream_bytes, self._timeout_s())
         self._saves += 1
         number = self._saves
@@ -251,13 +277,20 @@ class PCcheck(Checkpointer):
                 flight.dismiss()
             raise
 
+    def _has_place(self, timeout_s: float) -> bool:
+        """Wait until fewer than N are under way. Slots alone do not tell: one may be there for the archive."""
+        with self._landed:
+            return self._landed.wait_for(lambda: len(self._in_flight) < self.knobs.max_in_flight, timeout_s)
+
     def _timeout_s(self) -> float:
         """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
         return DEFAULT_TIMEOUT_S + self._capacity / 1e7
 
     def _fly(self, number: int, flight: _Flight) -> None:
         try:
-            flight.run()
+            info = flight.run()
+            if info is not None and self._archive is not None and self._store is not None:
+                self._archive.offer(self._store, info)
         except Exception as error:  # this thread has no caller: the event and the log carry the failure
             self._fail(flight.event, error)
         finally:
@@ -408,8 +441,8 @@ class _Flight:
         """Make sure that this checkpoint never commits. Called by the training's thread."""
         self._slot.abort()
 
-    def run(self) -> None:
-        """Copy, write and commit; called in a thread of its own."""
+    def run(self) -> SlotInfo | None:
+        """Copy, write and commit; called in a thread of its own. Returns what is durable now, if it is."""
         slot = self._slot
         try:
             try:
@@ -428,6 +461,7 @@ class _Flight:
         self.event.bytes_written = slot.bytes_written
         self.event.finished_s = time.perf_counter()
         self.event.outcome = Outcome.DURABLE if slot_outcome == "durable" else Outcome.SUPERSEDED
+        return slot.info
 
     def _copy(self) -> None:
         blocks = [*self._deferred, *self._frozen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,7 @@ def read_blocks(
         ranges = host_ranges(blocks, sizes, None)
         view.read_into(info, ranges, threads, offset=offsets[first], timeout_s=read_timeout_s(sum(sizes)))
         yield from zip(range(first, last), blocks, strict=True)
+        del blocks  # before the next ones are made
         first = last
 
 
@@ -229,14 +230,16 @@ def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
 
 
 def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:
-    """Every plain value and empty container: its path, as in `named_tensors` but not made unique, and a short text.
+    """Every plain value: its path, as in `named_tensors` but not made unique, and a short text.
+
+    An empty container is one value, and so is a list, tuple or set of nothing but plain values.
 
     Raises CorruptCheckpoint for what is no layout.
     """
     try:
         return [
             (_join(path), _short(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], where)["x"]))
-            for path, node in _leaves(layout.tree)
+            for path, node in _leaves(layout.tree, whole=_is_plain)
             if node[0] not in ("T", "A")
         ]
     except _MALFORMED as error:
@@ -281,19 +284,30 @@ def typed_view(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
 _Path = tuple[Any, ...]
 
 
-def _leaves(node: Node, path: _Path = ()) -> Iterator[tuple[_Path, Node]]:
-    """Everything in a tree that is no container, or an empty one, with the keys and numbers that lead to it."""
+def _leaves(
+    node: Node, path: _Path = (), whole: Callable[[Node], bool] = lambda _: False
+) -> Iterator[tuple[_Path, Node]]:
+    """Everything in a tree that is no container, or an empty one, with the keys and numbers that lead to it.
+
+    A sequence of which `whole` is true is not walked into.
+    """
     tag = node[0]
     if tag == "m":
-        yield from _leaves(node[1], path)
+        yield from _leaves(node[1], path, whole)
     elif tag in "doC" and node[1]:
         for key, value in node[1]:
-            yield from _leaves(value, (*path, _key(key)))
-    elif tag in "lteE" and node[1]:
+            yield from _leaves(value, (*path, _key(key)), whole)
+    elif tag in "lteE" and node[1] and not whole(node):
         for number, value in enumerate(node[1]):
-            yield from _leaves(value, (*path, number))
+            yield from _leaves(value, (*path, number), whole)
     else:
         yield path, node
+
+
+def _is_plain(node: Node) -> bool:
+    if node[0] in "lteE":
+        return all(map(_is_plain, node[1]))
+    return node[0] not in "doCmTA"
 
 
 def _key(node: Node) -> Any:

@@ -59,7 +59,7 @@ class TorchFiles:
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
         temporary = final.with_suffix(".tmp")
         try:
-            torch.save({"format": _FORMAT, "step": step, "state": _pack(dict(tree))}, temporary)
+            torch.save({"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree))}, temporary)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
                 written = os.fstat(file.fileno()).st_size
@@ -128,7 +128,7 @@ class TorchFiles:
         state = document["state"]
         if not isinstance(state, dict):
             raise CorruptCheckpoint(f"{path}: holds no state")
-        unpacked: dict[str, Any] = _unpack(state)
+        unpacked: dict[str, Any] = unpack_numpy(state)
         return unpacked
 
 
@@ -144,21 +144,21 @@ def plain_tree(value: Any) -> Any:
     return _map_containers(plain_tree, value)
 
 
-def _pack(value: Any) -> Any:
+def pack_numpy(value: Any) -> Any:
     """Replace numpy's values, whose byte order torch's unpickler would lose, by their bytes in a tensor."""
     if isinstance(value, (np.ndarray, np.generic)):
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else None
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
         return {_NUMPY: value.dtype.str, "shape": shape, "data": data}
-    return _map_containers(_pack, value)
+    return _map_containers(pack_numpy, value)
 
 
-def _unpack(value: Any) -> Any:
+def unpack_numpy(value: Any) -> Any:
     if type(value) is dict and _NUMPY in value:
         content = b"" if value["data"] is None else value["data"].numpy().tobytes()
         array = np.frombuffer(content, dtype=np.dtype(value[_NUMPY]))
         return array[0] if value["shape"] is None else array.reshape(value["shape"]).copy()
-    return _map_containers(_unpack, value)
+    return _map_containers(unpack_numpy, value)
 
 
 def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:

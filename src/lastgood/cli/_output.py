@@ -16,6 +16,9 @@ __all__ = ["console", "emit_json", "emit_table"]
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+_PIPE_WIDTH = 1000
+
+
 def emit_json(value: Any) -> None:
     """Print `value` (made of JSON types) to stdout as indented JSON."""
     sys.stdout.write(json.dumps(value, indent=1, sort_keys=False) + "\n")
@@ -28,4 +31,5 @@ def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
         table.add_column(column)
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(highlight=False).print(table)
+    # Into a pipe or a file whole lines: file names cut at 80 columns could not be searched for.
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)

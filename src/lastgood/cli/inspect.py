@@ -2,36 +2,71 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lastgood.cli._output import emit_json, emit_table
+from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint
 from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotStatus
+    from lastgood.state import Layout
+    from lastgood.storage import SlotInfo, SlotStatus, SlotView
 
 __all__ = ["inspect"]
+
+_TRIES = 3
+"""A training beside may overwrite a checkpoint between the look at its slot and the look into it."""
 
 
 def inspect(
     directory: Annotated[Path, typer.Argument(help="Checkpoint directory; may be in use.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print the slots to stdout as JSON.")] = False,
+    layout: Annotated[
+        bool, typer.Option("--layout", help="Also show the tensors and values of the newest whole checkpoint.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Show the tensors and values of the checkpoint of this step.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all to stdout as JSON.")] = False,
 ) -> None:
-    """Show the slots of a checkpoint directory: which are whole, and which is the newest."""
+    """Show the slots of a checkpoint directory: which are whole, and which is the newest; and what is in one.
+
+    Reads records and layouts, not the data; `lastgood verify` does. Exit 1 if something that was asked for is not
+    readable; all else is shown before.
+    """
+    from lastgood.checkpointers.stored import look_at_slots
     from lastgood.storage import SlotStore
     from lastgood.storage.reader import newest_first
 
     with SlotStore.peek(directory) as view:
         held = view.held
-        statuses = view.statuses()
-    newest = next(iter(newest_first(statuses)), None)
-    described = [_describe(status, newest) for status in statuses]
+        statuses, troubles = look_at_slots(view)
+        newest = next(iter(newest_first(statuses)), None)
+        described = [_describe(status, newest) for status in statuses]
+        contents = None
+        if layout or step is not None:
+            try:
+                contents = _contents(view, step)
+            except CheckpointError as error:
+                troubles.append(str(error))
     if json:
-        emit_json({"directory": str(directory), "in_use": held, "slots": described})
-        return
+        found: dict[str, Any] = {"directory": str(directory), "in_use": held, "slots": described}
+        if layout or step is not None:
+            found["layout"] = contents
+        emit_json({**found, "trouble": troubles})
+    else:
+        _show_slots(f"{directory}{' (in use)' if held else ''}", described)
+        if contents is not None:
+            _show_contents(contents)
+    if troubles:
+        raise CheckpointError("; ".join(troubles))
+
+
+def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = [
         (
             slot["file"],
@@ -48,7 +83,96 @@ def inspect(
     columns = ["file", "state", "step", "incarnation", "sequence", "size", "meta", "detail"]
     if not any(slot["detail"] for slot in described):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
-    emit_table(f"{directory}{' (in use)' if held else ''}", columns, rows)
+    emit_table(title, columns, rows)
+
+
+def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
+    """The tensors and values of the newest whole checkpoint, or of the newest one of `step`."""
+    from lastgood.checkpointers.stored import look_at_slots, read_layout, was_overwritten
+    from lastgood.storage.reader import newest_first
+
+    tries = 0
+    while True:
+        tries += 1
+        whole = newest_first(look_at_slots(view)[0])
+        info = next((info for info in whole if step is None or info.step == step), None)
+        if info is None:
+            asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+            raise NoCheckpoint(f"{view.directory}: no {asked}; steps {[info.step for info in whole] or 'none'}")
+        try:
+            return _describe_layout(info, read_layout(view, info))
+        except CorruptCheckpoint:
+            if tries == _TRIES or not was_overwritten(info):
+                raise
+
+
+def _describe_layout(info: SlotInfo, layout: Layout) -> dict[str, Any]:
+    from lastgood.checkpointers.stored import find_sharing, named_tensors, named_values
+
+    where = f"{info.path}: step {info.step}"
+    tensors = named_tensors(layout, where)
+    sharing = find_sharing(tensors)
+    parts: dict[str, dict[str, int]] = {}
+    for tensor, shared in zip(tensors, sharing, strict=True):
+        part = parts.setdefault(tensor.part, {"tensors": 0, "bytes": 0})
+        part["tensors"] += 1
+        part["bytes"] += shared.own_bytes
+    return {
+        "file": info.path.name,
+        "step": info.step,
+        "sequence": info.sequence,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "kind": "array" if tensor.is_array else "tensor",
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride),
+                "bytes": tensor.nbytes,
+                "block": tensor.block,
+                "offset": tensor.offset,
+                "shares_with": shared.shares_with,
+            }
+            for tensor, shared in zip(tensors, sharing, strict=True)
+        ],
+        "values": [{"name": name, "value": text} for name, text in named_values(layout, where)],
+        "parts": parts,
+    }
+
+
+def _show_contents(contents: dict[str, Any]) -> None:
+    # Whole lines, however long: a name that is cut cannot be searched for.
+    _print_lines(
+        f"\nstep {contents['step']}, {contents['file']}: tensors",
+        ("name", "dtype", "shape", "size", ""),
+        [
+            (
+                tensor["name"],
+                tensor["dtype"] + (" (numpy)" if tensor["kind"] == "array" else ""),
+                "x".join(map(str, tensor["shape"])) or "scalar",
+                format_bytes(tensor["bytes"]),
+                f"shares with {tensor['shares_with']}" if tensor["shares_with"] else "",
+            )
+            for tensor in contents["tensors"]
+        ],
+    )
+    _print_lines("\nplain values", ("name", "value"), [(value["name"], value["value"]) for value in contents["values"]])
+    parts = contents["parts"]
+    total = [sum(part[key] for part in parts.values()) for key in ("tensors", "bytes")]
+    rows = [(name, part["tensors"], format_bytes(part["bytes"])) for name, part in parts.items()]
+    emit_table(
+        "parts, shared memory counted once",
+        ("part", "tensors", "size"),
+        [*rows, ("all", total[0], format_bytes(total[1]))],
+    )
+
+
+def _print_lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows in columns of their own width to stdout."""
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(row[number]) for row in cells) for number in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    sys.stdout.write("\n".join([title, *lines]) + "\n")
 
 
 def _describe(status: SlotStatus, newest: SlotInfo | None) -> dict[str, Any]:

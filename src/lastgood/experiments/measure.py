@@ -181,7 +181,9 @@ def _build(spec: RunSpec, data_dir: Path) -> Workload:
 
 def _checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
     kind = checkpointer_class(spec.system)
-    return kind(checkpoints, kind.Options.model_validate(spec.knobs()))
+    checkpointer = kind(checkpoints, kind.Options.model_validate(spec.knobs()))
+    checkpointer.events_kept = None
+    return checkpointer
 
 
 def _scramble(workload: Workload) -> None:

@@ -21,7 +21,7 @@ m     an object with state_dict/load_state_dict: node of its state_dict
 D     torch.dtype: name
 V     torch.device: text
 T     tensor: block, byte offset in the block, dtype name, shape, stride (in elements)
-A     numpy array (C order): block, dtype description, shape
+A     numpy array (C order): block, byte offset, dtype description, shape
 N     numpy scalar: dtype description, hex digits of its bytes
 ====  =======================================================================================================
 

@@ -16,6 +16,7 @@ from lastgood.units import format_bytes
 __all__ = [
     "direct_io_works",
     "flush",
+    "flush_file",
     "grow_slot_file",
     "make_directory",
     "make_slot_file",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _TEMPORARY_SUFFIX = ".tmp"
+_MOST_SHORT_READS = 8
+"""Of one block, before that is taken for a failure."""
 _PREFILL_STEP = 128 << 20
 """Between two steps Python sees Ctrl-C."""
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
@@ -53,7 +56,9 @@ def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None
         errno.EIO: "; the device failed, look into the kernel log",
         errno.ENOENT: "; was it removed or unmounted?",
     }.get(error.errno or 0, "")
-    return StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
+    refused = StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
+    refused.errno = error.errno
+    return refused
 
 
 def open_file(path: Path, flags: int, *, direct: bool = True) -> tuple[int, bool]:
@@ -106,10 +111,17 @@ def read_block(descriptor: int, offset: int, nbytes: int) -> bytes:
     if padded == 0:
         return b""
     with mmap.mmap(-1, padded) as memory:
-        done = 0
+        done = again = 0
         while done < padded:
             with memoryview(memory) as view, view[done:] as rest:
                 got = os.preadv(descriptor, [rest], offset + done)
+            if got % fmt.BLOCK and offset + done + got < os.fstat(descriptor).st_size:
+                # A short read that is not the end of the file: the block that it ended in is read again.
+                again += 1
+                if again > _MOST_SHORT_READS:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                done += got // fmt.BLOCK * fmt.BLOCK
+                continue
             done += got
             if got == 0 or got % fmt.BLOCK:
                 break
@@ -149,11 +161,33 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def flush_file(path: Path) -> None:
+    """Make all that any process wrote into a file durable. Raises StorageError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise storage_error(error, path, "flushing") from error
+
+
 def make_directory(directory: Path) -> None:
-    """Make a directory and the parents that it lacks; their names are durable at return."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    """Make a directory and its parents, if they are not there, so that a power cut loses none of their names.
+
+    The name of the lowest one that was there is flushed as well: a process that was killed may have just made it.
+    """
+    directory = directory.absolute()
+    missing = []
+    there = directory
+    while not there.exists():
+        missing.append(there)
+        there = there.parent
+    with contextlib.suppress(PermissionError):  # then this user cannot have made it
+        sync_directory(there.parent)
     for path in reversed(missing):
+        path.mkdir(exist_ok=True)
         sync_directory(path.parent)
 
 
@@ -199,7 +233,13 @@ def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
         finally:
             os.close(descriptor)
         temporary.rename(path)
-        sync_directory(path.parent)
+        try:
+            sync_directory(path.parent)
+        except BaseException:
+            # Under this name it would be taken for a slot whose name is durable.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lastgood import _native
-from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block, storage_error
@@ -162,6 +162,15 @@ def look_at_slot(path: Path, slot: int, job: fmt.Job | None, *, held: bool) -> S
         os.close(descriptor)
 
 
+def _look_or_say_why_not(path: Path, slot: int, job: fmt.Job | None, held: bool) -> SlotStatus:
+    """For readers only: a slot that cannot be read hides no other one. A writer must know all sequences."""
+    try:
+        return look_at_slot(path, slot, job, held=held)
+    except StorageError as error:
+        log.warning("%s; the checkpoint in it, if any, is left out", error)
+        return SlotStatus(path, slot, SlotState.TORN, 0, detail=str(error))
+
+
 def _judge(descriptor: int, path: Path, slot: int, job: fmt.Job | None, held: bool) -> SlotStatus:
     size = os.fstat(descriptor).st_size
     header_ok, detail = True, ""
@@ -254,7 +263,7 @@ class SlotView:
         slots = find_slots(self.directory)
         held = self.held
         job = read_job(self.directory)
-        found = [look_at_slot(path, number, job, held=held) for number, path in slots.items()]
+        found = [_look_or_say_why_not(path, number, job, held) for number, path in slots.items()]
         if job is None:
             job_of_slots(found)
         return found

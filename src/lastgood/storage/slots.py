@@ -321,6 +321,11 @@ class SlotStore(SlotView):
             log.warning("%s: this file system has no direct I/O; writing through the page cache", self.directory)
         self.job = self._take_job(job_id, rank, world_size)
         found = reader.find_slots(self.directory)
+        # A process that was killed may have left names and records that one can read and a power cut would still take:
+        # nothing may be overwritten in reliance on them before they are durable.
+        for path in found.values():
+            files.flush_file(path)
+        files.sync_directory(self.directory)
         statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
         reader.refuse_foreign(statuses)
         records = [status.record for status in statuses if status.record is not None]

@@ -70,6 +70,8 @@ class SlotWrite:
         self.step = step
         self.sequence = sequence
         self.stream_bytes = stream_bytes
+        self.info: SlotInfo | None = None
+        """The checkpoint, once it is durable."""
         self._store = store
         self._state_lock = threading.Lock()
         self._users = 0  # threads inside a call; the last one out ends a write that was given up
@@ -277,6 +279,7 @@ class SlotWrite:
             if self._over:
                 return
             self._over = True
+            self.info = info
         if info is None:
             self._native.abort()
         idle = self._native.join(_JOIN_S)

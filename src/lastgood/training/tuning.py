@@ -260,6 +260,7 @@ def _try_out(folder: Path, training: _Training, found: Tuning, deadline: float, 
     checks: list[SlowdownCheck] = []
     interval = found.interval_steps
     checkpointer = PCcheck(folder, options)
+    checkpointer.events_kept = None
     try:
         while len(checks) < _CHECKS:
             saves = _saves_in_time(found, interval, deadline - time.monotonic())

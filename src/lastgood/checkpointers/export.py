@@ -1,0 +1,268 @@
+"""Checkpoints of a slot directory as files that other programs read, without the model's code.
+
+Whatever is written appears under its name whole and durable, or not at all. docs/looking-inside.md says what each
+format keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import shutil
+import threading
+import time
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
+from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layout, read_tree
+from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
+from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, StateError, StorageError
+from lastgood.storage.files import storage_error, sync_directory
+from lastgood.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotView
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["TEMPORARY_SUFFIX", "ExportFormat", "Exported", "export_checkpoint", "load_exported"]
+
+TEMPORARY_SUFFIX = ".tmp"
+WINDOW_BYTES = 64 * MIB
+"""Read at once for a safetensors file."""
+
+
+class ExportFormat(str, enum.Enum):
+    """What a checkpoint can become."""
+
+    SAFETENSORS = "safetensors"
+    PT = "pt"
+    DCP = "dcp"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    path: Path
+    format: ExportFormat
+    step: int
+    tensors: int
+    """Names of tensors and arrays."""
+    nbytes: int
+    """Of the file, or of all files in the directory."""
+    seconds: float
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names that were not written (safetensors only), and the name that holds the same tensor."""
+
+
+def export_checkpoint(
+    view: SlotView,
+    info: SlotInfo,
+    out: Path,
+    to: ExportFormat,
+    *,
+    force: bool = False,
+    threads: int = 4,
+    window_bytes: int = WINDOW_BYTES,
+) -> Exported:
+    """Write one committed checkpoint to `out`: a file, or for DCP a directory. Every byte read is checked.
+
+    A safetensors file is written while `window_bytes` (or one block of the state, or 4 chunks of the slot) after the
+    other are read; the other formats take one checkpoint's size of memory. An open SlotStore keeps the slot from being
+    reused meanwhile; a view cannot, and raises CorruptCheckpoint when a training has reused it. What is at `out` is
+    replaced only with `force`, and only by its like.
+
+    Raises:
+        ConfigError: `out` exists, or is not what could be replaced.
+        StateError: the format cannot hold a tensor; names it, and a format that can.
+        StorageError: no room (found before anything is written where it can be known), or a failed write.
+        CorruptCheckpoint, MismatchError, WaitTimeout: the checkpoint cannot be read.
+    """
+    started = time.perf_counter()
+    _check_target(out, to, force)
+    with view.hold(info):
+        layout = read_layout(view, info)
+        tensors = named_tensors(layout, f"{info.path}: step {info.step}")
+        aliases: dict[str, str] = {}
+        if to is ExportFormat.SAFETENSORS:
+            plan = SafetensorsPlan(layout, tensors, info)
+            aliases = plan.aliases
+            with _appearing(out, plan.file_bytes, force=force) as temporary:
+                window_bytes = max(window_bytes, 4 * info.record.chunk_bytes)
+                write_safetensors(temporary, plan, read_blocks(view, info, layout, threads, window_bytes))
+        elif to is ExportFormat.PT:
+            with _appearing(out, layout.payload_bytes, force=force) as temporary:
+                _save_pt(temporary, out, read_tree(view, info, threads))
+        else:
+            with _appearing(out, sum(tensor.nbytes for tensor in tensors), force=force) as temporary:
+                _save_dcp(temporary, out, read_tree(view, info, threads))
+    files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
+    nbytes = sum(path.stat().st_size for path in files)
+    return Exported(out, to, info.step, len(tensors), nbytes, time.perf_counter() - started, aliases)
+
+
+def load_exported(path: Path | str) -> dict[str, Any]:
+    """The tree of an exported safetensors or .pt file, as `unflatten` gives it: to the bit, shared memory included.
+
+    Raises StorageError, CorruptCheckpoint, and MismatchError for a file that Lastgood did not export.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        hint = "; read a directory of torch.distributed.checkpoint with torch" if path.is_dir() else ""
+        raise StorageError(f"{storage_error(error, path, 'reading')}{hint}") from error
+    # Both begin with numbers that may be equal by chance; but no zip has a compression method "{".
+    return _load_pt(path) if head.startswith(b"PK") and not head.endswith(b"{") else load_safetensors(path)
+
+
+# -- appearing whole ---------------------------------------------------------------------------------------------------
+
+
+def _check_target(out: Path, to: ExportFormat, force: bool) -> None:
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out}: there is no directory {out.parent}; make it first")
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise ConfigError(f"{out}: is there already; choose another name, or give --force to replace it")
+    if to is ExportFormat.DCP:
+        # Never remove a directory that someone named by mistake.
+        if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / ".metadata").is_file()):
+            raise ConfigError(f"{out}: is no distributed checkpoint (a directory with .metadata), so not replaced")
+    elif not out.is_file():
+        raise ConfigError(f"{out}: is not a file, so not replaced")
+
+
+@contextlib.contextmanager
+def _appearing(out: Path, needed_bytes: int, *, force: bool) -> Iterator[Path]:
+    """A temporary name beside `out`, for a file or directory that then appears at `out`, durable; or is removed."""
+    free = shutil.disk_usage(out.parent).free
+    if needed_bytes > free:
+        raise StorageError(
+            f"{out}: exporting takes {needed_bytes} bytes ({format_bytes(needed_bytes)}), and its file system has "
+            f"{format_bytes(free)} free; free some or use another directory"
+        )
+    temporary = out.with_name(f"{out.name}.{threading.get_native_id()}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        _sync(temporary)
+        if not force and os.path.lexists(out):
+            raise ConfigError(f"{out}: appeared meanwhile, and was not replaced")
+        _take_place(temporary, out)
+        sync_directory(out.parent)
+    except BaseException as error:
+        _remove(temporary)
+        if isinstance(error, OSError):
+            raise storage_error(error, out, "exporting", needed_bytes) from error
+        raise
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        for inner in path.iterdir():
+            _sync(inner)
+        sync_directory(path)
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _take_place(temporary: Path, out: Path) -> None:
+    if not temporary.is_dir() or not out.is_dir():
+        temporary.replace(out)
+        return
+    # A directory with files in it cannot be renamed over.
+    old = out.with_name(f"{out.name}.replaced{TEMPORARY_SUFFIX}")
+    _remove(old)
+    out.rename(old)
+    try:
+        temporary.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+# -- torch's own formats -----------------------------------------------------------------------------------------------
+
+
+def _save_pt(temporary: Path, out: Path, tree: dict[str, Any]) -> None:
+    try:
+        torch.save(pack_numpy(_one_dtype_each(tree, {})), temporary)
+    except RuntimeError as error:  # what torch's writer makes of a full disk
+        raise StorageError(f"{out}: torch.save failed: {error}") from error
+
+
+def _one_dtype_each(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
+    """`value` with copies of tensors whose memory holds a tensor of another dtype too, which torch.save refuses."""
+    if isinstance(value, torch.Tensor):
+        if dtypes.setdefault(value.untyped_storage().data_ptr(), value.dtype) != value.dtype:
+            return value.clone()
+        return value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _one_dtype_each(item, dtypes)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_one_dtype_each(item, dtypes) for item in value)
+    return value
+
+
+def _load_pt(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([Counter, frozenset, bytes]):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not look at the checksums
+            if damaged is not None:
+                raise CorruptCheckpoint(f"{path}: the checksum of {damaged} does not hold")
+            packed = torch.load(path, map_location="cpu", weights_only=True)
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:  # torch.load raises whatever the damaged bytes provoke
+            raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(packed, dict):
+        raise MismatchError(f"{path}: not exported by Lastgood: it holds a {type(packed).__name__}")
+    tree: dict[str, Any] = unpack_numpy(packed)
+    return tree
+
+
+def _save_dcp(temporary: Path, out: Path, tree: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        with warnings.catch_warnings():
+            # One process is what is meant here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            save(tree, checkpoint_id=str(temporary), no_dist=True)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        if isinstance(reason, ValueError):  # two paths that give one name, the one thing it cannot hold
+            raise StateError(
+                f"{out}: torch.distributed.checkpoint cannot hold this state: {reason}; export to pt, which can"
+            ) from error
+        if isinstance(reason, OSError) or not isinstance(reason, Exception):
+            raise reason from error
+        raise StorageError(f"{out}: torch.distributed.checkpoint failed: {reason}") from error

@@ -1,0 +1,274 @@
+"""Checkpoints as safetensors files, written while they are read, from which the same tree can be built again.
+
+The metadata hold the layout, so nothing is lost: plain values, shared memory, strides, and a checksum of each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood import _native
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
+from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
+from lastgood.state import Layout, unflatten
+from lastgood.storage.files import flush
+from lastgood.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["SafetensorsPlan", "load_safetensors", "read_facts", "write_safetensors"]
+
+_PIECE_BYTES = 16 * MIB
+"""Non-contiguous tensors are made contiguous in pieces of this size."""
+_FLUSH_BYTES = 256 * MIB
+"""After so much is written it is flushed, so that the page cache is not filled with it."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Readers of safetensors refuse longer headers."""
+
+_TAGS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""What safetensors calls the dtypes that it knows. It has no complex32 and no complex128."""
+_ARRAY_TAGS = {
+    "|b1": "BOOL",
+    "|u1": "U8",
+    "|i1": "I8",
+    "<u2": "U16",
+    "<i2": "I16",
+    "<u4": "U32",
+    "<i4": "I32",
+    "<u8": "U64",
+    "<i8": "I64",
+    "<f2": "F16",
+    "<f4": "F32",
+    "<f8": "F64",
+    "<c8": "C64",
+}
+
+_LAYOUT = "lastgood.layout"
+_ALIASES = "lastgood.aliases"
+_CHECKSUMS = "lastgood.crc32c"
+
+
+class SafetensorsPlan:
+    """Which tensors a file holds, and where.
+
+    The file is written here and not by safetensors' own `save_file`, which wants all tensors in memory, contiguous, at
+    once. The format: 8 bytes header length, the header in JSON, the tensors without gaps.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[NamedTensor], info: SlotInfo) -> None:
+        unknown = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if _tag(tensor) is None]
+        if unknown:
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            raise StateError(
+                f"{info.path}: step {info.step}: safetensors has no dtype for {', '.join(unknown[:5])}{more}; "
+                "export to pt, which holds everything"
+            )
+        self.aliases = _aliases(tensors)
+        # The widest elements first: so each tensor lies at a multiple of its own width.
+        self.tensors = sorted(
+            (tensor for tensor in tensors if tensor.name not in self.aliases),
+            key=lambda tensor: (-tensor.itemsize, tensor.name),
+        )
+        self.begins: dict[str, int] = {}
+        position = 0
+        for tensor in self.tensors:
+            self.begins[tensor.name] = position
+            position += tensor.nbytes
+        self._facts = {
+            "format": "pt",  # what readers of safetensors expect to be told
+            "lastgood.step": str(info.step),
+            "lastgood.incarnation": str(info.incarnation),
+            "lastgood.sequence": str(info.sequence),
+            "lastgood.job_id": info.record.job_id.hex(),
+            _LAYOUT: layout.to_json().decode(),
+            _ALIASES: json.dumps(self.aliases),
+        }
+        self.data_begin = len(self.header({}))
+        self.file_bytes = self.data_begin + position
+        if self.data_begin > _MAX_HEADER_BYTES:
+            raise StateError(
+                f"{info.path}: step {info.step}: a safetensors header of {self.data_begin} bytes is over the limit of "
+                f"{_MAX_HEADER_BYTES}; export to pt"
+            )
+
+    def header(self, checksums: Mapping[str, int]) -> bytes:
+        """Header and its length in front; of one length, whatever the checksums."""
+        named = {tensor.name: f"{checksums.get(tensor.name, 0):08x}" for tensor in self.tensors}
+        document: dict[str, Any] = {"__metadata__": {**self._facts, _CHECKSUMS: json.dumps(named)}}
+        for tensor in self.tensors:
+            begin = self.begins[tensor.name]
+            document[tensor.name] = {
+                "dtype": _tag(tensor),
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, begin + tensor.nbytes],
+            }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def _tag(tensor: NamedTensor) -> str | None:
+    return _ARRAY_TAGS.get(tensor.dtype) if tensor.is_array else _TAGS.get(tensor.dtype)
+
+
+def _aliases(tensors: Sequence[NamedTensor]) -> dict[str, str]:
+    """Names of tensors that are the same as one before, and that one's name."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for tensor in tensors:
+        if tensor.nbytes and first.setdefault(tensor.place, tensor.name) != tensor.name:
+            aliases[tensor.name] = first[tensor.place]
+    return aliases
+
+
+def write_safetensors(path: Path, plan: SafetensorsPlan, blocks: Iterator[tuple[int, torch.Tensor]]) -> None:
+    """Write a planned file from (number, bytes) of all blocks; it is not durable yet. Raises OSError."""
+    of_block = defaultdict(list)
+    for tensor in plan.tensors:
+        of_block[tensor.block].append(tensor)
+    checksums: dict[str, int] = {}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        # Fails at once where there is no room.
+        os.posix_fallocate(descriptor, 0, plan.file_bytes)
+        unflushed = 0
+        for number, block in blocks:
+            for tensor in of_block[number]:
+                position = plan.data_begin + plan.begins[tensor.name]
+                checksum = 0
+                for piece in _dense_pieces(typed_view(block, tensor)):
+                    checksum = _native.crc32c(piece, checksum)
+                    _write_at(descriptor, piece, position)
+                    position += len(piece)
+                checksums[tensor.name] = checksum
+                unflushed += tensor.nbytes
+            if unflushed > _FLUSH_BYTES:
+                flush(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                unflushed = 0
+        _write_at(descriptor, memoryview(plan.header(checksums)), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _dense_pieces(view: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor's elements, one after another."""
+    if view.is_contiguous() or view.numel() * view.itemsize <= _PIECE_BYTES:
+        yield _bytes_of(view.contiguous()).numpy().data
+    elif len(view) == 1:
+        yield from _dense_pieces(view[0])
+    else:
+        rows = max(1, _PIECE_BYTES * len(view) // (view.numel() * view.itemsize))
+        for first in range(0, len(view), rows):
+            yield from _dense_pieces(view[first : first + rows])
+
+
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    # A zero-dimensional tensor, or one element with a stride of its own, cannot be viewed as bytes as it is.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _write_at(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, position)
+        content, position = content[written:], position + written
+
+
+def load_safetensors(path: Path) -> dict[str, Any]:
+    """The tree of a checkpoint that was exported. Raises CorruptCheckpoint, MismatchError."""
+    import safetensors
+
+    facts = read_facts(path)
+    layout = Layout.from_json(facts["layout"].encode(), str(path))
+    tensors = named_tensors(layout, str(path))
+    try:
+        aliases, checksums = json.loads(facts["aliases"]), json.loads(facts["crc32c"])
+        # Bytes that no tensor covers are zero.
+        blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            for tensor in tensors:
+                if tensor.name in aliases:
+                    continue
+                stored = file.get_tensor(tensor.name)
+                if tuple(stored.shape) != tensor.shape or stored.itemsize != tensor.itemsize:
+                    raise CorruptCheckpoint(
+                        f"{path}: {tensor.name} is {stored.dtype} {tuple(stored.shape)}, and {tensor.dtype} "
+                        f"{tensor.shape} in the layout"
+                    )
+                content = _bytes_of(stored)
+                found = _native.crc32c(content.numpy().data)
+                if found != int(checksums[tensor.name], 16):
+                    raise CorruptCheckpoint(
+                        f"{path}: {tensor.name}: checksum {found:08x} instead of {checksums[tensor.name]}"
+                    )
+                if tensor.nbytes:
+                    _scatter(typed_view(blocks[tensor.block], tensor), stored)
+    except (
+        AttributeError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        safetensors.SafetensorError,
+    ) as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error!r}") from error
+    return unflatten(layout, blocks, str(path))
+
+
+def _scatter(target: torch.Tensor, stored: torch.Tensor) -> None:
+    """Put dense elements back where they lay in their block."""
+    source = stored.as_strided((stored.numel(),), (1,)).view(target.dtype).view(target.shape)
+    for axis, step in enumerate(target.stride()):
+        if step == 0:  # an expanded tensor: all of them are one
+            target, source = target.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
+    target.copy_(source)
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """What an exported safetensors file says of itself: step, incarnation, sequence, job_id, and the layout's JSON.
+
+    Raises CorruptCheckpoint, and MismatchError for a file that Lastgood did not export.
+    """
+    import safetensors
+
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from error
+    if not {_LAYOUT, _ALIASES, _CHECKSUMS} <= metadata.keys():
+        raise MismatchError(f"{path}: not exported by Lastgood; its tensors can be read with safetensors alone")
+    return {key.removeprefix("lastgood."): value for key, value in metadata.items() if key.startswith("lastgood.")}

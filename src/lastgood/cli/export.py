@@ -1,0 +1,98 @@
+"""`lastgood export`: a checkpoint as a file that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json
+from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint
+from lastgood.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lastgood.checkpointers.export import Exported, ExportFormat
+    from lastgood.storage import SlotInfo, SlotView
+
+__all__ = ["export"]
+
+_TRIES = 3
+"""A training beside may overwrite the newest checkpoint while it is read; then there is a newer one."""
+
+
+def export(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint directory; may be in use.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="File to write; for dcp, a directory.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="safetensors|pt|dcp", help="What to write.")] = "safetensors",
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint.", show_default="the newest whole one")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written to stdout as JSON.")] = False,
+) -> None:
+    """Write a checkpoint as safetensors, as a torch.save file, or as a torch.distributed.checkpoint directory.
+
+    Needs no code of the model. What is written appears whole and durable, or not at all.
+    """
+    from lastgood.checkpointers.export import ExportFormat
+    from lastgood.storage import SlotStore
+
+    known = [one.value for one in ExportFormat]
+    if to not in known:
+        raise ConfigError(f"--to {to}: known are {', '.join(known)}")
+    done = _export(SlotStore.peek(directory), out, ExportFormat(to), step, force, threads)
+    if as_json:
+        emit_json(
+            {
+                "path": str(done.path),
+                "format": done.format.value,
+                "step": done.step,
+                "tensors": done.tensors,
+                "bytes": done.nbytes,
+                "seconds": done.seconds,
+                "aliases": dict(done.aliases),
+            }
+        )
+        return
+    console.print(
+        f"{done.path}: step {done.step}, {done.tensors} tensors, {format_bytes(done.nbytes)} in "
+        f"{format_seconds(done.seconds)}"
+    )
+    for alias, name in done.aliases.items():
+        console.print(f"  {alias} is {name}: written once, and noted in the metadata", markup=False)
+
+
+def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int) -> Exported:
+    from lastgood.checkpointers.export import WINDOW_BYTES, export_checkpoint
+    from lastgood.checkpointers.stored import was_overwritten
+
+    tries = 0
+    while True:
+        tries += 1
+        info = _choose(view, step)
+        # Beside a training all is read at once: the sooner it is read, the less likely its slot is reused before.
+        window_bytes = info.stream_bytes if view.held else WINDOW_BYTES
+        try:
+            return export_checkpoint(view, info, out, to, force=force, threads=threads, window_bytes=window_bytes)
+        except CorruptCheckpoint as error:
+            if not was_overwritten(info):
+                raise
+            if tries == _TRIES or step is not None:
+                raise CorruptCheckpoint(
+                    f"{info.path}: a training has overwritten step {info.step} while it was exported; pause it, keep "
+                    "more checkpoints, or let it archive some"
+                ) from error
+
+
+def _choose(view: SlotView, step: int | None) -> SlotInfo:
+    if step is None:
+        return view.newest()
+    found = view.committed()
+    for info in found:
+        if info.step == step:
+            return info
+    raise NoCheckpoint(
+        f"{view.directory}: no whole checkpoint of step {step}; steps {[i.step for i in found] or 'none'}"
+    )
