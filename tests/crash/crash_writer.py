@@ -19,6 +19,7 @@ from slot_helpers import TIMEOUT_S, commit, content_of, give, open_store
 
 from lastgood.storage import SlotStore, files, write
 from lastgood.storage import format as fmt
+from lastgood.storage.medium import DirectFile
 
 CHUNK = 8192
 KEEP = 2
@@ -114,14 +115,7 @@ def killed_before_the_flush_of_a_record(directory: Path, reports: Path) -> None:
     """Dies with a commit record that was written and is not flushed: the next life sees it, a power cut may take it."""
     life = Life(directory, reports, slots=4)
     life.save()
-    real = write.flush
-
-    def die(descriptor: int) -> None:
-        if WRITTEN.get(descriptor) == "record":
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(descriptor)
-
-    write.flush = die
+    die_before_the_flush_of_a_record()
     life.save()
 
 
@@ -153,14 +147,7 @@ def keeps_one_and_is_killed(directory: Path, reports: Path) -> None:
     """As `killed_before_the_flush_of_a_record`, with nothing to fall back on."""
     life = Life(directory, reports, slots=2, keep=1)
 
-    real = write.flush
-
-    def die(descriptor: int) -> None:
-        if WRITTEN.get(descriptor) == "record":
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(descriptor)
-
-    write.flush = die
+    die_before_the_flush_of_a_record()
     life.save()
 
 
@@ -181,7 +168,7 @@ LIVES = {
 # -- taking promises away ----------------------------------------------------------------------------------------------
 
 WRITTEN: dict[int, str] = {}
-"""What was last written through write.write_block, by descriptor: header, void, record or table."""
+"""What was last written as a block, by descriptor: header, void, record or table."""
 
 
 def _what(content: bytes, offset: int) -> str:
@@ -192,28 +179,39 @@ def _what(content: bytes, offset: int) -> str:
 
 
 def watch_writes(skip: Callable[[str], bool] = lambda what: False) -> None:
-    real = write.write_block
+    real = DirectFile.write_block
 
-    def watched(descriptor: int, content: bytes, offset: int) -> None:
-        WRITTEN[descriptor] = _what(content, offset)
-        if not skip(WRITTEN[descriptor]):
-            real(descriptor, content, offset)
+    def watched(file: DirectFile, content: bytes, offset: int) -> None:
+        WRITTEN[file.descriptor] = _what(content, offset)
+        if not skip(WRITTEN[file.descriptor]):
+            real(file, content, offset)
 
-    write.write_block = watched
+    DirectFile.write_block = watched  # type: ignore[method-assign]
+
+
+def die_before_the_flush_of_a_record() -> None:
+    real = DirectFile.flush
+
+    def die(file: DirectFile) -> None:
+        if WRITTEN.get(file.descriptor) == "record":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(file)
+
+    DirectFile.flush = die  # type: ignore[method-assign]
 
 
 def flush_all_but(unflushed: str) -> None:
-    real = write.flush
+    real = DirectFile.flush
 
-    def flush(descriptor: int) -> None:
-        if WRITTEN.get(descriptor) != unflushed:
-            real(descriptor)
+    def flush(file: DirectFile) -> None:
+        if WRITTEN.get(file.descriptor) != unflushed:
+            real(file)
 
-    write.flush = flush
+    DirectFile.flush = flush  # type: ignore[method-assign]
 
 
 def flush_nothing() -> None:
-    write.flush = files.flush = lambda descriptor: None
+    files.flush = lambda descriptor: None
 
 
 def sync_no_directory() -> None:
@@ -238,18 +236,18 @@ def commit_record_before_data() -> None:
 
     def remember(self: write.SlotWrite, kind: fmt.RecordKind, **fields: object) -> fmt.CommitRecord:
         record = real_record(self, kind, **fields)  # type: ignore[arg-type]
-        records[self._descriptor] = record.encode()
+        records[self._file.descriptor] = record.encode()
         return record
 
-    real_write = write.write_block
+    real_write = DirectFile.write_block
 
-    def write_both(descriptor: int, content: bytes, offset: int) -> None:
-        real_write(descriptor, content, offset)
+    def write_both(file: DirectFile, content: bytes, offset: int) -> None:
+        real_write(file, content, offset)
         if _what(content, offset) == "table":
-            real_write(descriptor, records[descriptor], fmt.COMMIT_OFFSET)
+            real_write(file, records[file.descriptor], fmt.COMMIT_OFFSET)
 
     write.SlotWrite._record = remember  # type: ignore[method-assign]
-    write.write_block = write_both
+    DirectFile.write_block = write_both  # type: ignore[method-assign]
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {

@@ -37,6 +37,7 @@ class DiskPlan:
     """Size of the file; a slow disk gets less, see `fill_budget_s`."""
     jobs: tuple[int, ...] = (1, 2, 4)
     block_bytes: tuple[int, ...] = (MIB, 4 * MIB)
+    directions: tuple[Direction, ...] = ("write", "read")
     repetitions: int = 3
     fill_budget_s: float = 1.5
     """After this long the file is as large as it will be (but one block for each job at least)."""
@@ -74,7 +75,7 @@ class DiskCeilings(BaseModel):
     write: list[DiskPoint]
     read: list[DiskPoint]
     write_bytes_per_s: float
-    """The best median."""
+    """The best median; 0 where the plan left this direction out."""
     read_bytes_per_s: float
     fdatasync_s: list[float]
     """Seconds of each overwrite of 4 KiB with its fdatasync."""
@@ -104,7 +105,7 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
         combinations = [(jobs, block) for jobs in plan.jobs for block in plan.block_bytes]
         rates: dict[tuple[Direction, int, int], list[float]] = {}
         for _ in range(plan.repetitions):
-            for direction in ("write", "read"):
+            for direction in plan.directions:
                 for jobs, block in combinations:
                     rate = _one_pass(
                         descriptor, direct, direction, buffers[:jobs], block, file_bytes, plan.pass_budget_s
@@ -121,8 +122,8 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
         file_bytes=file_bytes,
         write=points["write"],
         read=points["read"],
-        write_bytes_per_s=max(point.median_bytes_per_s for point in points["write"]),
-        read_bytes_per_s=max(point.median_bytes_per_s for point in points["read"]),
+        write_bytes_per_s=max((point.median_bytes_per_s for point in points["write"]), default=0.0),
+        read_bytes_per_s=max((point.median_bytes_per_s for point in points["read"]), default=0.0),
         fdatasync_s=flushes,
         median_fdatasync_s=statistics.median(flushes),
     )
