@@ -20,8 +20,11 @@ __all__ = ["lazy_module"]
 
 class _LazyModule(types.ModuleType):
     def __getattr__(self, attribute: str) -> Any:
-        module = importlib.import_module(self.__name__)
-        return getattr(module, attribute)
+        # Kept, since this runs for every `torch.something` of a save; the attribute is not, so that tests may patch it.
+        real = self.__dict__.get("_real")
+        if real is None:
+            real = self.__dict__["_real"] = importlib.import_module(self.__name__)
+        return getattr(real, attribute)
 
 
 def lazy_module(name: str) -> types.ModuleType:

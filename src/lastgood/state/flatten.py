@@ -101,10 +101,14 @@ _Extent = tuple[str, int, int]
 
 def _extent(tensor: torch.Tensor) -> _Extent:
     start = tensor.data_ptr()
+    device = tensor.device
+    where = "cpu" if device.type == "cpu" else str(device)  # a text of each tensor's device would take a while
+    if tensor.is_contiguous():
+        return (where, start, start + tensor.nbytes)
     if tensor.numel() == 0:
-        return (str(tensor.device), start, start)
+        return (where, start, start)
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+    return (where, start, start + (reach + 1) * tensor.element_size())
 
 
 def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
@@ -126,6 +130,8 @@ class _View:
     path: str
     node: Node
     """Its block and offset are filled in once all views are known."""
+    key: tuple[str, int]
+    """Device and begin of its storage."""
 
 
 class _Walker:
@@ -138,9 +144,9 @@ class _Walker:
         """Join overlapping and touching views of one storage into blocks; deferred blocks first."""
         groups: list[list[_View]] = []
         end: tuple[Any, int] | None = None
-        ordered = sorted(self._views, key=lambda view: (_storage_key(view.tensor), view.extent[1], view.extent[2]))
+        ordered = sorted(self._views, key=lambda view: (view.key, view.extent[1], view.extent[2]))
         for view in ordered:
-            key, (_, start, stop) = _storage_key(view.tensor), view.extent
+            key, (_, start, stop) = view.key, view.extent
             if end is not None and end[0] == key and start <= end[1]:
                 groups[-1].append(view)
                 end = (key, max(end[1], stop))
@@ -230,19 +236,17 @@ class _Walker:
         tensor = tensor.resolve_conj().resolve_neg()
         node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
         if tensor.numel():
-            self._views.append(_View(tensor, _extent(tensor), path, node))
+            extent = _extent(tensor)
+            self._views.append(_View(tensor, extent, path, node, (extent[0], tensor.untyped_storage().data_ptr())))
         return node
 
     def _array(self, array: np.ndarray, path: str) -> Node:
         node: Node = ["A", -1, 0, _numpy_descr(array.dtype, path), list(array.shape)]
         if array.nbytes:
             copied = torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8)
-            self._views.append(_View(copied, _extent(copied), path, node))
+            extent = _extent(copied)
+            self._views.append(_View(copied, extent, path, node, (extent[0], copied.untyped_storage().data_ptr())))
         return node
-
-
-def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
-    return (str(tensor.device), tensor.untyped_storage().data_ptr())
 
 
 def _block_over(group: Sequence[_View]) -> tuple[int, torch.Tensor]:
@@ -251,13 +255,16 @@ def _block_over(group: Sequence[_View]) -> tuple[int, torch.Tensor]:
     The block starts at a multiple of 16 bytes of its storage, so that a view of any dtype lies aligned in it.
     """
     # Two storage objects can begin at one address (torch.from_numpy called twice); the larger one holds every view.
-    storage = max((view.tensor.untyped_storage() for view in group), key=lambda item: item.nbytes())
-    start = min(view.extent[1] for view in group) - storage.data_ptr()
+    storage = group[0].tensor.untyped_storage()
+    if len(group) > 1:
+        storage = max((view.tensor.untyped_storage() for view in group), key=lambda item: item.nbytes())
+    begin = group[0].key[1]
+    start = min(view.extent[1] for view in group) - begin
     start -= start % 16
-    stop = max(view.extent[2] for view in group) - storage.data_ptr()
+    stop = max(view.extent[2] for view in group) - begin
     block = torch.empty(0, dtype=torch.uint8, device=group[0].tensor.device)
     block.set_(storage, start, (stop - start,), (1,))
-    return storage.data_ptr() + start, block
+    return begin + start, block
 
 
 def _float_bits(value: float) -> str:
