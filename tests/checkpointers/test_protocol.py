@@ -289,17 +289,25 @@ def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
     assert checkpointer.storage_facts()["durability"]
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_kill_and_restore_in_a_fresh_process(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("sync", 10),
+        ("checkfreq", 10),
+        ("pccheck", 30),
+        pytest.param("pccheck", 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_kill_and_restore_in_a_fresh_process(name, rounds, tmp_path):
     driver = Path(__file__).with_name("kill_driver.py")
     done = subprocess.run(
-        [sys.executable, str(driver), name, str(tmp_path / "job"), "10", "7"],
+        [sys.executable, str(driver), name, str(tmp_path / "job"), str(rounds), "7"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("exact") == 10
+    assert done.stdout.count("exact") == rounds
 
 
 def test_none_saves_nothing(tmp_path):
