@@ -16,7 +16,12 @@ def main(directory: str, how: str, slow_s: float) -> None:
     model = torch.nn.Linear(700, 700)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = PCcheck(directory, interval_steps=2, exit_drain_s=1.0)
-    print("resumed", checkpointer.attach(model=model, optimizer=optimizer), flush=True)
+    resumed = checkpointer.attach(model=model, optimizer=optimizer)
+    print("resumed", resumed, flush=True)
+    if how == "at-once":
+        if checkpointer.latest() is None:
+            checkpointer.save(1)
+        raise RuntimeError("the loop failed")
     real = files.flush
 
     def slow_flush(descriptor: int) -> None:

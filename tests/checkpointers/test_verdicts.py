@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from lastgood import PCcheck
 from lastgood.checkpointers.loss_watch import MIN_LOSSES, LossWatch
 from lastgood.errors import CheckpointError, NoCheckpoint, NoGoodCheckpoint
-from lastgood.storage import SlotStore, Verdict
+from lastgood.storage import SlotStore, Verdict, VerdictBook
 
 
 class Life:
@@ -152,6 +155,43 @@ def test_a_life_that_ends_in_order_is_no_failure(tmp_path):
         life = Life(tmp_path, max_failed_restarts=1)
         assert life.step_number == 1
         life.checkpointer.close()
+
+
+def test_a_life_that_ends_by_an_error_is_one_though_it_was_closed(tmp_path):
+    life = Life(tmp_path, keep=2)
+    life.steps(None, None)
+    life.checkpointer.close()
+    for _ in range(2):
+        life = Life(tmp_path, keep=2, max_failed_restarts=2)
+        assert life.step_number == 2
+        with pytest.raises(FloatingPointError):
+            try:
+                raise FloatingPointError("the loss is not a number")
+            finally:
+                life.checkpointer.close()
+    life = Life(tmp_path, keep=2, max_failed_restarts=2)
+    assert life.step_number == 1
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            life.checkpointer.close()
+    life = Life(tmp_path, keep=2, max_failed_restarts=2)
+    assert life.step_number == 2, "an end that was asked for resets the count"
+    life.checkpointer.close()
+
+
+def test_an_uncaught_error_counts_as_a_failed_restart(tmp_path):
+    for slow_life in range(2):
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("ending_script.py")), str(tmp_path), "at-once", "0"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1, done.stderr
+        book = VerdictBook(tmp_path)
+        assert list(book.restarts.values()) == ([slow_life] if slow_life else [])
 
 
 def test_verdicts_need_an_open_store(tmp_path):

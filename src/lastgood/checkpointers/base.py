@@ -140,6 +140,7 @@ class Checkpointer(ABC):
         self._kinds_logged: set[str] = set()
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
+        self._exiting = False
         self._close_s = DEFAULT_TIMEOUT_S
         """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
@@ -214,6 +215,7 @@ class Checkpointer(ABC):
 
     def end(self) -> None:
         """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
+        self._exiting = True
         self._close_s = self._exit_drain_s()
         try:
             try:

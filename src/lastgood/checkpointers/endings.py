@@ -7,13 +7,15 @@ process by default. So SIGTERM is turned into SystemExit, where nobody else has 
 from __future__ import annotations
 
 import atexit
+import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["EXIT_DRAIN_S", "Ending"]
+__all__ = ["EXIT_DRAIN_S", "Ending", "ends_by_error"]
 
 EXIT_DRAIN_S = 25.0
 """Preempted cloud machines are given 30 seconds."""
@@ -29,10 +31,12 @@ class Ending:
 
     def __init__(self, checkpointer: _Endable) -> None:
         alive = weakref.ref(checkpointer)
+        owner = os.getpid()
 
         def at_exit() -> None:
             found = alive()
-            if found is not None:
+            # A forked child has the object, but not its threads.
+            if found is not None and os.getpid() == owner:
                 found.end()
 
         self._at_exit: Callable[[], None] | None = at_exit
@@ -49,6 +53,15 @@ class Ending:
             self._at_exit = None
             _live.discard(self)
             _give_back_sigterm()
+
+
+def ends_by_error(*, exiting: bool) -> bool:
+    """Whether an error is on its way up to the caller, or (while `exiting`) was what ended the program.
+
+    Ctrl-C, SIGTERM and sys.exit are no errors of the training.
+    """
+    kind = sys.exc_info()[0] or (getattr(sys, "last_type", None) if exiting else None)
+    return kind is not None and issubclass(kind, Exception)
 
 
 _live: set[Ending] = set()

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator, model_validator
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
-from lastgood.checkpointers.endings import EXIT_DRAIN_S
+from lastgood.checkpointers.endings import EXIT_DRAIN_S, ends_by_error
 from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemory, freeze
@@ -196,7 +196,8 @@ class PCcheck(Checkpointer):
         try:
             self.drain()
             self._judge_by(self._watch.finish())
-            store.forget_restarts()  # this life ended in order
+            if not ends_by_error(exiting=self._exiting):
+                store.forget_restarts()  # this life ended in order
             if self._archive is not None:
                 self._archive.close(self._close_s)
         except (StorageError, WaitTimeout) as error:
