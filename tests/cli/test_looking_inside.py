@@ -15,9 +15,16 @@ from typer.testing import CliRunner
 from lastgood.checkpointers import stored
 from lastgood.checkpointers.export import load_exported
 from lastgood.cli import app
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoCheckpoint, StorageError
+from lastgood.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    NoCheckpoint,
+    NoGoodCheckpoint,
+    StorageError,
+)
 from lastgood.state import state_digest
-from lastgood.storage import SlotView
+from lastgood.storage import SlotView, Verdict, VerdictBook
 from lastgood.storage import format as fmt
 from tests.checkpointers.stored_helpers import hard_tensors, open_store, plain_values, put
 
@@ -304,3 +311,18 @@ def test_help_is_quick(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "Usage" in done.stdout
     assert not {"torch", "numpy", "lastgood._native", "safetensors"} & set(done.stderr.split())
+
+
+def test_verdicts_are_shown_and_heeded(directory, tmp_path):
+    newest, older = SlotView(directory).committed()[:2]
+    VerdictBook(directory).judge(newest.sequence, Verdict(newest.step, ok=False, reason="evaluation fell"))
+    assert "whole, newest, bad" in run("inspect", directory)
+    assert "evaluation fell" in run("inspect", directory)
+    found = json.loads(run("inspect", directory, "--json"))["slots"]
+    assert {slot["step"]: slot["good"] for slot in found if slot["state"] == "whole"}[newest.step] is False
+    done = json.loads(run("export", directory, tmp_path / "good.safetensors", "--to", "safetensors", "--json"))
+    assert done["step"] == older.step
+    for info in SlotView(directory).committed():
+        VerdictBook(directory).judge(info.sequence, Verdict(info.step, ok=False))
+    with pytest.raises(NoGoodCheckpoint, match=f"--step {newest.step} takes one"):
+        run("export", directory, tmp_path / "none.safetensors", "--to", "safetensors")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lastgood.cli._output import console, emit_json
-from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint
+from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint, NoGoodCheckpoint
 from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="File to write; for dcp, a directory.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="safetensors|pt|dcp", help="What to write.")] = "safetensors",
     step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint.", show_default="the newest whole one")
+        int | None, typer.Option(help="Step of the checkpoint.", show_default="the newest good one")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
@@ -88,7 +88,12 @@ def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force
 
 def _choose(view: SlotView, step: int | None) -> SlotInfo:
     if step is None:
-        return view.newest()
+        book = view.book()
+        good = next((info for info in view.committed() if not book.is_bad(info.sequence)), None)
+        if good is not None:
+            return good
+        newest = view.newest()
+        raise NoGoodCheckpoint(f"{view.directory}: all checkpoints are judged bad; --step {newest.step} takes one")
     found = view.committed()
     for info in found:
         if info.step == step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
     from lastgood.state import Layout
-    from lastgood.storage import SlotInfo, SlotStatus, SlotView
+    from lastgood.storage import SlotInfo, SlotStatus, SlotView, Verdict
 
 __all__ = ["inspect"]
 
@@ -46,7 +46,12 @@ def inspect(
         held = view.held
         statuses, troubles = look_at_slots(view)
         newest = next(iter(newest_first(statuses)), None)
-        described = [_describe(status, newest) for status in statuses]
+        try:
+            verdicts = view.book().verdicts
+        except CheckpointError as error:
+            verdicts = {}
+            troubles.append(str(error))
+        described = [_describe(status, newest, verdicts) for status in statuses]
         contents = None
         if layout or step is not None:
             try:
@@ -70,18 +75,18 @@ def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = [
         (
             slot["file"],
-            slot["state"] + (", newest" if slot["newest"] else ""),
+            slot["state"] + (", newest" if slot["newest"] else "") + (", bad" if slot["good"] is False else ""),
             slot["step"],
             slot["incarnation"],
             slot["sequence"],
             _size(slot["stream_bytes"]),
             _size(slot["meta_bytes"]),
-            slot["detail"],
+            "; ".join(filter(None, [slot["detail"], slot["verdict"]])),
         )
         for slot in described
     ]
     columns = ["file", "state", "step", "incarnation", "sequence", "size", "meta", "detail"]
-    if not any(slot["detail"] for slot in described):
+    if not any(row[-1] for row in rows):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     emit_table(title, columns, rows)
 
@@ -175,12 +180,15 @@ def _print_lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any
     sys.stdout.write("\n".join([title, *lines]) + "\n")
 
 
-def _describe(status: SlotStatus, newest: SlotInfo | None) -> dict[str, Any]:
+def _describe(status: SlotStatus, newest: SlotInfo | None, verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
     record = status.record
+    verdict = None if record is None or status.info is None else verdicts.get(record.sequence)
     return {
         "file": status.path.name,
         "state": status.state.value,
         "newest": newest is not None and status.info == newest,
+        "good": None if verdict is None else verdict.ok,
+        "verdict": "" if verdict is None else verdict.reason,
         "step": None if record is None else record.step,
         "incarnation": None if record is None else record.incarnation,
         "sequence": None if record is None else record.sequence,
@@ -188,6 +196,8 @@ def _describe(status: SlotStatus, newest: SlotInfo | None) -> dict[str, Any]:
         "meta_bytes": None if record is None else record.meta_bytes,
         "chunk_bytes": None if record is None else record.chunk_bytes,
         "job_id": None if record is None else record.job_id.hex(),
+        "rank": None if record is None else record.rank,
+        "world_size": None if record is None else record.world_size,
         "layout_digest": None if record is None else record.layout_digest.hex(),
         "file_bytes": status.file_bytes,
         "detail": status.detail,
