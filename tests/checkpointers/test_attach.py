@@ -250,3 +250,18 @@ def test_another_world_is_refused_with_both_sides(tmp_path):
     again = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4)
     assert again.attach(model=model) == 1
     again.close()
+
+
+def test_what_an_open_store_found_corrupt_is_not_forgotten(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    checkpointer = PCcheck(tmp_path, interval_steps=1)
+    checkpointer.attach(model=model)
+    checkpointer.step()
+    checkpointer.drain()
+    with (tmp_path / "slot-0000.lgs").open("r+b") as file:
+        file.seek((1 << 20) + 5)
+        file.write(b"damage")
+    for words in ("no checkpoint can be read", "slots that are damaged: slot-0000.lgs: found corrupt before"):
+        with pytest.raises(CorruptCheckpoint, match=words):
+            checkpointer.restore(checkpointer.state)
+    checkpointer.close()

@@ -216,13 +216,14 @@ class Checkpointer(ABC):
     def end(self) -> None:
         """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
         self._exiting = True
-        self._close_s = self._exit_drain_s()
+        deadline = time.monotonic() + self._exit_drain_s()
         try:
             try:
-                self.drain(self._close_s)
+                self.drain(self._exit_drain_s())
             except WaitTimeout as error:
                 _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
                 self._abandon()
+            self._close_s = max(0.0, deadline - time.monotonic())
             self.close()
         except Exception as error:  # nothing may keep a process from ending
             _log.error("%s: closing at exit failed: %s", self.name, error)

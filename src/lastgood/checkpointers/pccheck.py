@@ -25,7 +25,7 @@ from lastgood.checkpointers.endings import EXIT_DRAIN_S, ends_by_error
 from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemory, freeze
-from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
+from lastgood.errors import CheckpointError, StorageError, WaitTimeout
 from lastgood.state import FlatState, flatten
 from lastgood.units import MIB
 
@@ -350,7 +350,7 @@ class PCcheck(Checkpointer):
 
     def _opened(self) -> SlotStore:
         if self._store is None:
-            raise NoCheckpoint(f"{self.directory}: not open; call start(state) first")
+            raise CheckpointError(f"{self.directory}: not open; call start(state) first")
         return self._store
 
     # -- judging ---------------------------------------------------------------------------------------------------

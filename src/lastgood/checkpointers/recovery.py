@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood.checkpointers.in_place import InPlace
 from lastgood.checkpointers.stored import read_layout
-from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError
+from lastgood.errors import (
+    CorruptCheckpoint,
+    MismatchError,
+    NoCheckpoint,
+    NoGoodCheckpoint,
+    StorageError,
+    WaitTimeout,
+)
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
@@ -78,7 +85,7 @@ class Recovery:
                     reading = InPlace(view, info, read_layout(view, info), state)
                     touched |= reading.touches_live
                     reading.read(self._threads)
-            except (CorruptCheckpoint, StorageError) as error:
+            except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 unread.append(str(error))
                 continue
@@ -119,9 +126,13 @@ class Recovery:
         from lastgood.storage.format import RecordKind
 
         damaged = [
-            f"{status.path.name}: {status.detail}"
+            f"{status.path.name}: {status.detail or 'found corrupt before'}"
             for status in view.statuses()
-            if status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
+            # What an open store found corrupt still has a sound record, and is not among the committed.
+            if status.state is SlotState.WHOLE
+            or (
+                status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
+            )
         ]
         if damaged:
             raise CorruptCheckpoint(

@@ -79,7 +79,9 @@ class VerdictBook:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise storage_error(error, self.path, "reading") from error
+            # Whole checkpoints are worth more than what is known of them.
+            log.warning("%s; no verdict on any checkpoint is known", storage_error(error, self.path, "reading"))
+            return
         try:
             if len(content) > _MAX_BYTES:
                 raise fmt.RecordError(f"longer than {_MAX_BYTES} bytes")
