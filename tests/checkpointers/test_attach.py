@@ -265,3 +265,44 @@ def test_what_an_open_store_found_corrupt_is_not_forgotten(tmp_path):
         with pytest.raises(CorruptCheckpoint, match=words):
             checkpointer.restore(checkpointer.state)
     checkpointer.close()
+
+
+def test_a_checkpoint_between_two_epochs_keeps_the_loaders_generator(tmp_path):
+    def life(epochs: int) -> tuple[int, list[float]]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 4)
+        data = DataLoader(torch.arange(6.0), shuffle=True, generator=torch.Generator().manual_seed(5))
+        checkpointer = PCcheck(tmp_path, interval_steps=1)
+        resumed = checkpointer.attach(model=model, data=data)
+        seen = [[float(batch) for batch in checkpointer.data] for _ in range(epochs)]
+        checkpointer.step()  # behind the loop
+        checkpointer.close()
+        return resumed, seen
+
+    straight = DataLoader(torch.arange(6.0), shuffle=True, generator=torch.Generator().manual_seed(5))
+    expected = [[float(batch) for batch in straight] for _ in range(3)]
+    assert life(1) == (0, expected[:1])
+    assert life(2) == (1, expected[1:])
+
+
+def test_memory_between_the_tensors_of_a_state_is_left_alone(tmp_path):
+    def parts():
+        base, wide = torch.zeros(4), torch.zeros(3, 4)
+        model = torch.nn.Module()
+        model.register_buffer("a", base[1:3])
+        model.register_buffer("column", wide[:, 0])
+        return base, wide, model
+
+    base, wide, model = parts()
+    base[:] = 1
+    wide[:] = 1
+    checkpointer = PCcheck(tmp_path, interval_steps=1)
+    checkpointer.attach(model=model)
+    checkpointer.step()
+    checkpointer.close()
+    base, wide, model = parts()
+    again = PCcheck(tmp_path, interval_steps=1)
+    assert again.attach(model=model) == 1
+    assert base.tolist() == [0, 1, 1, 0]
+    assert wide.sum() == 3
+    again.close()

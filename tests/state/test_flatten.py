@@ -394,3 +394,18 @@ def test_changes_of_deferred_tensors_are_seen():
         layer.weight.renorm_(2, 0, 0.1)
     with pytest.raises(StateError, match=r"state\.layer\.weight was changed"):
         flat.check_unchanged()
+
+
+def test_the_version_of_a_modules_state_dict_is_kept():
+    class Newer(torch.nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            assert local_metadata.get("version") == 2, "taken for a state dict of an old version"
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    saved, fresh = Newer(2, 2), Newer(2, 2)
+    flat = flatten({"model": saved})
+    blocks = [block.clone() for block in flat.blocks]
+    apply_tree({"model": fresh}, unflatten(flat.layout, blocks, "here"), "here")
+    assert torch.equal(fresh.weight, saved.weight)

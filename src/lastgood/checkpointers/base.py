@@ -100,6 +100,12 @@ class _Hooks:
     device_waits: list[tuple[Any, Any]] = field(default_factory=list)
     """CUDA events before and after each wait that a stream did in an optimizer's place."""
 
+    def fold(self) -> None:
+        """Add up the device's waits that are over, so that they do not gather."""
+        while self.device_waits and self.device_waits[0][1].query():
+            before, after = self.device_waits.pop(0)
+            self.stall_s += float(before.elapsed_time(after)) / 1e3
+
 
 class Checkpointer(ABC):
     """Takes the state of a running training and can give it back.
@@ -188,6 +194,7 @@ class Checkpointer(ABC):
             self.close()
             raise
         attachment.begin()
+        self._begun()
         self._attachment = attachment
         return attachment.progress.step
 
@@ -236,6 +243,9 @@ class Checkpointer(ABC):
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         """Restore what a new life begins with. Raises NoCheckpoint where it begins from nothing."""
         self.restore(state, step)
+
+    def _begun(self) -> None:  # noqa: B027 - most systems count no restarts
+        """Called by `attach` once all is ready: from here on what fails is the training."""
 
     def _observe_loss(self, step: int, loss: Any) -> None:
         """Judge by a loss; systems without verdicts have no use for it."""
@@ -287,8 +297,8 @@ class Checkpointer(ABC):
 
         On CUDA the waiting is the stream's; it can be read once the device has come past it (after a synchronisation).
         """
-        device_s = sum(before.elapsed_time(after) / 1e3 for before, after in self._hooks.device_waits if after.query())
-        return self._hooks.stall_s + float(device_s)
+        self._hooks.fold()
+        return self._hooks.stall_s
 
     def storage_facts(self) -> dict[str, Any]:
         """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""
@@ -313,6 +323,7 @@ class Checkpointer(ABC):
 
     def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
         """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
+        self._hooks.fold()
         self._hooks.device_waits += fence.wait(timeout_s)
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:

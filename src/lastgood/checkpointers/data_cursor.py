@@ -84,6 +84,7 @@ class CountedLoader:
             "batches": self.batches,
             "total_batches": self.total_batches,
             "epoch_start": self._epoch_start,
+            "generators": [generator.get_state() for generator in self._own_generators()],
             "loader": own,
         }
 
@@ -99,6 +100,11 @@ class CountedLoader:
         self._epoch_start = dict(state["epoch_start"])
         self._running = None
         self._resuming = self.batches > 0
+        own = self._own_generators()
+        if not self._resuming and len(own) == len(state["generators"]):
+            # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
+            for generator, saved in zip(own, state["generators"], strict=True):
+                generator.set_state(saved)
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 

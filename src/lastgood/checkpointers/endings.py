@@ -56,14 +56,19 @@ class Ending:
 
 
 def ends_by_error(*, exiting: bool) -> bool:
-    """Whether an error is on its way up to the caller, or (while `exiting`) was what ended the program.
+    """Whether an error is on its way up to the caller, or (while `exiting`) may have ended the program.
 
-    Ctrl-C, SIGTERM and sys.exit are no errors of the training.
+    Ctrl-C and SIGTERM are no errors of the training. A program that catches its error and exits shows no trace of it,
+    so any other exit without `close` counts as one.
     """
-    kind = sys.exc_info()[0] or (getattr(sys, "last_type", None) if exiting else None)
+    if exiting:
+        return not (_asked or issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt))
+    kind = sys.exc_info()[0]
     return kind is not None and issubclass(kind, Exception)
 
 
+_asked: list[int] = []
+"""Signals that asked this process to end."""
 _live: set[Ending] = set()
 
 
@@ -84,4 +89,5 @@ def _give_back_sigterm() -> None:
 
 def _leave(number: int, frame: Any) -> None:
     del frame
+    _asked.append(number)
     raise SystemExit(128 + number)

@@ -95,7 +95,7 @@ def _choose_targets(layout: Layout, state: Mapping[str, Any], where: str) -> tup
     for number, places in enumerate(_places(tensors, len(layout.block_bytes), ours)):
         size = layout.block_bytes[number]
         found = by_places.get((places, size))
-        if places and found is not None:
+        if places and found is not None and _covered(tensors, number, size):
             targets.append(live.blocks[found])
             touches = True
         else:
@@ -118,6 +118,16 @@ def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list
         place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride)
         found[tensor.block].add(place)
     return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
+
+
+def _covered(tensors: Sequence[NamedTensor], block: int, size: int) -> bool:
+    """Whether the tensors of a block hold each of its bytes: what lies between them is not the state's to overwrite."""
+    reached = 0
+    for tensor in sorted((one for one in tensors if one.block == block), key=lambda one: one.offset):
+        if tensor.offset > reached or tensor.nbytes != tensor.end - tensor.offset:
+            return False
+        reached = max(reached, tensor.end)
+    return reached == size
 
 
 def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.device:

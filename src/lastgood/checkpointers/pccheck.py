@@ -43,6 +43,8 @@ _log = logging.getLogger("lastgood")
 
 READ_THREADS = 4
 """Reads under way at once in a restore, at least."""
+_LANDED_S = 10.0
+"""For a thread whose checkpoint is finished to end."""
 _REMEMBERED = 256
 """Steps whose sequence is known without a look at the slots; verdicts come within so many saves."""
 
@@ -133,6 +135,8 @@ class PCcheck(Checkpointer):
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
         self._archive: Archive | None = None
+        self._began_at: SlotInfo | None = None
+        self._threads: list[threading.Thread] = []
 
     @classmethod
     def tuned(cls, directory: Path | str, config: Path | str | None = None) -> PCcheck:
@@ -174,11 +178,15 @@ class PCcheck(Checkpointer):
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         store = self._open()
-        info = self._recovery().restore(store, state, step, max_failed_restarts=self.knobs.max_failed_restarts)
-        try:
-            store.count_restart(info)
-        except StorageError as error:
-            _log.warning("%s; this restart is not counted", error)
+        limit = self.knobs.max_failed_restarts
+        self._began_at = self._recovery().restore(store, state, step, max_failed_restarts=limit)
+
+    def _begun(self) -> None:
+        if self._began_at is not None and self._store is not None:
+            try:
+                self._store.count_restart(self._began_at)
+            except StorageError as error:
+                _log.warning("%s; this restart is not counted", error)
 
     def _start(self) -> None:
         self._open()
@@ -194,21 +202,29 @@ class PCcheck(Checkpointer):
         if store is None:
             return
         try:
-            self.drain()
+            self.drain(self._close_s)
             self._judge_by(self._watch.finish())
             if not ends_by_error(exiting=self._exiting):
                 store.forget_restarts()  # this life ended in order
-            if self._archive is not None:
-                self._archive.close(self._close_s)
         except (StorageError, WaitTimeout) as error:
             _log.warning("%s", error)
         finally:
-            self._archive = None
-            store.close()
+            self._close_archive()
             self._store = None
             self._capacity = 0
-            self._release_pool()
             self._sequences = {}
+            try:
+                store.close()
+            finally:
+                self._release_pool()
+
+    def _close_archive(self) -> None:
+        archive, self._archive = self._archive, None
+        if archive is not None:
+            try:
+                archive.close(self._close_s)
+            except WaitTimeout as error:
+                _log.warning("%s", error)
 
     def _exit_drain_s(self) -> float:
         return self.knobs.exit_drain_s
@@ -268,7 +284,9 @@ class PCcheck(Checkpointer):
                 self._in_flight[number] = flight
             # A daemon: an ending process waits for it for a bounded time, in `end`.
             name = f"pccheck-step-{event.step}"
-            threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True)
+            thread.start()
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         except BaseException:
             # No thread will ever finish this one.
             with self._landed:
@@ -317,6 +335,9 @@ class PCcheck(Checkpointer):
             if not self._landed.wait_for(lambda: not self._in_flight, timeout_s):
                 steps = sorted(flight.event.step for flight in self._in_flight.values())
                 raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
+        # They have landed, but a thread inside native code must not meet the interpreter's end.
+        for thread in self._threads:
+            thread.join(_LANDED_S)
 
     def _make_room(self, flat: FlatState, meta_bytes: int) -> None:
         """Slots and a pool for a state of this size; made again only when the state has outgrown them."""

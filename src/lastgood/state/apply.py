@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +113,12 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
     elif isinstance(live, torch.nn.Module):
         current = live.state_dict(keep_vars=True)
         # torch copies a tensor into itself without touching its bytes, but not one that only lies in the same place.
-        live.load_state_dict(
-            {key: current[key] if _same_place(current.get(key), value) else value for key, value in saved.items()}
+        given = OrderedDict(
+            (key, current[key] if _same_place(current.get(key), value) else value) for key, value in saved.items()
         )
+        # Versions of the modules' state dicts: without them torch takes each for the oldest.
+        given._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
+        live.load_state_dict(given)
     elif is_stateful(live):
         live.load_state_dict(saved)
     elif isinstance(live, torch.Tensor):
