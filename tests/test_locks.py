@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,37 @@ def test_many_threads_of_one_process_exclude_each_other(tmp_path):
 
 def test_a_process_that_is_gone_is_still_named():
     assert describe_process(2**22 + 1) == f"process {2**22 + 1}"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_forked_child_that_outlives_its_parent(tmp_path, shared):
+    """As a data loader's worker does for some seconds after its training was killed."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        lock = FileLock(tmp_path / "lock", "a test", shared_with_forks=shared)
+        lock.acquire()
+        child = os.fork()
+        if child:
+            os.write(write, child.to_bytes(8, "little"))
+        else:
+            assert lock.held is shared
+        time.sleep(60)
+        os._exit(0)
+    child = int.from_bytes(os.read(read, 8), "little")
+    try:
+        mine = FileLock(tmp_path / "lock", "a test")
+        with pytest.raises(LockHeld, match=f"process {parent}"):
+            mine.acquire()
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        if shared:
+            with pytest.raises(LockHeld):
+                mine.acquire()
+        else:
+            mine.acquire()
+            mine.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(read)
+        os.close(write)

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +24,15 @@ _POLL_S = 0.2
 class FileLock:
     """An exclusive flock on `path`, which is made if it is not there.
 
-    `purpose` says what the lock guards and is part of every message. Child processes made by fork share the lock until
-    the last of them ends.
+    `purpose` says what the lock guards and is part of every message. With `shared_with_forks`, child processes made by
+    fork share the lock until the last of them ends, as a run's processes must share a machine; without, a child lets go
+    of it at once, so that a data loader's workers that outlive a killed training do not hold its directory.
     """
 
-    def __init__(self, path: Path, purpose: str) -> None:
+    def __init__(self, path: Path, purpose: str, *, shared_with_forks: bool = True) -> None:
         self.path = path
         self.purpose = purpose
+        self._shared = shared_with_forks
         self._descriptor: int | None = None
 
     def acquire(self, timeout_s: float = 0.0, on_wait: Callable[[str], None] | None = None) -> None:
@@ -56,10 +59,13 @@ class FileLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        if not self._shared:
+            _not_shared.add(self)
 
     def release(self) -> None:
         """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
         if self._descriptor is not None:
+            _not_shared.discard(self)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -77,6 +83,18 @@ class FileLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+_not_shared: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close the child's copies: the lock itself stays with the parent, whose descriptor is still open."""
+    for lock in list(_not_shared):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _open_lock_file(path: Path) -> int:

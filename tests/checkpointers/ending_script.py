@@ -22,6 +22,9 @@ def main(directory: str, how: str, slow_s: float) -> None:
         if checkpointer.latest() is None:
             checkpointer.save(1)
         raise RuntimeError("the loop failed")
+    if how == "hang":
+        checkpointer.save(1)  # makes the slots, which are flushed as well
+        checkpointer.drain()
     real = files.flush
 
     def slow_flush(descriptor: int) -> None:

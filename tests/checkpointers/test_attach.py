@@ -10,9 +10,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lastgood import PCcheck
+from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.data_cursor import CountedLoader
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, DataError, MismatchError, NoCheckpoint
+from lastgood.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    DataError,
+    MismatchError,
+    NoCheckpoint,
+    StateError,
+)
 
 SYSTEMS = ["sync", "checkfreq", "pccheck"]
 EPOCH = 7
@@ -141,18 +150,145 @@ def test_a_loader_with_a_state_of_its_own_is_asked_itself(tmp_path):
         third.attach()
 
 
-def test_leaving_a_loop_early_ends_the_epoch(tmp_path):
+def test_a_loop_that_was_left_keeps_its_place_until_the_next(tmp_path):
     counted = CountedLoader(range(5))
     for batch in counted:
         if batch == 2:
             break
-    assert (counted.epoch, counted.batches, counted.total_batches) == (1, 0, 3)
+    assert (counted.epoch, counted.batches, counted.total_batches) == (0, 3, 3)
     assert list(counted) == list(range(5))
-    assert (counted.epoch, len(counted)) == (2, 5)
+    assert (counted.epoch, counted.batches, len(counted)) == (2, 0, 5)
     one, other = iter(counted), iter(counted)
     assert next(other) == 0
     with pytest.raises(DataError, match="two loops"):
         next(one)
+
+
+def test_a_save_behind_an_error_goes_on_behind_the_last_batch(tmp_path):
+    unbroken = Run(tmp_path / "a")
+    unbroken.attach()
+    unbroken.train(EPOCH)
+    unbroken.checkpointer.close()
+    first = Run(tmp_path / "b")
+    first.attach()
+    with pytest.raises(KeyboardInterrupt):
+        for batch in first.checkpointer.data:
+            loss = (first.model(batch) - batch).square().mean()
+            loss.backward()
+            first.optimizer.step()
+            first.scheduler.step()
+            first.optimizer.zero_grad()
+            if first.checkpointer.state["progress"].step == 2:
+                raise KeyboardInterrupt
+            first.checkpointer.step(loss)
+    # The loop is left; this is what a script does that saves before it goes.
+    first.checkpointer.step(loss)
+    first.checkpointer.close()
+    second = Run(tmp_path / "b")
+    assert second.attach() == 3
+    second.train(EPOCH)
+    assert second.seen == unbroken.seen[3:]
+    second.checkpointer.close()
+
+
+@pytest.mark.parametrize("make", [loader, OwnState], ids=["plain", "own-state"])
+def test_a_look_at_the_first_batch_uses_a_resume_not_up(make, tmp_path):
+    first = Run(tmp_path, make)
+    first.attach()
+    first.train(2)
+    first.checkpointer.close()
+    seen = []
+    for looks in (0, 1, 2):
+        again = Run(tmp_path, make)
+        assert again.attach() == 2
+        for _ in range(looks):
+            next(iter(again.checkpointer.data))
+        again.checkpointer.interval_steps = 0  # so that all three begin at one checkpoint
+        again.train(4)
+        seen.append(again.seen)
+        again.checkpointer.close()
+    assert seen[0] == seen[1] == seen[2]
+
+
+class DrawsAtItsBeginning(OwnState):
+    """As torchdata's loader does, which seeds its workers."""
+
+    def __iter__(self):
+        torch.rand(1)
+        return super().__iter__()
+
+
+def test_a_loader_with_a_state_of_its_own_leaves_the_generators_alone(tmp_path):
+    unbroken = Run(tmp_path / "a", DrawsAtItsBeginning)
+    unbroken.attach()
+    unbroken.train(4)
+    unbroken.checkpointer.close()
+    broken = []
+    for stop in (2, 4):
+        life = Run(tmp_path / "b", DrawsAtItsBeginning)
+        life.attach()
+        life.train(stop)
+        broken += life.seen
+        life.checkpointer.close()
+    assert broken == unbroken.seen
+
+
+def test_an_iterator_is_no_data(tmp_path):
+    run = Run(tmp_path, lambda: iter(loader()))
+    with pytest.raises(DataError, match=r"an iterator that can be gone through once.*give the loader itself"):
+        run.attach()
+
+
+def test_plain_values_come_back_in_what_holds_them(tmp_path):
+    with pytest.raises(ConfigError, match=r"attach\(epoch=3\): a plain int .*put it into a dict, attach\(epoch="):
+        PCcheck(tmp_path, interval_steps=1).attach(epoch=3)
+
+    def parts():
+        return {"counts": {"epoch": 0}, "history": [0.5], "mean": np.zeros(3)}
+
+    first = PCcheck(tmp_path, interval_steps=1)
+    live = parts()
+    first.attach(**live)
+    live["counts"]["epoch"] = 7
+    live["history"].append(0.25)
+    live["mean"] += 2
+    first.step()
+    first.close()
+    again = parts()
+    second = PCcheck(tmp_path, interval_steps=1)
+    assert second.attach(**again) == 1
+    assert again["counts"] == {"epoch": 7} and again["history"] == [0.5, 0.25] and again["mean"].tolist() == [2, 2, 2]
+    second.close()
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    def attached(kind, **options):
+        model = torch.nn.Linear(2, 2)
+        checkpointer = PCcheck(tmp_path, interval_steps=1)
+        checkpointer.attach(model=model, optimizer=kind(model.parameters(), **options))
+        return checkpointer
+
+    first = attached(torch.optim.Adam)
+    first.step()
+    first.close()
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
+        with pytest.raises(MismatchError, match=f"optimizer: .*another optimizer's.*{kind.__name__}"):
+            attached(kind)
+    attached(torch.optim.Adam, lr=0.5).close()
+
+
+def test_a_start_that_fails_holds_nothing(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    first = PCcheck(tmp_path)
+    with pytest.raises(StateError, match="on meta"):
+        first.start({"model": model, "optimizer": optimizer, "odd": torch.empty(2, device="meta")})
+    assert not optimizer._optimizer_step_pre_hooks
+    second = PCcheck(tmp_path)
+    second.start({"model": model})
+    second.close()
+    with pytest.raises(ConfigError, match="options are BaseOptions, not PCcheckOptions"):
+        PCcheck(tmp_path, BaseOptions())
 
 
 def test_a_place_that_is_not_in_the_data_any_more_is_refused(tmp_path):

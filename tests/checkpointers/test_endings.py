@@ -66,6 +66,15 @@ def test_a_disk_that_takes_too_long_is_given_up(tmp_path):
     assert PCcheck(tmp_path).latest() is None
 
 
+def test_a_disk_that_does_not_answer_keeps_no_process_from_ending(tmp_path):
+    """A flush takes a minute, and 1 s is granted: the process ends long before it returns."""
+    returned, error, seconds = run(tmp_path, "hang", 60.0, signal.SIGTERM)
+    assert returned == 143, error
+    assert "given up at exit, older checkpoints stay" in error
+    assert seconds < 45
+    assert PCcheck(tmp_path).latest() == 1
+
+
 def test_sigterm_that_is_somebody_elses_stays_so(tmp_path):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))

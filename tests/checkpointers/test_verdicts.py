@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,23 @@ def test_an_uncaught_error_counts_as_a_failed_restart(tmp_path):
         assert done.returncode == 1, done.stderr
         book = VerdictBook(tmp_path)
         assert list(book.restarts.values()) == ([slow_life] if slow_life else [])
+
+
+def test_a_checkpoint_that_failed_cannot_be_judged(tmp_path):
+    checkpointer = PCcheck(tmp_path, interval_steps=1, writer_threads=1)
+    checkpointer.attach(values={"x": torch.zeros(1 << 16)})
+    checkpointer.step()
+    checkpointer.drain()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        checkpointer.step()
+        checkpointer.drain()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [event.outcome.value for event in checkpointer.events] == ["durable", "failed"]
+    assert checkpointer.verdict(1, ok=True) and not checkpointer.verdict(2, ok=False)
+    checkpointer.close()
 
 
 def test_verdicts_need_an_open_store(tmp_path):

@@ -21,7 +21,8 @@ def test_round_trip(tmp_path: Path) -> None:
     book.judge(4, Verdict(40, ok=True))
     assert [book.count_restart(9) for _ in range(3)] == [0, 1, 2]
     again = VerdictBook(tmp_path)
-    assert again.verdicts == {3: Verdict(30, False, "ä" * 500), 4: Verdict(40, True)}
+    assert again.verdicts == book.verdicts and again.verdicts[4] == Verdict(40, True)
+    assert set(again.verdicts[3].reason) == {"ä"} and 50 < len(again.verdicts[3].reason) < 600
     assert (again.restarts, again.highest_sequence) == ({9: 3}, 9)
     assert again.is_bad(3) and not again.is_bad(4)
     again.forget_restarts()
@@ -74,7 +75,11 @@ def test_a_write_that_fails_holds_in_memory(tmp_path: Path, monkeypatch: pytest.
 
 def test_entries_are_bounded(tmp_path: Path) -> None:
     book = VerdictBook(tmp_path)
-    book.verdicts = {number: Verdict(number, ok=False, reason="x" * 500) for number in range(2000)}
+    book.judge(1, Verdict(1, ok=False, reason="\U0001f4a5" * 500))  # twelve bytes each as JSON
+    longest = book.verdicts[1].reason
+    assert longest
+    book.verdicts = {number: Verdict(number, ok=False, reason=longest) for number in range(2000)}
+    book.restarts = {number: number for number in range(2000)}
     book.judge(2000, Verdict(2000, ok=False))
     again = VerdictBook(tmp_path)
     assert sorted(again.verdicts) == list(range(2001 - 1024, 2001))

@@ -84,6 +84,9 @@ class WriterHandle : public SlotWriter {
   public:
     using SlotWriter::SlotWriter;
     ~WriterHandle() {
+        // Taking the GIL again ends the process where a background thread does it while the interpreter ends, so it is
+        // kept unless there is something to wait for.
+        if (forked() || join(deadline_after(0.0))) return;
         const nb::gil_scoped_release released;
         shut_down();
     }

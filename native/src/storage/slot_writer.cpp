@@ -364,7 +364,7 @@ SlotWriter::~SlotWriter() { shut_down(); }
 
 void SlotWriter::shut_down() {
     if (!state_) return;
-    if (getpid() != owner_) {
+    if (forked()) {
         // A fork copied the object but not its threads: locks may be held by nobody, so all of it is left alone.
         for (std::thread& thread : state_->threads) thread.detach();
         new std::shared_ptr<State>(std::move(state_));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -61,6 +62,8 @@ class SlotWriter {
     // Stops everything and wakes everybody. Does not wait; join() does, and says whether all threads have ended.
     void abort();
     bool join(Clock::time_point deadline);
+    // Whether this is a copy that a fork made, without the threads.
+    bool forked() const { return getpid() != owner_; }
 
     // Gives back the buffers that the caller holds; nothing may write into them any more.
     void release();

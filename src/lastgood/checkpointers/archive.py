@@ -79,7 +79,7 @@ class Archive:
         self._closed = False
         self._kinds_logged: set[str] = set()
         self._owner: str | None = None
-        self._lock = FileLock(self.directory / "lock", f"archive {self.directory}")
+        self._lock = FileLock(self.directory / "lock", f"archive {self.directory}", shared_with_forks=False)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()

@@ -7,7 +7,7 @@ from typing import Any
 
 from lastgood.checkpointers.data_cursor import CountedLoader
 from lastgood.errors import ConfigError, DataError
-from lastgood.state import RngState
+from lastgood.state import RngState, holds_its_values
 
 __all__ = ["Attachment", "Progress"]
 
@@ -36,6 +36,13 @@ class Attachment:
         taken = sorted(set(parts) & set(_OWN_NAMES))
         if taken:
             raise ConfigError(f"{system}: attach() makes {taken} by itself; give your part another name")
+        for name, part in parts.items():
+            if part is not None and not holds_its_values(part):
+                raise ConfigError(
+                    f"{system}: attach({name}={part!r:.80}): a plain {type(part).__name__} would be saved as it is now "
+                    f"for ever, and could not be given back; put it into a dict, attach({name}={{...}}), and change it "
+                    "there"
+                )
         self.progress = Progress()
         self.data = None if data is None else CountedLoader(data)
         self.state: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
@@ -57,5 +64,7 @@ class Attachment:
                 "a step was finished, and no batch was taken through the checkpointer, so a restart could not come "
                 "back to this place in the data; iterate over its `data` instead of the loader itself"
             )
+        if self.data is not None:
+            self.data.trained()
         self.progress.step += 1
         return self.progress.step

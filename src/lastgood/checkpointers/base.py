@@ -47,6 +47,8 @@ __all__ = ["DEFAULT_TIMEOUT_S", "BaseOptions", "CheckpointEvent", "Checkpointer"
 
 _log = logging.getLogger("lastgood")
 
+_ABANDON_S = 2.0
+"""For checkpoints that an ending process has given up to let go of their files."""
 DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
@@ -137,6 +139,8 @@ class Checkpointer(ABC):
             raise ConfigError(f"{self.name}: interval_steps must not be negative: {interval_steps}")
         self.directory = Path(directory)
         self.interval_steps = interval_steps
+        if options is not None and not isinstance(options, self.Options):
+            raise ConfigError(f"{self.name}: options are {type(options).__name__}, not {self.Options.__name__}")
         self.options = self._validated(knobs) if options is None else options
         self.events: list[CheckpointEvent] = []
         self.events_kept: int | None = 100
@@ -165,8 +169,9 @@ class Checkpointer(ABC):
         """Take charge of a training, resume it if there is something to resume from, and return its step (else 0).
 
         Call it once, before the first step. `parts` are what the run needs to go on: modules, optimizers, schedulers,
-        scalers, tensors, plain values; None is left out. Random generators and the number of steps are added. With
-        `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has consumed.
+        scalers, tensors, dicts and lists of plain values; None is left out. Random generators and the number of steps
+        are added. With `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has
+        consumed.
 
         `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
         loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
@@ -230,7 +235,7 @@ class Checkpointer(ABC):
             except WaitTimeout as error:
                 _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
                 self._abandon()
-            self._close_s = max(0.0, deadline - time.monotonic())
+            self._close_s = max(_ABANDON_S, deadline - time.monotonic())
             self.close()
         except Exception as error:  # nothing may keep a process from ending
             _log.error("%s: closing at exit failed: %s", self.name, error)
@@ -263,13 +268,18 @@ class Checkpointer(ABC):
     def start(self, state: Mapping[str, Any]) -> None:
         """Take charge of `state`. Called once, before the first step and after any restore.
 
-        Installs a step pre-hook on every optimizer in the state, so that user code never calls `before_update`.
+        Installs a step pre-hook on every optimizer in the state, so that user code never calls `before_update`. Where
+        it raises, everything is given back, as by `close`.
         """
         if self._state is not None:
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
-        self._hook_optimizers()
-        self._start()
+        try:
+            self._hook_optimizers()
+            self._start()
+        except BaseException:
+            self.close()
+            raise
         self._ending = Ending(self)
 
     def close(self) -> None:

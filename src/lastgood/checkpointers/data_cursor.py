@@ -7,6 +7,7 @@ is what the training was given, and a restart replays the epoch's order from the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
@@ -21,6 +22,17 @@ else:
 __all__ = ["CountedLoader"]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a resume begins."""
+
+    epoch: int
+    batches: int
+    total_batches: int
+    loader: Any
+    """The loader's own state, if it has one."""
+
+
 class CountedLoader:
     """An iterable of batches that knows how many were taken, as a part of a training state.
 
@@ -29,17 +41,28 @@ class CountedLoader:
     read and dropped, and the generators of Python, numpy and torch then stand where the checkpoint had them. A loader
     with state_dict and load_state_dict of its own (torchdata's StatefulDataLoader) is asked to do this itself.
 
-    Leaving a loop early ends the epoch, as it does with a loader alone.
+    A loop that is left early, by ``break`` or by an error, keeps its place until the next ``for`` begins an epoch, so
+    that a checkpoint taken in between goes on behind the last batch. After a resume the place holds until a step was
+    trained on: a look at the first batch beforehand uses nothing up.
+
+    Raises DataError for an iterator (``iter(loader)``, a generator): it cannot be begun again.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
+        if isinstance(loader, Iterator) and not is_stateful(loader):
+            raise DataError(
+                f"data is a {type(loader).__name__}, an iterator that can be gone through once, so a restart could not "
+                "come back to a place in it; give the loader itself"
+            )
         self.loader = loader
         self.epoch = 0
         """Finished passes over the loader; where samplers need set_epoch, give them this number."""
         self.batches = 0
         """Batches of this epoch that were handed out."""
         self.total_batches = 0
-        self._resuming = False
+        self._resume: _Place | None = None
+        self._resume_generators: dict[str, Any] | None = None
+        """Where the generators stood when the resumed loop was begun first: a look at a batch draws from them."""
         self._epoch_start: dict[str, Any] = {}
         self._running: object = None
 
@@ -49,29 +72,33 @@ class CountedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Go on with the epoch of a checkpoint, or begin one."""
-        ticket = self._running = object()
-        if self._resuming:
-            batches = self._replayed()
+        if self._resume is not None:
+            batches = self._replayed(self._resume)
         else:
             if self.batches:
                 self._end_epoch()  # an iterator that was put away and never finished
             self._epoch_start = self._generators()
             batches = iter(self.loader)
+        ticket = self._running = object()
         return self._count(batches, ticket)
 
     def _count(self, batches: Iterator[Any], ticket: object) -> Iterator[Any]:
-        try:
-            for batch in batches:
-                if self._running is not ticket:
-                    raise DataError("two loops run over one attached loader; only one of them can be counted")
-                self.batches += 1
-                self.total_batches += 1
-                yield batch
-        finally:
-            if self._running is ticket:
-                self._end_epoch()
+        for batch in batches:
+            if self._running is not ticket:
+                raise DataError("two loops run over one attached loader; only one of them can be counted")
+            self.batches += 1
+            self.total_batches += 1
+            yield batch
+        # Only the data's end gets here; a loop that is left keeps its place.
+        if self._running is ticket:
+            self._end_epoch()
+
+    def trained(self) -> None:
+        """A step was trained on: from here on a new loop is a new epoch, also after a resume."""
+        self._resume = self._resume_generators = None
 
     def _end_epoch(self) -> None:
+        self._resume = self._resume_generators = None
         self._running = None
         self.epoch += 1
         self.batches = 0
@@ -94,39 +121,45 @@ class CountedLoader:
             kinds = "a loader with a state of its own", "a loader without"
             saved, live = kinds if state["loader"] is not None else kinds[::-1]
             raise DataError(f"the checkpoint was made with {saved}, and {live} is attached; attach the same kind")
-        self.epoch = int(state["epoch"])
-        self.batches = int(state["batches"])
-        self.total_batches = int(state["total_batches"])
+        self._take(_Place(int(state["epoch"]), int(state["batches"]), int(state["total_batches"]), state["loader"]))
         self._epoch_start = dict(state["epoch_start"])
         self._running = None
-        self._resuming = self.batches > 0
+        self._resume = self._resume_generators = None
         own = self._own_generators()
-        if not self._resuming and len(own) == len(state["generators"]):
+        if self.batches:
+            self._resume = _Place(self.epoch, self.batches, self.total_batches, state["loader"])
+        elif len(own) == len(state["generators"]):
             # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
             for generator, saved in zip(own, state["generators"], strict=True):
                 generator.set_state(saved)
-        if state["loader"] is not None:
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
-    def _replayed(self) -> Iterator[Any]:
-        """An iterator that stands behind the consumed batches."""
-        self._resuming = False
-        if is_stateful(self.loader):
-            return iter(self.loader)
+    def _take(self, place: _Place) -> None:
+        self.epoch, self.batches, self.total_batches = place.epoch, place.batches, place.total_batches
+        if place.loader is not None:
+            self.loader.load_state_dict(place.loader)  # type: ignore[attr-defined]
+
+    def _replayed(self, place: _Place) -> Iterator[Any]:
+        """An iterator that stands behind the consumed batches; the generators stay as they are."""
+        self._take(place)
         now = RngState()
-        states = now.state_dict()
-        self._set_generators(self._epoch_start)
-        batches = iter(self.loader)
-        for number in range(self.batches):
-            try:
-                next(batches)
-            except StopIteration:
-                raise DataError(
-                    f"the checkpoint was made after batch {self.batches} of an epoch, and the loader now ends after "
-                    f"{number}; attach the data that it was made with"
-                ) from None
-        now.load_state_dict(states)
-        return batches
+        if self._resume_generators is None:
+            self._resume_generators = now.state_dict()
+        try:
+            if place.loader is not None:
+                return iter(self.loader)
+            self._set_generators(self._epoch_start)
+            batches = iter(self.loader)
+            for number in range(place.batches):
+                try:
+                    next(batches)
+                except StopIteration:
+                    raise DataError(
+                        f"the checkpoint was made after batch {place.batches} of an epoch, and the loader now ends "
+                        f"after {number}; attach the data that it was made with"
+                    ) from None
+            return batches
+        finally:
+            now.load_state_dict(self._resume_generators)
 
     def _generators(self) -> dict[str, Any]:
         states: dict[str, Any] = {"rng": {**RngState().state_dict(), "cuda": []}}

@@ -43,10 +43,10 @@ _log = logging.getLogger("lastgood")
 
 READ_THREADS = 4
 """Reads under way at once in a restore, at least."""
+_STORE_CLOSE_S = 60.0
+"""For a disk to let go of what was given up."""
 _LANDED_S = 10.0
 """For a thread whose checkpoint is finished to end."""
-_REMEMBERED = 256
-"""Steps whose sequence is known without a look at the slots; verdicts come within so many saves."""
 
 
 class PCcheckOptions(BaseOptions):
@@ -130,8 +130,6 @@ class PCcheck(Checkpointer):
         """By number of the save; guarded by `_landed`."""
         self._landed = threading.Condition()
         self._saves = 0
-        self._sequences: dict[int, int] = {}
-        """Of this life's checkpoints, by step; the newest ones."""
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
         self._archive: Archive | None = None
@@ -212,9 +210,8 @@ class PCcheck(Checkpointer):
             self._close_archive()
             self._store = None
             self._capacity = 0
-            self._sequences = {}
             try:
-                store.close()
+                store.close(min(_STORE_CLOSE_S, self._close_s))
             finally:
                 self._release_pool()
 
@@ -273,9 +270,6 @@ class PCcheck(Checkpointer):
         self._saves += 1
         number = self._saves
         self._how = slot.how
-        self._sequences[event.step] = slot.sequence
-        while len(self._sequences) > _REMEMBERED:
-            del self._sequences[next(iter(self._sequences))]
         flight = None
         try:
             pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
@@ -336,8 +330,9 @@ class PCcheck(Checkpointer):
                 steps = sorted(flight.event.step for flight in self._in_flight.values())
                 raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
         # They have landed, but a thread inside native code must not meet the interpreter's end.
+        deadline = time.monotonic() + min(_LANDED_S, timeout_s)
         for thread in self._threads:
-            thread.join(_LANDED_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _make_room(self, flat: FlatState, meta_bytes: int) -> None:
         """Slots and a pool for a state of this size; made again only when the state has outgrown them."""
@@ -385,12 +380,12 @@ class PCcheck(Checkpointer):
         from lastgood.storage import Verdict
 
         store = self._opened()
-        sequence = self._sequences.get(step)
-        if sequence is None:
-            sequence = next((info.sequence for info in store.committed() if info.step == step), None)
-        if sequence is None:
+        with self._landed:
+            found = [flight.sequence for flight in self._in_flight.values() if flight.event.step == step]
+        found += [info.sequence for info in store.committed() if info.step == step]
+        if not found:
             return False
-        store.judge(sequence, Verdict(step, ok, reason))
+        store.judge(max(found), Verdict(step, ok, reason))
         if not ok:
             _log.warning("%s: the checkpoint of step %d is judged bad: %s", self.directory, step, reason or "no reason")
         return True
@@ -443,6 +438,7 @@ class _Flight:
     ) -> None:
         self.event = event
         self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat)
+        self.sequence = slot.sequence
         self._slot = slot
         self._layout = flat.layout
         self._deferred = flat.deferred

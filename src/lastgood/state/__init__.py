@@ -1,6 +1,6 @@
 """States of a training: flattening to bytes and back, to the bit; random generators; digests."""
 
-from lastgood.state.apply import apply_tree, check_tree, load_tree
+from lastgood.state.apply import apply_tree, check_tree, holds_its_values, load_tree
 from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful, unflatten
 from lastgood.state.layout import Layout
@@ -13,6 +13,7 @@ __all__ = [
     "apply_tree",
     "check_tree",
     "flatten",
+    "holds_its_values",
     "is_stateful",
     "load_tree",
     "seed_everything",

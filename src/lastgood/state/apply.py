@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
 from lastgood.state.flatten import is_stateful
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["apply_tree", "check_tree", "load_tree"]
+__all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree"]
 
 
 def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
@@ -29,6 +31,11 @@ def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) ->
     """
     check_tree(state, tree, where)
     load_tree(state, tree, where)
+
+
+def holds_its_values(value: Any) -> bool:
+    """Whether `load_tree` puts values back into this object itself, where all who hold it see them."""
+    return isinstance(value, (MutableMapping, list, np.ndarray)) or _holds_live_parts(value)
 
 
 def check_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
@@ -63,6 +70,7 @@ def _check(live: Any, saved: Any, path: str) -> None:
             if isinstance(value, torch.Tensor):
                 _check_tensor(value, saved[key], f"{path}.{key}")
     elif isinstance(live, torch.optim.Optimizer):
+        _check_optimizer_kind(live, saved, path)
         sizes = [len(group["params"]) for group in live.param_groups]
         stored = [len(group["params"]) for group in saved["param_groups"]]
         if sizes != stored:
@@ -85,6 +93,27 @@ def _check(live: Any, saved: Any, path: str) -> None:
                 raise MismatchError(
                     f"{path}[{number}] is a plain value in a tuple, which cannot be changed; use a list"
                 )
+
+
+def _check_optimizer_kind(live: torch.optim.Optimizer, saved: Any, path: str) -> None:
+    """Refuse another optimizer's state, which torch would load: a state dict names no class, but hyperparameters do.
+
+    Versions of torch add hyperparameters, so that one side alone may have more.
+    """
+    for ours, theirs in zip(live.param_groups, saved["param_groups"], strict=False):
+        unknown, lacking = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+        decoupled = [group.get("decoupled_weight_decay") for group in (theirs, ours)]
+        if (set(unknown) - _ADDED_BY_SCHEDULERS and lacking) or (
+            None not in decoupled and decoupled[0] != decoupled[1]
+        ):
+            raise MismatchError(
+                f"{path}: the checkpoint is another optimizer's: its groups hold {sorted(theirs)}, those of this "
+                f"{type(live).__name__} {sorted(ours)} (decoupled_weight_decay {decoupled[0]} and {decoupled[1]}); "
+                "attach the kind that it was made with"
+            )
+
+
+_ADDED_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
 
 def _holds_live_parts(value: Any) -> bool:
@@ -134,6 +163,10 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
         for number, (item, value) in enumerate(zip(live, saved, strict=True)):
             if isinstance(live, list) or _holds_live_parts(item):
                 _load(live, number, item, value, f"{path}[{number}]")
+    elif isinstance(live, list) and isinstance(saved, list):
+        live[:] = saved
+    elif isinstance(live, np.ndarray) and _same_kind_of_array(live, saved):
+        live[...] = saved
     elif isinstance(container, (MutableMapping, list)):
         container[key] = saved
     else:
@@ -141,6 +174,14 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
             f"{path} is a plain {type(live).__name__} in a container that cannot be changed; "
             "pass a dict, or wrap the value in an object with load_state_dict"
         )
+
+
+def _same_kind_of_array(live: np.ndarray, saved: Any) -> bool:
+    return (
+        isinstance(saved, np.ndarray)
+        and live.flags.writeable
+        and (live.dtype, live.shape) == (saved.dtype, saved.shape)
+    )
 
 
 def _same_place(live: Any, saved: Any) -> bool:

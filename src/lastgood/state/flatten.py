@@ -70,7 +70,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     Tensors may be of any dtype, on any device, and views of one another: memory that several share becomes one block.
 
     Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse
-    or quantised tensors, containers of unknown classes, containers that hold themselves).
+    or quantised tensors, devices other than CPU and CUDA, containers of unknown classes, containers that hold
+    themselves).
     """
     walker = _Walker(_updated_extents(state))
     tree = walker.mapping(dict(state), "state")
@@ -228,7 +229,7 @@ class _Walker:
             raise StateError(
                 f"{path}: tensors of class {type(tensor).__name__} are not supported; store a plain tensor"
             )
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
             raise StateError(
                 f"{path}: a tensor with layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device} has no plain "
                 "bytes; store its dense parts"

@@ -100,6 +100,8 @@ class SlotStore(SlotView):
         self.medium = medium
         self.commit_lock = threading.Lock()
         self._changed = threading.Condition()
+        self._book_lock = threading.Lock()
+        """Held while the book is written: its flush may take long, and saves must not wait for it."""
         self._writes: set[SlotWrite] = set()
         self._stuck: list[tuple[SlotWrite, _Slot]] = []
         self._wanted_bytes = 0
@@ -109,7 +111,9 @@ class SlotStore(SlotView):
         self._all: list[_Slot] = []
         self._newest = -1
         self._next_sequence = 1
-        self._lock = FileLock(self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}")
+        self._lock = FileLock(
+            self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}", shared_with_forks=False
+        )
         try:
             self._open(job_id, rank, world_size)
         except BaseException as error:
@@ -160,6 +164,9 @@ class SlotStore(SlotView):
                         + ", ".join(f"{slot.path.name} ({slot.busy})" for slot in busy)
                     )
                 self._changed.wait(min(left, 1.0) if self._stuck else left)
+        if not self._book_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise WaitTimeout(f"{self._book.path}: waited {timeout_s:.3g} s for its flush")
+        self._book_lock.release()
         self._lock.release()
 
     # -- space -----------------------------------------------------------------------------------------------------
@@ -260,19 +267,31 @@ class SlotStore(SlotView):
 
     def judge(self, sequence: int, verdict: Verdict) -> None:
         """Judge a checkpoint, durable or still under way; a later verdict replaces it. Raises StorageError."""
-        with self._changed:
-            self._book.judge(sequence, verdict)
-            self._changed.notify_all()
+        try:
+            with self._writing_the_book():
+                self._book.judge(sequence, verdict)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
 
     def count_restart(self, info: SlotInfo) -> int:
         """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError."""
-        with self._changed:
+        with self._writing_the_book():
             return self._book.count_restart(info.sequence)
 
     def forget_restarts(self) -> None:
         """Training got on, or ended in order. Raises StorageError."""
-        with self._changed:
-            self._book.forget_restarts()
+        if self._book.restarts:
+            with self._writing_the_book():
+                self._book.forget_restarts()
+
+    @contextlib.contextmanager
+    def _writing_the_book(self) -> Iterator[None]:
+        with self._book_lock:
+            # Another process may have opened the directory since.
+            if self._closed:
+                raise CheckpointError(f"{self.directory}: the store is closed")
+            yield
 
     # -- for SlotWrite ---------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ One small file beside the slots. It names checkpoints by their sequence, which i
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ _FORMAT = "lastgood-verdicts"
 _MAX_BYTES = 1 << 20
 _MAX_ENTRIES = 1024
 """Of the newest sequences; far more than there are slots."""
-_MAX_REASON = 500
+_MAX_REASON_BYTES = 500
+"""As it is written: JSON takes up to 12 bytes for one character."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class VerdictBook:
 
     def judge(self, sequence: int, verdict: Verdict) -> None:
         """Set a verdict and make it durable. Raises StorageError; it holds in memory then."""
-        reason = verdict.reason[:_MAX_REASON]
+        reason = _cut(verdict.reason)
         self._write({**self.verdicts, sequence: Verdict(verdict.step, verdict.ok, reason)}, self.restarts)
 
     def count_restart(self, sequence: int) -> int:
@@ -114,6 +116,13 @@ class VerdictBook:
             write_atomically(self.path, fmt.seal_json(described))
         except OSError as error:
             raise storage_error(error, self.path, "writing") from error
+
+
+def _cut(reason: str) -> str:
+    reason = reason[:_MAX_REASON_BYTES]
+    while len(json.dumps(reason)) - 2 > _MAX_REASON_BYTES:
+        reason = reason[: len(reason) * 3 // 4]
+    return reason
 
 
 def _newest(entries: dict[int, Any]) -> dict[int, Any]:

@@ -61,7 +61,7 @@ def probe_folder(directory: Path) -> Iterator[Path]:
     has it while the lock is ours was left behind.
     """
     folder = directory / PROBE_FOLDER
-    lock = FileLock(directory, f"tuning in {directory}")
+    lock = FileLock(directory, f"tuning in {directory}", shared_with_forks=False)
     try:
         with _storage_errors(folder, "preparing to measure"):
             directory.mkdir(parents=True, exist_ok=True)
