@@ -66,6 +66,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
 def _in_a_process(options: argparse.Namespace, side: str, size: int, folder: Path) -> dict[str, Any]:
     arguments = ["--worker", side, "--parent", str(os.getpid()), "--directory", str(folder), "--size", str(size)]
     command = [sys.executable, __file__, *arguments, "--saves", str(options.saves), "--device", options.device]
+    command += ["--warmup", str(options.warmup)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise LastgoodError(f"the process of {side} ended with {done.returncode}; its own message is above")
@@ -153,7 +154,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         checkpointer.drain()
 
     try:
-        for _ in range(10):
+        # Until the list of events is full: up to its bound it grows, and then no more.
+        for _ in range(options.warmup):
             save()
         exact = _forget_peak()
         if cuda:
@@ -215,8 +217,10 @@ if __name__ == "__main__":
     parser.add_argument("--saves", type=int, help="saves of each side (default: 200; --quick: 36)")
     parser.add_argument("--worker", choices=_SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--warmup", type=int, help="saves before them (default: 110; --quick: 10)")
     parsed = parser.parse_known_args()[0]
-    parser.set_defaults(size=[8 * MIB] if parsed.quick else [100_000_000], saves=36 if parsed.quick else 200)
+    parser.set_defaults(size=[8 * MIB] if parsed.quick else [100_000_000])
+    parser.set_defaults(saves=36 if parsed.quick else 200, warmup=10 if parsed.quick else 110)
     if parsed.worker is not None:
         _work_and_answer(parser.parse_args())
     else:

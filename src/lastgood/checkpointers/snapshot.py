@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ class PinnedMemory:
         self.tensor = self.tensor[-self.tensor.data_ptr() % mmap.PAGESIZE :]
         error = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
         if int(error) != 0:
+            # It stays the runtime's last error, and torch would blame its next kernel for it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")
             raise CheckpointError(
                 f"page-locking {size} bytes of host memory failed: {torch.cuda.cudart().cudaGetErrorString(error)}; "
                 "set pool_bytes to less"
