@@ -53,6 +53,7 @@ def make_record(
             "seed": repetition,
             "repetition": repetition,
             "data": None,
+            "drain_each": False,
         },
         "where": {
             "cpu": "Example CPU",

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
+from lastgood.experiments.figures import figure_names
 from lastgood.experiments.grid import find_root, load_grid
+from lastgood.experiments.variants import BLOB
 from lastgood.workloads.registry import workload_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +20,18 @@ def test_figure_8() -> None:
     assert grid.paper.figure == "8"
     assert grid.panel("vgg16").letter == "a"
     assert grid.panel("resnet50").letter is None
-    assert set(grid.panels) == set(workload_names())
+    assert set(grid.panels) == set(workload_names()) - {BLOB}
     assert set(grid.prediction) == {"laptop", "gpu", "paper"}
     for prediction in grid.prediction.values():
-        assert set(prediction.step_s) == set(workload_names())
+        assert set(prediction.step_s) == set(workload_names()) - {BLOB}
+
+
+@pytest.mark.parametrize("figure", figure_names())
+def test_every_figure_has_a_grid_and_a_page(figure: str) -> None:
+    grid = load_grid(ROOT, figure)
+    assert grid.paper.figure == figure.removeprefix("fig")
+    assert set(grid.prediction) == {"laptop", "gpu", "paper"}
+    assert (ROOT / "evaluation" / figure / "README.md").is_file()
 
 
 def test_a_model_that_the_grid_does_not_list_has_a_plain_panel() -> None:
@@ -29,7 +39,7 @@ def test_a_model_that_the_grid_does_not_list_has_a_plain_panel() -> None:
 
 
 def test_an_unknown_figure_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no figure 'fig99'; known: fig8"):
+    with pytest.raises(ConfigError, match="no figure 'fig99'; known: fig11, fig12, fig13, fig14, fig8"):
         load_grid(ROOT, "fig99")
 
 

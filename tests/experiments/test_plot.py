@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from lastgood.errors import LastgoodError
 from lastgood.experiments.captions import throughput_caption
 from lastgood.experiments.collect import collect
-from lastgood.experiments.plot import draw_throughput, partial_text, plot_fig8, read_tidy
+from lastgood.experiments.plot_parts import partial_text, read_tidy
+from lastgood.experiments.plot_throughput import draw_throughput, plot_throughput
 from lastgood.experiments.record import RunRecord
 from lastgood.experiments.style import panel_title, system_styles
 from tests.experiments.records import make_ceilings, make_record
@@ -62,12 +63,12 @@ def shown(figure: Figure) -> list[str]:
 
 def test_a_second_drawing_from_the_csv_alone_gives_the_same_bytes(tmp_path: Path) -> None:
     path = csv_of(tmp_path, panel(("sync", "pccheck"), (1, 10), 2))
-    first = plot_fig8(path, tmp_path / "a" / "fig8_vgg16")
+    first = plot_throughput(path, tmp_path / "a" / "fig8_vgg16")
     assert [found.suffix for found in first] == [".pdf", ".png", ".svg"]
     assert sorted(found.name for found in (tmp_path / "a").iterdir()) == sorted(found.name for found in first)
     moved = tmp_path / "elsewhere.csv"
     path.rename(moved)
-    for one, two in zip(first, plot_fig8(moved, tmp_path / "b" / "fig8_vgg16"), strict=True):
+    for one, two in zip(first, plot_throughput(moved, tmp_path / "b" / "fig8_vgg16"), strict=True):
         assert one.stat().st_size > 1000
         assert one.read_bytes() == two.read_bytes(), one.suffix
 
@@ -177,9 +178,9 @@ def test_partial_figures_say_so_and_only_on_request(tmp_path: Path) -> None:
     records = panel(("sync", "pccheck"), (1, 10), 1)[:-1]
     path = csv_of(tmp_path, records, runs_expected=5, runs_missing=["vgg16 pccheck f10 r0"])
     with pytest.raises(LastgoodError, match="partial: 4 of 5 runs, missing: vgg16 pccheck f10 r0"):
-        plot_fig8(path, tmp_path / "fig8")
+        plot_throughput(path, tmp_path / "fig8")
     assert not (tmp_path / "fig8.pdf").exists()
-    plot_fig8(path, tmp_path / "fig8", partial=True)
+    plot_throughput(path, tmp_path / "fig8", partial=True)
     texts = shown(draw_throughput(read_tidy(path)))
     assert any(text.startswith("partial: 4 of 5 runs") for text in texts)
     assert "-" in texts
@@ -196,16 +197,16 @@ def test_a_long_list_of_missing_runs_is_cut(tmp_path: Path) -> None:
     ids=["only none", "no none", "unknown system"],
 )
 def test_odd_panels_are_drawn(tmp_path: Path, records: list[RunRecord]) -> None:
-    assert len(plot_fig8(csv_of(tmp_path, records), tmp_path / "odd", width="single")) == 3
+    assert len(plot_throughput(csv_of(tmp_path, records), tmp_path / "odd", width="single")) == 3
 
 
 def test_a_user_style_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     path = csv_of(tmp_path, panel(("sync",), (1,), 1))
-    plain = plot_fig8(path, tmp_path / "plain")[1].read_bytes()
+    plain = plot_throughput(path, tmp_path / "plain")[1].read_bytes()
     with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "black"}):
-        assert plot_fig8(path, tmp_path / "styled")[1].read_bytes() == plain
+        assert plot_throughput(path, tmp_path / "styled")[1].read_bytes() == plain
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,23 @@ def job(tmp_path, data_dir):
     return Job(tmp_path, data_dir)
 
 
+@pytest.mark.parametrize("system", ["sync", "pccheck"])
+def test_one_checkpoint_at_a_time_of_a_blob(system, job):
+    options = {"workload": "blob", "workload_options": {"megabytes": 3}, "drain_each": True}
+    code, output = job.finish(spec_of(system, interval=1, **options))
+    assert code == 0, output
+    record = load_record(job.out)
+    assert record.spec.drain_each
+    assert record.proof.equal
+    assert (record.counts.started, record.counts.durable) == (4, 4)
+    assert len(record.clocks.persist_s) == 4
+    assert 3_000_000 <= record.workload.state_bytes < 3_050_000
+    assert record.workload.data_name == "points"
+    # Nothing is left to drain at the end, and the waits are no stall of save or update.
+    assert record.clocks.drain_s < 0.5 * min(record.clocks.persist_s)
+    assert sum(record.clocks.persist_s) < record.clocks.elapsed_s
+
+
 @pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "pccheck"])
 def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     spec = spec_of(system, interval=0 if system == "none" else 2)

@@ -48,6 +48,7 @@ def test_the_path_is_readable() -> None:
         {"device": "cuda"},
         {"data": "/data/images"},
         {"interval_steps": 11},
+        {"drain_each": True},
         {"machine": "other"},
         {"scale": "gpu"},
     ],
@@ -59,6 +60,22 @@ def test_whatever_changes_the_measurement_changes_the_path(change: dict[str, Any
 @pytest.mark.parametrize("change", [{"seed": 5}, {"proof": False}])
 def test_seed_and_proof_do_not_change_the_path(change: dict[str, Any]) -> None:
     assert make_spec(**change).record_path() == make_spec().record_path()
+
+
+def test_a_spec_that_does_not_drain_each_is_what_it_was_before_that_field() -> None:
+    spec = make_spec()
+    # The hash of this spec as the version before the field made it: records of that version stay where they belong.
+    assert spec.variant == "n4-p2-c73b89ccf"
+    assert "drain_each" not in spec.canonical_json()
+    drained = make_spec(drain_each=True)
+    assert drained.record_path() != spec.record_path()
+    assert RunSpec.model_validate_json(drained.canonical_json()) == drained
+
+
+def test_the_size_of_a_blob_is_readable() -> None:
+    spec = make_spec(workload="blob", workload_options={"megabytes": 100}, system_options={})
+    assert spec.variant.startswith("s100-c")
+    assert spec.title() == "blob 100 MB pccheck f10 r1"
 
 
 def test_repetitions_share_a_folder() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -90,3 +92,21 @@ def test_a_long_training_says_how_far_it_is(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("lastgood.training.loop.HEARTBEAT_S", 0)
     loop.train(2)
     assert told == ["step 1 of 2", "step 2 of 2"]
+
+
+def test_with_drain_each_no_two_checkpoints_are_under_way(data_dir, tmp_path):
+    def overlaps(drain_each, folder):
+        loop = TrainingLoop(build("blob", data_dir, 0), PCcheck(folder, max_in_flight=4), 1, "cpu")
+        loop.drain_each = drain_each
+        loop.start()
+        segment = loop.train(6)
+        loop.checkpointer.drain()
+        loop.checkpointer.close()
+        events = loop.checkpointer.events
+        assert len(events) == 6
+        assert segment.stall_save_s < segment.clock.elapsed_s
+        return sum(second.requested_s < first.finished_s for first, second in pairwise(events))
+
+    assert overlaps(True, tmp_path / "one") == 0
+    # A step of a blob takes far less time than a checkpoint, so without draining they do overlap.
+    assert overlaps(False, tmp_path / "many") > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,19 @@ def planned(output: str) -> dict[str, int]:
 def test_the_default_plan_is_whole(house: House) -> None:
     done = house.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
-    # 4 models, 2 repetitions of `none` and of 3 systems at 3 intervals; the target `all` is the default.
-    expected = {"all": 1, "ceilings": 1, "collect": 4, "dataset": 3, "plot": 4, "run": 80}
+    # Figure 8: 4 models, 2 repetitions of `none` and of 3 systems at 3 intervals. Figure 11: 5 sizes and 3 systems.
+    # Figures 12 to 14, without what they share: 18, 8 and 12. The target `all` is the default.
+    expected = {"all": 1, "ceilings": 1, "collect": 8, "dataset": 3, "plot": 8, "run": 80 + 15 + 18 + 8 + 12}
     assert planned(done.stdout) == expected
+
+
+def test_the_whole_paper_is_planned_within_seconds(house: House) -> None:
+    # CPU time, so that a busy machine makes no difference.
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    done = house.call("paper", "-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
+    assert done.returncode == 0, done.stdout
+    assert planned(done.stdout)["run"] == 133
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 5
 
 
 @pytest.mark.parametrize(
@@ -35,6 +46,11 @@ def test_the_default_plan_is_whole(house: House) -> None:
         ("fig8", ["models=vgg16", "intervals=1,10", "repetitions=1"], 7),
         ("fig8", ["models=[vgg16, bert]", "intervals=[1, 10]", "repetitions='3'"], 42),
         ("fig8_bert", ["systems=none,sync", "intervals=5"], 4),
+        ("fig11", ["systems=sync", "fig11={sizes_mb: [10, 20]}"], 2),
+        ("fig11_blob", ["fig11={systems: [pccheck], sizes_mb: 10, repetitions: 3}"], 3),
+        ("fig12_vgg16", ["fig12={in_flight: [1, 2], intervals: 5, repetitions: 1}"], 3),
+        ("fig13", ["fig13={model: bert, intervals: 1, repetitions: 1}"], 5),
+        ("fig14", ["fig14={intervals: [1, 2], repetitions: 1}"], 9),
         ("test_simple", [], 0),
         ("datasets", [], 0),
     ],
@@ -65,6 +81,8 @@ def test_the_workflow_passes_its_linter(house: House) -> None:
         (["intervals=0"], "interval 0 is the run without checkpoints"),
         (["knobs={pccheck: {keep: 0}}"], "--config: knobs.pccheck.keep: 0"),
         (["threads=100000"], "100000 threads on"),
+        (["fig11={sizes_mb: 1000000}"], "--config: fig11.sizes_mb: scratch "),
+        (["fig14={pool_shares: 0.001}"], "--config: fig14.pool_shares"),
     ],
 )
 def test_bad_input_is_refused_before_any_job(house: House, overrides: list[str], message: str) -> None:
@@ -125,4 +143,5 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
     done = house.call("--list-target-rules", configfile=None)
     names = set(re.findall(r"^(\w+)", done.stdout, re.MULTILINE))
     wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
+    wanted |= {"paper", "fig11", "fig11_blob", "fig12", "fig12_vgg16", "fig13", "fig13_vgg16", "fig14", "fig14_vgg16"}
     assert wanted | {"test_simple"} <= names

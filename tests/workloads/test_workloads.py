@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from lastgood.errors import ConfigError, DataError
+from lastgood.state import flatten
 from lastgood.workloads.base import Workload
 from lastgood.workloads.registry import (
     build_workload,
@@ -22,6 +23,9 @@ from lastgood.workloads.registry import (
     workload_options_class,
 )
 from tests.workloads.tiny_options import TINY
+
+READERS = [name for name in workload_names() if workload_data_kind(name) is not None]
+"""Workloads that read data."""
 
 
 def make(name: str, data_dir: Path, size: int = 0, seed: int = 3) -> Workload:
@@ -158,18 +162,18 @@ def test_batch_norm_statistics_move_in_the_forward_pass(data_dir: Path) -> None:
 def test_facts_of_the_data(name: str, data_dir: Path) -> None:
     facts = make(name, data_dir).data_facts
     assert set(facts) == {"name", "source", "sha256"}
-    assert facts["name"].startswith(workload_data_kind(name))
+    assert facts["name"].startswith(workload_data_kind(name) or "points")
     assert len(facts["sha256"]) == 64
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", READERS)
 def test_missing_data_names_the_command(name: str, tmp_path: Path) -> None:
     options = workload_options_class(name)(**TINY[name][0])
     with pytest.raises(DataError, match="lastgood data prepare"):
         build_workload(name, options, data_dir=tmp_path, data_path=None, seed=0, device="cpu")
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", READERS)
 def test_a_path_that_is_not_there_is_named(name: str, data_dir: Path, tmp_path: Path) -> None:
     options = workload_options_class(name)(**TINY[name][0])
     with pytest.raises(DataError, match=r"no-such-place.*expected"):
@@ -207,6 +211,7 @@ def test_fewer_classes_than_the_data_has_are_refused(data_dir: Path) -> None:
         ("transformer_xl", {"memory_length": -1}, "memory_length"),
         ("opt", {"vocabulary": 100}, "vocabulary"),
         ("bloom", {"layers": 0}, "layers"),
+        ("blob", {"megabytes": 0}, "megabytes"),
     ],
 )
 def test_options_that_cannot_work_are_refused(name: str, change: dict[str, int], message: str) -> None:
@@ -220,3 +225,16 @@ def test_names_and_options_need_no_torch() -> None:
         "assert not {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules), 'a heavy module was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_blob_is_deferred_state_of_its_size_and_only_a_little_of_it_is_trained(data_dir: Path) -> None:
+    workload = make("blob", data_dir, size=1)
+    before = [parameter.detach().clone() for parameter in workload.model.parameters()]
+    losses = train(workload, 3)
+    assert all(loss < 1e6 for loss in losses)
+    moved = [not torch.equal(old, new) for old, new in zip(before, workload.model.parameters(), strict=True)]
+    assert moved == [True, False, False]
+    flat = flatten(workload.state())
+    assert sum(block.numel() * block.element_size() for block in flat.deferred) == 65_000_000
+    # Random: a disk that compresses cannot make it smaller.
+    assert before[1].std() > 0.5

@@ -79,4 +79,5 @@ TINY: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 2, "sequence_length": 16, "layers": 2, "hidden": 16, "heads": 2, "vocabulary": 600},
         {"batch_size": 1, "sequence_length": 24, "layers": 3, "hidden": 24, "heads": 3, "vocabulary": 700},
     ],
+    "blob": [{"megabytes": 1}, {"megabytes": 65}],
 }

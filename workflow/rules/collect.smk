@@ -5,12 +5,15 @@ rule collect:
     input:
         records=lambda wildcards: records_of(wildcards.figure, wildcards.model),
         ceilings=CEILINGS,
+        reference=lambda wildcards: reference_of(wildcards.figure),
     output:
         tidy=f"{FIGURES}/{{figure}}_{{model}}.csv",
         wide=f"{FIGURES}/{{figure}}_{{model}}_wide.csv",
     wildcard_constraints:
         figure="|".join(FIGURE_NAMES),
-        model="|".join(CONFIG.models),
+        model="|".join(PANEL_MODELS),
+    params:
+        reference=lambda wildcards, input: f"--reference {shlex.quote(str(input.reference))}" if input.reference else "",
     log:
         "logs/collect/{figure}_{model}.log",
     benchmark:
@@ -20,5 +23,5 @@ rule collect:
     message:
         "collect {wildcards.figure} {wildcards.model}"
     shell:
-        "lastgood collect {wildcards.figure} {wildcards.model} --ceilings {input.ceilings:q}"
+        "lastgood collect {wildcards.figure} {wildcards.model} --ceilings {input.ceilings:q} {params.reference}"
         " --out-tidy {output.tidy:q} --out-wide {output.wide:q} {input.records:q} > {log:q} 2>&1"

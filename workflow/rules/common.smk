@@ -1,6 +1,5 @@
 """Configuration, plan and helper functions. The only rule file with functions; what they call lives in src/lastgood."""
 
-import itertools
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,9 +10,10 @@ from snakemake.logging import logger
 try:
     from lastgood.errors import LastgoodError
     from lastgood.experiments.config import load_config, parse_overrides
+    from lastgood.experiments.figures import figure_kind, figure_names
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, figure_names, plan_figure, plan_workflow
+    from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -36,7 +36,9 @@ def read_configuration():
 CONFIG = read_configuration()
 PLAN = plan_workflow(CONFIG)
 SIMPLE_SPEC = plan_figure(CONFIG, SIMPLE)[0]
-FIGURE_NAMES = [name for name in figure_names() if name != SIMPLE]
+FIGURE_NAMES = figure_names()
+PANELS = [(figure, model) for figure in FIGURE_NAMES for model in figure_kind(figure).panels(CONFIG)]
+PANEL_MODELS = sorted({model for _, model in PANELS})
 GRIDS = {name: load_grid(Path(workflow.basedir), name) for name in FIGURE_NAMES}
 MACHINE = CONFIG.machine or machine_label()
 RESULTS = CONFIG.results_dir
@@ -73,7 +75,8 @@ def prepared_data_of(wildcards):
 
 def prepared_data_of_spec(spec):
     """The prepared data that a run reads; none where the user gave a path."""
-    return [] if spec.data else [ancient(f"{DATA}/{workload_data_kind(spec.workload)}.ready")]
+    kind = workload_data_kind(spec.workload)
+    return [] if spec.data or kind is None else [ancient(f"{DATA}/{kind}.ready")]
 
 
 def records_of(figure, model):
@@ -88,19 +91,27 @@ def panel_files(figure, model):
 
 def figure_files(figure):
     """All that a figure's target makes."""
-    return [file for model in CONFIG.models for file in panel_files(figure, model)]
+    return [file for name, model in PANELS if name == figure for file in panel_files(figure, model)]
+
+
+def reference_of(figure):
+    """The file of published numbers to show beside ours, if the checkout has one for this figure."""
+    path = Path(workflow.basedir, "figures", "reference", f"{figure}.csv")
+    return [str(path)] if path.is_file() else []
 
 
 def caption_facts(wildcards):
     """What the report says about a panel, beside the picture."""
     grid = GRIDS[wildcards.figure]
     facts = {"title": grid.title, "paper": grid.paper.model_dump(), "scale": CONFIG.scale, "machine": MACHINE}
-    return {**facts, "panel": grid.panel(wildcards.model).model_dump()}
+    lettered = any(panel.letter for panel in grid.panels.values())
+    return {**facts, "panel": grid.panel(wildcards.model).model_dump(), "lettered": lettered}
 
 
 def used_data_kinds():
     """Kinds of prepared data that the configuration reads."""
-    return sorted({workload_data_kind(model) for model in CONFIG.used_models if not CONFIG.data.of_workload(model)})
+    kinds = {workload_data_kind(model) for model in CONFIG.used_models if not CONFIG.data.of_workload(model)}
+    return sorted(kind for kind in kinds if kind is not None)
 
 
 def native_sources():
@@ -127,6 +138,8 @@ def draw_partial_figures():
             continue
         stem = partial_stem(figure, model)
         collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]
+        for reference in reference_of(figure):
+            collect += ["--reference", reference]
         collect += ["--out-tidy", f"{stem}.csv", "--out-wide", f"{stem}_wide.csv", *records]
         plot = ["lastgood", "plot", figure, f"{stem}.csv", "--out-stem", stem, "--partial"]
         names = ", ".join(PLAN.specs[record].title() for record in missing)

@@ -23,7 +23,7 @@ rule plot:
         facts=caption_facts,
     wildcard_constraints:
         figure="|".join(FIGURE_NAMES),
-        model="|".join(CONFIG.models),
+        model="|".join(PANEL_MODELS),
     log:
         "logs/plot/{figure}_{model}.log",
     benchmark:

@@ -10,13 +10,18 @@ for figure in FIGURE_NAMES:
             figure_files(figure),
 
 
-for figure, model in itertools.product(FIGURE_NAMES, CONFIG.models):
+for figure, model in PANELS:
 
     rule:
         name:
             f"{figure}_{model}"
         input:
             panel_files(figure, model),
+
+
+rule paper:
+    input:
+        [panel_files(figure, model) for figure, model in PANELS],
 
 
 rule datasets:

@@ -18,10 +18,13 @@ def collect(
     records: Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Run records (JSON).", show_default=False)],
     ceilings: Annotated[Path, typer.Option(help="Record of the machine's ceilings.")],
     out_tidy: Annotated[Path, typer.Option(help="CSV with a row per run.")],
-    out_wide: Annotated[Path, typer.Option(help="CSV with a row per system and a column per interval.")],
+    out_wide: Annotated[Path, typer.Option(help="CSV with a row per series and a column per value of the axis.")],
     partial: Annotated[bool, typer.Option("--partial", help="Go on without the records that are not there.")] = False,
     expected: Annotated[
         int | None, typer.Option(min=1, help="Runs of the whole panel (default: the records named).")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Published numbers to show beside ours, as in figures/reference.")
     ] = None,
 ) -> None:
     """Put the run records of one panel into two CSV files; both are written whole or not at all.
@@ -29,12 +32,12 @@ def collect(
     A record that does not lie where its own settings say is refused. Mixed revisions or machines are let through, with
     a warning here and a note in every row.
     """
-    from lastgood.experiments.collect import collect_files
+    from lastgood.experiments.figures import figure_kind
 
-    found = collect_files(figure, panel, records, ceilings, partial=partial, expected=expected)
+    found = figure_kind(figure).collector()(
+        figure, panel, records, ceilings, partial=partial, expected=expected, reference=reference
+    )
     found.write(out_tidy, out_wide)
     for warning in dict.fromkeys(found.warnings):
         console.print(f"warning: {warning}", markup=False)
-    console.print(
-        f"{figure} {panel}: {len(found.tidy)} of {found.tidy[0].runs_expected} runs in {out_tidy}", markup=False
-    )
+    console.print(f"{figure} {panel}: {found.summary()} in {out_tidy}", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ __all__ = ["plan"]
 
 
 def plan(
-    figure: Annotated[str, typer.Argument(help="fig8 or test_simple.")],
+    figure: Annotated[str, typer.Argument(help="A figure, for instance fig8, or test_simple.")],
     more: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further overrides.")] = None,
     configfile: Annotated[
         Path | None, typer.Option(help="A complete configuration [default: the checkout's config/laptop.yaml].")
@@ -46,7 +47,7 @@ def plan(
                         "done": run.done,
                         "predicted_s": round(run.seconds, 1),
                         "predicted_from": run.source,
-                        "spec": run.spec.model_dump(mode="json"),
+                        "spec": json.loads(run.spec.canonical_json()),
                     }
                     for run in runs
                 ],
@@ -62,7 +63,7 @@ def plan(
             (
                 number,
                 run.spec.title(),
-                run.spec.measured_steps,
+                getattr(run.spec, "measured_steps", ""),
                 "yes" if run.spec.proof else "",
                 "done" if run.done else "to do",
                 f"{run.seconds:.0f}",

@@ -13,12 +13,6 @@ from lastgood.cli._output import console
 __all__ = ["plot"]
 
 
-class FigureName(str, Enum):
-    """Figures that can be drawn."""
-
-    FIG8 = "fig8"
-
-
 class ColumnWidth(str, Enum):
     """Widths in a two-column paper."""
 
@@ -27,15 +21,15 @@ class ColumnWidth(str, Enum):
 
 
 def plot(
-    figure: Annotated[FigureName, typer.Argument(help="Which figure.", show_default=False)],
+    figure: Annotated[str, typer.Argument(help="Name of the figure, for instance fig8.", show_default=False)],
     csv: Annotated[Path, typer.Argument(metavar="CSV", help="Its tidy CSV file.", show_default=False)],
     out_stem: Annotated[Path, typer.Option(help="Path of the pictures without .pdf, .png, .svg.")],
     width: Annotated[ColumnWidth, typer.Option(help="One column (3.4 in) or both (7 in).")] = ColumnWidth.DOUBLE,
     partial: Annotated[bool, typer.Option("--partial", help="Draw it although runs are missing, and say so.")] = False,
 ) -> None:
     """Draw a figure as PDF, PNG and SVG. The same CSV always gives the same bytes."""
-    from lastgood.experiments.plot import plot_fig8
+    from lastgood.experiments.figures import figure_kind
 
-    draw = {FigureName.FIG8: plot_fig8}[figure]
+    draw = figure_kind(figure).drawer()
     for path in draw(csv, out_stem, width="single" if width is ColumnWidth.SINGLE else "double", partial=partial):
         console.print(str(path), markup=False)

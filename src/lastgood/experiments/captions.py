@@ -8,14 +8,48 @@ import pandas as pd
 
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
-__all__ = ["throughput_caption"]
+__all__ = ["persist_caption", "sweep_caption", "throughput_caption"]
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
 
 def throughput_caption(frame: pd.DataFrame) -> str:
     """Machine, scale, repetitions, threads, state, iteration time, how to read the bars, the bound and the revision."""
-    sentences = [_machine(frame), _set_up(frame), _reading(frame), _bound(frame), _revision(frame)]
+    points = "bar (and number under it) median, whisker range, circles single runs"
+    sentences = [_machine(frame), _set_up(frame, points), _reading(frame), _bound(frame), _published(frame)]
+    return _joined_sentences([*sentences, _revision(frame)])
+
+
+def sweep_caption(frame: pd.DataFrame) -> str:
+    """As `throughput_caption`, for slowdowns under one system."""
+    points = "marker median, whisker range, circles single runs"
+    reading = (
+        "Slowdown: throughput without checkpoints over durable throughput, which counts the time until the last "
+        "checkpoint is flushed to the disk; 1 is no slowdown."
+    )
+    sentences = [_machine(frame), _set_up(frame, points), _knobs(frame), reading, _bound(frame), _revision(frame)]
+    return _joined_sentences(sentences)
+
+
+def persist_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, repetitions, how a checkpoint was timed, the bound and the revision."""
+    checkpoints = _joined_range(frame["checkpoints_started"])
+    threads = _joined(frame["threads"])
+    rate = format_rate(float(frame["persist_ceiling_bytes_per_s"].median()))
+    day = str(frame["ceilings_measured_at"].iloc[0])[:10]
+    sentences = [
+        _machine(frame),
+        f"{_repetitions(frame, 'marker median of the runs, circles their medians')}; {checkpoints} checkpoints a run "
+        f"(whisker: fastest to slowest), {threads} thread{'' if threads == '1' else 's'}.",
+        _knobs(frame),
+        "Time from save() until the checkpoint is flushed to the disk, one checkpoint at a time.",
+        f"Bound: size over the disk's write ceiling of {day}, {rate}.",
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
+
+
+def _joined_sentences(sentences: list[str]) -> str:
     text = " ".join(sentence for sentence in sentences if sentence)
     # A number and its unit stay on one line.
     return _NUMBER_AND_UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", text)
@@ -30,10 +64,10 @@ def _machine(frame: pd.DataFrame) -> str:
     return f"Machine {_joined(frame['machine'])} ({processor}; {disk}), scale {scale}{warning}."
 
 
-def _set_up(frame: pd.DataFrame) -> str:
+def _set_up(frame: pd.DataFrame, points: str) -> str:
     threads = _joined(frame["threads"])
     parts = [
-        _repetitions(frame),
+        _repetitions(frame, points),
         f"{threads} thread{'' if threads == '1' else 's'}",
         f"{_joined_range(frame['measured_steps'])} iterations after {_joined_range(frame['warmup_steps'])} of warm-up",
         f"state {_bytes_range(frame['state_bytes'])}",
@@ -44,12 +78,32 @@ def _set_up(frame: pd.DataFrame) -> str:
     return f"{'; '.join(parts)}."
 
 
-def _repetitions(frame: pd.DataFrame) -> str:
-    counts = frame.groupby(["system", "interval_steps"]).size()
+def _repetitions(frame: pd.DataFrame, points: str) -> str:
+    counts = frame.groupby(["system", "interval_steps", "axis_value"], dropna=False).size()
     text = _joined_range(counts)
     if text == "1":
         return "One run each, no repetition"
-    return f"{text} repetitions: bar (and number under it) median, whisker range, circles single runs"
+    return f"{text} repetitions: {points}"
+
+
+def _knobs(frame: pd.DataFrame) -> str:
+    """PCcheck's knobs that the panel holds fixed: those it varies are on an axis."""
+    swept = frame[frame["system"] == "pccheck"]
+    words = []
+    for column, name in (("max_in_flight", "N"), ("writer_threads", "p")):
+        values = set(swept[column].dropna())
+        if len(values) == 1 and str(frame["axis"].iloc[0]) != column:
+            words.append(f"{name}\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{int(values.pop())}")
+    if not words:
+        return ""
+    return f"PCcheck with {', '.join(words)} (N checkpoints in flight, p writer threads for each)."
+
+
+def _published(frame: pd.DataFrame) -> str:
+    sources = sorted(set(frame["paper_source"].dropna()))
+    if not sources:
+        return ""
+    return f"Diamonds: published slowdowns, taken from this machine's line without checkpoints ({'; '.join(sources)})."
 
 
 def _reading(frame: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""From run records to one figure's CSV files: a tidy one (a row per run) and a wide one (a row per system).
+"""From run records to one figure's CSV files: a tidy one (a row per run) and a wide one (a row per series).
 
 Everything that a figure shows is in its tidy CSV, and everything in the CSV comes from the records and the ceilings.
 docs/figures.md explains each column.
@@ -13,94 +13,27 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
+from lastgood.experiments.axes import THROUGHPUT, FigureAxes
 from lastgood.experiments.bound import Bound, throughput_bound
 from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
+from lastgood.experiments.config_values import BASELINE
+from lastgood.experiments.figures import figure_kind
+from lastgood.experiments.published import Published, load_published, published_slowdown
 from lastgood.experiments.record import RunRecord, WhereRun, load_record
 from lastgood.experiments.spec import RunSpec
-from lastgood.experiments.style import system_label, system_rank
+from lastgood.experiments.style import system_rank
+from lastgood.experiments.tidy import TIDY_COLUMNS, TidyRow
+from lastgood.experiments.wide import field_text, wide_table
 
 __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "load_placed_record", "run_name"]
 
 _PATH_PARTS = 7
 """Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
-
-
-@dataclass(frozen=True)
-class TidyRow:
-    """One run; the fields are the columns of the tidy CSV, in their order. None is an empty field."""
-
-    figure: str
-    panel: str
-    machine: str
-    scale: str
-    workload: str
-    system: str
-    interval_steps: int
-    repetition: int
-    cell: str
-    iterations_per_s: float
-    durable_iterations_per_s: float
-    none_iterations_per_s: float | None
-    ratio_to_none: float | None
-    bound_iterations_per_s: float | None
-    bound_binds: str | None
-    ratio_to_bound: float | None
-    stall_save_s: float
-    stall_update_s: float
-    persist_p50_s: float | None
-    persist_p99_s: float | None
-    drain_s: float
-    restore_s: float | None
-    state_bytes: int
-    checkpoints_started: int
-    checkpoints_durable: int
-    checkpoints_superseded: int
-    checkpoints_failed: int
-    checkpoints_skipped: int
-    enough_checkpoints: bool | None
-    proof_equal: bool | None
-    peak_rss_bytes: int
-    peak_device_bytes: int
-    cpu_s: float
-    bytes_written: int
-    warmup_steps: int
-    measured_steps: int
-    threads: int
-    device: str
-    seed: int
-    method: int
-    system_options: str
-    workload_options: str
-    data_name: str
-    parameters: int
-    iteration_s: float | None
-    hide_s: float | None
-    copy_ceiling_bytes_per_s: float | None
-    persist_ceiling_bytes_per_s: float
-    ceilings_measured_at: str
-    cpu: str
-    cores: int
-    memory_bytes: int
-    gpu: str | None
-    kernel: str
-    scratch_filesystem: str
-    scratch_device: str
-    storage: str
-    git_revision: str | None
-    git_dirty: bool | None
-    started_at: str
-    record: str
-    runs_expected: int
-    runs_missing: str
-    notes: str
-
-
-TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))
 
 
 @dataclass(frozen=True)
@@ -112,10 +45,14 @@ class Collected:
     """Rows of text: the header first."""
     warnings: list[str]
 
+    def summary(self) -> str:
+        """``12 of 14 runs``."""
+        return f"{len(self.tidy)} of {self.tidy[0].runs_expected} runs"
+
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both files, each whole or not at all."""
         write_atomically(out_wide, _csv_bytes(self.wide))
-        lines = [[_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
+        lines = [[field_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
         write_atomically(out_tidy, _csv_bytes([list(TIDY_COLUMNS), *lines]))
 
 
@@ -134,12 +71,16 @@ def load_placed_record(path: Path) -> RunRecord:
     return record
 
 
-def run_name(path: Path | PurePosixPath) -> str:
-    """``vgg16 pccheck f10 r1`` from a record's path, for messages about a record that is not there."""
+def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
+    """``vgg16 pccheck f10 r1`` from a record's path, for messages about a record that is not there.
+
+    With `variant`, its variant as well: in a sweep, the rest does not tell runs apart.
+    """
     parts = path.parts[-_PATH_PARTS:]
     if len(parts) < _PATH_PARTS:
         return str(path)
-    return f"{parts[2]} {parts[3]} {parts[4]} {parts[6].removesuffix('.json')}"
+    words = [parts[2], parts[3], parts[4], *([parts[5]] if variant else []), parts[6].removesuffix(".json")]
+    return " ".join(words)
 
 
 def collect_files(
@@ -150,14 +91,16 @@ def collect_files(
     *,
     partial: bool = False,
     expected: int | None = None,
+    reference: Path | None = None,
 ) -> Collected:
-    """Load records and ceilings from files and collect them.
+    """Load records and ceilings from files, and published numbers where there are any, and collect them.
 
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `expected` is
     the number of runs of the whole figure, where `paths` does not name all of them.
     """
     there = [path for path in paths if path.exists()]
-    missing = [run_name(path) for path in paths if not path.exists()]
+    sweep = _axes(figure) is not THROUGHPUT
+    missing = [run_name(path, variant=sweep) for path in paths if not path.exists()]
     runs_expected = max(len(paths), expected or 0)
     if not there:
         raise LastgoodError(f"{figure} {panel}: none of its {runs_expected} run records is there")
@@ -169,7 +112,13 @@ def collect_files(
         )
     records = [load_placed_record(path) for path in there]
     return collect(
-        figure, panel, records, load_ceilings(ceilings_path), runs_expected=runs_expected, runs_missing=missing
+        figure,
+        panel,
+        records,
+        load_ceilings(ceilings_path),
+        runs_expected=runs_expected,
+        runs_missing=missing,
+        published=[] if reference is None else load_published(reference),
     )
 
 
@@ -181,14 +130,16 @@ def collect(
     *,
     runs_expected: int | None = None,
     runs_missing: Sequence[str] = (),
+    published: Sequence[Published] = (),
 ) -> Collected:
     """Put `records` of one panel together with the ceilings of their machine. Pure; the order of records is no matter.
 
-    Raises LastgoodError where records do not make one panel: several workloads or scales, a run given twice, or two
-    settings of one system at one interval.
+    Raises LastgoodError where records do not make one panel: several workloads or scales, a run given twice, runs
+    without the figure's axis, or two settings of one system at one interval and one value of the axis.
     """
-    _refuse_mixtures(f"{figure} {panel}", records)
-    ordered = sorted(records, key=_order)
+    axes = _axes(figure)
+    _refuse_mixtures(f"{figure} {panel}", records, axes)
+    ordered = sorted(records, key=lambda record: _order(record, axes))
     shared_notes = _shared_notes(ordered, ceilings)
     warnings = [f"{figure} {panel}: {note}" for note in shared_notes]
     baselines = _baselines(ordered)
@@ -197,7 +148,9 @@ def collect(
     for record in ordered:
         baseline = baselines.get(_workload_key(record.spec))
         notes = [*record.notes, *shared_notes]
-        if baseline is None:
+        if not axes.baseline:
+            pass  # times of single checkpoints are compared with nothing
+        elif baseline is None:
             notes.append("no `none` run of this workload: no ratio and no bound")
             warnings.append(
                 f"{figure} {panel}: {record.spec.title()}: no `none` run of this workload: no ratio, no bound"
@@ -212,13 +165,15 @@ def collect(
                 record,
                 ceilings,
                 baseline,
+                axes,
                 proof_equal=proofs.get(record.spec.cell_hash),
                 runs_expected=max(len(records), runs_expected or 0),
                 runs_missing="; ".join(runs_missing),
                 notes="; ".join(notes),
+                published=published_slowdown(published, record.spec) if axes is THROUGHPUT else None,
             )
         )
-    return Collected(rows, _wide(rows), warnings)
+    return Collected(rows, wide_table(rows, axes), warnings)
 
 
 @dataclass(frozen=True)
@@ -237,11 +192,13 @@ def _row(
     record: RunRecord,
     ceilings: CeilingsRecord,
     baseline: _Baseline | None,
+    axes: FigureAxes,
     *,
     proof_equal: bool | None,
     runs_expected: int,
     runs_missing: str,
     notes: str,
+    published: Published | None,
 ) -> TidyRow:
     spec, clocks, counts, where = record.spec, record.clocks, record.counts, record.where
     bound: Bound | None = None
@@ -259,6 +216,8 @@ def _row(
         )
         none_iterations_per_s = baseline.iterations_per_s.get(spec.repetition)
     proof = record.proof
+    none_rate = none_iterations_per_s or (1 / baseline.iteration_s if baseline else None)
+    durable_rate, state_bytes = clocks.durable_iterations_per_s, record.workload.state_bytes
     return TidyRow(
         figure=figure,
         panel=panel,
@@ -325,11 +284,41 @@ def _row(
         runs_expected=runs_expected,
         runs_missing=runs_missing,
         notes=notes,
+        axis=axes.axis,
+        axis_value=axes.value_of(spec),
+        slowdown=none_rate / durable_rate if none_rate else None,
+        slowdown_bound=1 / baseline.iteration_s / bound.iterations_per_s if baseline and bound else None,
+        persist_min_s=min(clocks.persist_s) if clocks.persist_s else None,
+        persist_max_s=max(clocks.persist_s) if clocks.persist_s else None,
+        persist_bound_s=state_bytes / ceilings.persist_bytes_per_s if spec.interval_steps else None,
+        max_in_flight=_integer(spec, "max_in_flight"),
+        writer_threads=_integer(spec, "writer_threads"),
+        pool_bytes=_integer(spec, "pool_bytes", default=state_bytes),
+        drain_each=spec.drain_each,
+        paper_slowdown=published.slowdown if published else None,
+        paper_source=published.source if published else None,
     )
 
 
-def _order(record: RunRecord) -> tuple[tuple[int, str], int, int]:
-    return (system_rank(record.spec.system), record.spec.interval_steps, record.spec.repetition)
+def _axes(figure: str) -> FigureAxes:
+    axes = figure_kind(figure).axes
+    if axes is None:
+        raise LastgoodError(f"{figure} is not made of runs; `lastgood collect {figure}` knows how it is")
+    return axes
+
+
+def _integer(spec: RunSpec, knob: str, default: int | None = None) -> int | None:
+    """A knob of the system, `default` where it has the knob and it is null; None where it has no such knob."""
+    value = spec.system_options.get(knob)
+    if value is None and knob in spec.system_options:
+        return default
+    return value if isinstance(value, int) else None
+
+
+def _order(record: RunRecord, axes: FigureAxes) -> tuple[tuple[int, str], int, float, int]:
+    spec = record.spec
+    value = axes.value_of(spec)
+    return (system_rank(spec.system), spec.interval_steps, -1 if value is None else value, spec.repetition)
 
 
 def _workload_key(spec: RunSpec) -> str:
@@ -341,7 +330,7 @@ def _workload_key(spec: RunSpec) -> str:
 def _baselines(records: Iterable[RunRecord]) -> dict[str, _Baseline]:
     runs: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
-        if record.spec.system == "none":
+        if record.spec.system == BASELINE:
             runs[_workload_key(record.spec)].append(record)
     return {
         key: _Baseline(
@@ -363,7 +352,7 @@ def _proofs(records: Iterable[RunRecord]) -> dict[str, bool]:
     return found
 
 
-def _refuse_mixtures(name: str, records: Sequence[RunRecord]) -> None:
+def _refuse_mixtures(name: str, records: Sequence[RunRecord], axes: FigureAxes) -> None:
     if not records:
         raise LastgoodError(f"{name}: no run record")
     for what, values in (
@@ -377,13 +366,16 @@ def _refuse_mixtures(name: str, records: Sequence[RunRecord]) -> None:
     twice = [str(path) for path, count in Counter(record.spec.record_path() for record in records).items() if count > 1]
     if twice:
         raise LastgoodError(f"{name}: given twice: {', '.join(sorted(twice))}")
-    cells: dict[tuple[str, int], PurePosixPath] = {}
-    for record in sorted(records, key=_order):
-        path = record.spec.record_path()
-        first = cells.setdefault((record.spec.system, record.spec.interval_steps), path)
+    cells: dict[tuple[str, int, float | None], PurePosixPath] = {}
+    for record in sorted(records, key=lambda record: _order(record, axes)):
+        spec = record.spec
+        path = spec.record_path()
+        value = axes.value_of(spec)
+        first = cells.setdefault((spec.system, spec.interval_steps, value), path)
         if first.parent != path.parent:
+            at = "" if axes is THROUGHPUT else f" and {axes.axis} {value}"
             raise LastgoodError(
-                f"{name}: two settings of {record.spec.system} at interval {record.spec.interval_steps}: "
+                f"{name}: two settings of {spec.system} at interval {spec.interval_steps}{at}: "
                 f"{first.parent} and {path.parent}; a panel shows one, so leave the other out"
             )
 
@@ -428,27 +420,6 @@ def _revision(record: RunRecord) -> str:
     return f"{revision}+dirty" if record.where.git_dirty else revision
 
 
-def _wide(rows: Sequence[TidyRow]) -> list[list[str]]:
-    """Median iterations/s with a row per system and a column per interval.
-
-    As in the files of PCcheck's artefact, systems go by their printed names, and column 0 (no checkpoints) is filled in
-    every row: here with the one `none` run that all of them share.
-    """
-    values: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in rows:
-        values[row.system, row.interval_steps].append(row.iterations_per_s)
-    medians = {key: statistics.median(found) for key, found in values.items()}
-    systems = sorted({row.system for row in rows} - {"none"}, key=system_rank) or ["none"]
-    intervals = sorted({row.interval_steps for row in rows})
-    table = [["system", *map(str, intervals)]]
-    for system in systems:
-        line = [medians.get((system, interval)) for interval in intervals]
-        if intervals[0] == 0 and line[0] is None:
-            line[0] = medians.get(("none", 0))
-        table.append([system_label(system), *map(_text, line)])
-    return table
-
-
 def _nearest_rank(values: Sequence[float], share: float) -> float:
     """The smallest measured value that at least `share` of all values do not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
@@ -456,13 +427,6 @@ def _nearest_rank(values: Sequence[float], share: float) -> float:
 
 def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def _text(value: object) -> str:
-    """A field of a CSV; a float is written so that reading it back gives the same float."""
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:

@@ -6,24 +6,41 @@ A configuration is one complete file (config/laptop.yaml is the default) and ove
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from lastgood.checkpointers.base import BaseOptions
-from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import ConfigError
-from lastgood.experiments.feasible import check_machine
+from lastgood.experiments.config_values import (
+    BASELINE,
+    SWEPT,
+    Count,
+    CountOrZero,
+    Distinct,
+    FolderPath,
+    Interval,
+    Label,
+    ModelName,
+    Part,
+    Split,
+    SystemName,
+    UserPath,
+    nearest,
+    with_baseline,
+)
+from lastgood.experiments.feasible import check_machine, pool_problems
+from lastgood.experiments.figure_sections import ConcurrencySection, MemorySection, PersistSection, ThreadsSection
 from lastgood.experiments.machine import usable_cores
 from lastgood.experiments.spec import Scale
 from lastgood.workloads.base import WorkloadOptions
-from lastgood.workloads.registry import workload_data_kind, workload_names, workload_options_class
+from lastgood.workloads.registry import workload_data_kind, workload_options_class
 
 __all__ = [
     "BASELINE",
@@ -38,105 +55,14 @@ __all__ = [
     "show_errors",
 ]
 
-BASELINE = "none"
-"""The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""
-
-_SECTIONS = ("data", "workloads", "knobs", "simple")
+_SECTIONS = ("data", "workloads", "knobs", "simple", "fig11", "fig12", "fig13", "fig14")
 """Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
-
-
-# -- values --------------------------------------------------------------------------------------------------------
-
-
-def _plain_integer(value: Any) -> Any:
-    """Accept 10 and "10"; refuse "1_10", which Python would read as 110, as well as booleans and fractions."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError("not a whole number")
-    if isinstance(value, str):
-        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
-            raise ValueError("not a whole number, written with digits only")
-        return int(value)
-    return value
-
-
-def _split(value: Any) -> Any:
-    """Take a list, or a text with commas as ``--config`` gives it; texts inside a list are split as well."""
-    items = [value] if isinstance(value, str | int | float) else value
-    if not isinstance(items, list | tuple):
-        return value
-    parts: list[Any] = []
-    for item in items:
-        parts += [part.strip() for part in item.split(",")] if isinstance(item, str) else [item]
-    return parts
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    twice = sorted({str(value) for value in values if values.count(value) > 1})
-    if twice:
-        raise ValueError(f"listed more than once: {', '.join(twice)}")
-    return values
-
-
-def _known_model(name: str) -> str:
-    return _known("model", name, workload_names())
-
-
-def _known_system(name: str) -> str:
-    return _known("system", name, checkpointer_names())
-
-
-def _known(what: str, name: str, names: Iterable[str]) -> str:
-    known = list(names)
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}{_nearest(name, known)}; known: {', '.join(known)}")
-    return name
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
-
-
-def _positive_interval(value: int) -> int:
-    if value == 0:
-        raise ValueError(f"interval 0 is the run without checkpoints, which the system {BASELINE} makes by itself")
-    if value < 0:
-        raise ValueError("below 1")
-    return value
-
-
-def _with_baseline(systems: list[str]) -> list[str]:
-    return systems if BASELINE in systems else [BASELINE, *systems]
-
-
-def _existing_path(value: str) -> str:
-    path = Path(value).expanduser().absolute()
-    if not path.exists():
-        raise ValueError("there is no such file or folder")
-    return str(path)
-
-
-_Integer = BeforeValidator(_plain_integer)
-Count = Annotated[int, _Integer, Field(ge=1)]
-CountOrZero = Annotated[int, _Integer, Field(ge=0)]
-Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
-ModelName = Annotated[str, AfterValidator(_known_model)]
-SystemName = Annotated[str, AfterValidator(_known_system)]
-UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
-FolderPath = Annotated[str, Field(min_length=1), AfterValidator(lambda value: str(Path(value).expanduser()))]
-Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-_List = BeforeValidator(_split)
-_Distinct = AfterValidator(_distinct)
 
 
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataPaths(_Part):
+class DataPaths(Part):
     """Data of the user's own; null takes the small real data that Lastgood prepares."""
 
     images: UserPath | None = Field(description="a folder of images, one folder per class, or null")
@@ -145,11 +71,12 @@ class DataPaths(_Part):
 
     def of_workload(self, name: str) -> str | None:
         """The path that workload `name` reads, or None for the data that Lastgood prepares."""
-        found: str | None = getattr(self, workload_data_kind(name))
+        kind = workload_data_kind(name)
+        found: str | None = None if kind is None else getattr(self, kind)
         return found
 
 
-class SimpleTest(_Part):
+class SimpleTest(Part):
     """What `snakemake test_simple` runs."""
 
     model: ModelName = Field(description="one of the models")
@@ -158,20 +85,20 @@ class SimpleTest(_Part):
     iterations: Count = Field(description="a whole number, at least twice simple.interval: steps measured")
 
 
-class Config(_Part):
+class Config(Part):
     """One complete configuration. Relative paths start at the folder in which the workflow works."""
 
     scale: Scale = Field(description="laptop, gpu or paper: a label; records of unlike scales never mix")
     machine: Label | None = Field(
         description="at most 64 of a-z, 0-9, dot, dash and underscore; null makes a name from the CPU and the GPU"
     )
-    models: Annotated[list[ModelName], _List, _Distinct, Field(min_length=1)] = Field(
+    models: Annotated[list[ModelName], Split, Distinct, Field(min_length=1)] = Field(
         description="a list of models, at least one"
     )
-    systems: Annotated[list[SystemName], _List, _Distinct, Field(min_length=1), AfterValidator(_with_baseline)] = Field(
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
         description="a list of systems, at least one; none is always measured"
     )
-    intervals: Annotated[list[Interval], _List, _Distinct, Field(min_length=1)] = Field(
+    intervals: Annotated[list[Interval], Split, Distinct, Field(min_length=1)] = Field(
         description="a list of whole numbers from 1: steps between checkpoints"
     )
     repetitions: Count = Field(description="a whole number from 1: measurements of each cell")
@@ -192,6 +119,10 @@ class Config(_Part):
     results_dir: FolderPath = Field(description="a folder for run records")
     figures_dir: FolderPath = Field(description="a folder for figures")
     simple: SimpleTest = Field(description="what test_simple runs")
+    fig11: PersistSection = Field(description="what figure 11 measures")
+    fig12: ConcurrencySection = Field(description="what figure 12 measures")
+    fig13: ThreadsSection = Field(description="what figure 13 measures")
+    fig14: MemorySection = Field(description="what figure 14 measures")
 
     @property
     def scratch_folder(self) -> Path:
@@ -205,13 +136,14 @@ class Config(_Part):
 
     @property
     def used_models(self) -> list[str]:
-        """Models of the figures and of test_simple, each once."""
-        return list(dict.fromkeys([*self.models, self.simple.model]))
+        """Models of the figures and of test_simple that have options of their own, each once."""
+        sweeps = [self.fig12.model, self.fig13.model, self.fig14.model]
+        return list(dict.fromkeys([*self.models, self.simple.model, *sweeps]))
 
     @property
     def used_systems(self) -> list[str]:
         """Systems of the figures and of test_simple, each once."""
-        return list(dict.fromkeys([*self.systems, self.simple.system]))
+        return list(dict.fromkeys([*self.systems, self.simple.system, *(self.fig11.systems or []), SWEPT]))
 
     def workload_options(self, model: str) -> WorkloadOptions:
         """Validated options of `model`."""
@@ -344,6 +276,7 @@ def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -
         changed = "interval" if sources.overridden(("simple", "interval")) else "iterations"
         text = f"{config.simple.iterations} iterations are less than twice the interval, {config.simple.interval}"
         problems.append(sources.problem(("simple", changed), text))
+    problems = problems or pool_problems(config, sources)
     if problems:
         raise ConfigError("\n".join(problems))
     return config, sources
@@ -390,7 +323,7 @@ def show_errors(
         known = list(owner.model_fields)
         if detail["type"] == "extra_forbidden":
             name = str(inner[-1])
-            text = f"unknown key{_nearest(name, known)}; known: {', '.join(known) or 'no keys at all'}"
+            text = f"unknown key{nearest(name, known)}; known: {', '.join(known) or 'no keys at all'}"
         elif detail["type"] == "missing":
             text = f"is missing; allowed: {_allowed(field)}"
         else:

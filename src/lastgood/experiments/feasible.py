@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from lastgood.errors import ConfigError
+from lastgood.experiments.config_values import SWEPT
 from lastgood.experiments.machine import (
     CudaDevice,
     cuda_devices,
@@ -19,12 +20,13 @@ from lastgood.experiments.machine import (
     nearest_folder,
     usable_cores,
 )
+from lastgood.experiments.variants import BLOB, Variant, all_variants, pool_bytes
 from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from lastgood.experiments.config import Config, Sources
 
-__all__ = ["check_machine"]
+__all__ = ["check_machine", "pool_problems"]
 
 _PROCESS_BYTES = 400 * MIB
 """What a process with torch and transformers holds before it has built a model."""
@@ -67,54 +69,89 @@ def _scratch_problem(config: Config) -> str:
     return ""
 
 
-def _pairs(config: Config) -> list[tuple[str, str]]:
-    """Every model with every system that it runs with."""
-    figure = [(model, system) for model in config.models for system in config.systems]
-    return list(dict.fromkeys([*figure, (config.simple.model, config.simple.system)]))
+def pool_problems(config: Config, sources: Sources) -> list[str]:
+    """Pools of figure 14 that PCcheck cannot work with: a chunk is copied while another is written."""
+    options = config.system_options(SWEPT).model_dump()
+    state = config.workload_options(config.fig14.model).state_bytes()
+    least = 2 * int(options["chunk_bytes"])
+    problems = []
+    for number, share in enumerate(config.fig14.pool_shares):
+        pool = pool_bytes(config, share)
+        if pool is not None and pool < least:
+            text = (
+                f"{share}: {format_bytes(pool)} of {config.fig14.model}'s {format_bytes(state)}; a pool holds at least "
+                f"two chunks, {format_bytes(least)}; allowed: from {least / state:.3g}, or make "
+                f"knobs.{SWEPT}.chunk_bytes smaller"
+            )
+            problems.append(sources.problem(("fig14", "pool_shares", number), text))
+    return problems
 
 
 def _disk_problems(config: Config, sources: Sources) -> list[str]:
     free = free_bytes(config.scratch_folder)
-    needs = {
-        (model, system): config.system_options(system).disk_bytes(config.workload_options(model).state_bytes())
-        for model, system in _pairs(config)
-    }
-    too_big = {pair: need for pair, need in needs.items() if need > free}
-    if not too_big:
-        return []
-    (model, system), need = max(too_big.items(), key=lambda item: item[1])
-    text = (
-        f"{str(config.scratch_folder)!r} has {format_bytes(free)} free, and {model} with {system} needs "
-        f"{format_bytes(need)}{_and_others(len(too_big))}; choose another folder, a smaller model or a lower keep"
-    )
-    return [sources.problem(("scratch",), text)]
+    problems: list[str] = []
+    for key, variants in _by_key(config).items():
+        needs = [(found.options.disk_bytes(found.workload.state_bytes()), _name(found)) for found in variants]
+        too_big = [pair for pair in needs if pair[0] > free]
+        if not too_big:
+            continue
+        need, name = max(too_big)
+        text = (
+            f"{str(config.scratch_folder)!r} has {format_bytes(free)} free, and {name} needs "
+            f"{format_bytes(need)}{_and_others(len(too_big))}; choose another folder, a smaller model or a lower keep"
+        )
+        if key[0] == "workloads":
+            problems.append(sources.problem(("scratch",), text))
+        else:
+            problems.append(sources.problem(key, f"scratch {text}, or leave the largest out"))
+    return problems
 
 
 def _memory_problems(config: Config, sources: Sources, devices: tuple[CudaDevice, ...]) -> list[str]:
     host = memory_bytes()
     card = devices[0].memory_bytes if devices else None
     problems: list[str] = []
-    too_big: dict[tuple[str, str], int] = {}
-    for model, system in _pairs(config):
-        workload = config.workload_options(model)
-        state = workload.state_bytes()
-        training = state + 4 * workload.parameters()  # the gradients lie beside the state
-        need = _PROCESS_BYTES + config.system_options(system).host_bytes(state)
-        if config.device == "cpu":
-            need += training
-        if need > host:
-            too_big[model, system] = need
-        if card is not None and training > card and system == config.systems[0]:
-            text = f"{model} needs {format_bytes(training)} for state and gradients; the GPU has {format_bytes(card)}"
-            problems.append(sources.problem(("workloads", model), f"{text}; make the model smaller"))
-    if too_big:
-        (model, system), need = max(too_big.items(), key=lambda item: item[1])
-        text = (
-            f"{model} with {system} needs {format_bytes(need)} of memory{_and_others(len(too_big))}; this machine has "
-            f"{format_bytes(host)}; make the model smaller"
-        )
-        problems.append(sources.problem(("workloads", model), text))
+    for key, variants in _by_key(config).items():
+        too_big: list[tuple[int, str]] = []
+        on_card: list[tuple[int, str]] = []
+        for found in variants:
+            state = found.workload.state_bytes()
+            training = state + found.workload.gradient_bytes()
+            need = _PROCESS_BYTES + found.options.host_bytes(state)
+            if config.device == "cpu":
+                need += training
+            if need > host:
+                too_big.append((need, _name(found)))
+            if card is not None and training > card:
+                on_card.append((training, _model_name(found)))
+        advice = "make the model smaller" if key[0] == "workloads" else "leave the largest out"
+        if on_card and card is not None:
+            training, name = max(on_card)
+            text = f"{name} needs {format_bytes(training)} for state and gradients; the GPU has "
+            problems.append(sources.problem(key, f"{text}{format_bytes(card)}; {advice}"))
+        if too_big:
+            need, name = max(too_big)
+            text = f"{name} needs {format_bytes(need)} of memory{_and_others(len(too_big))}; this machine has "
+            problems.append(sources.problem(key, f"{text}{format_bytes(host)}; {advice}"))
     return problems
+
+
+def _by_key(config: Config) -> dict[tuple[str, ...], list[Variant]]:
+    """All that is measured, by the key to change where it does not fit."""
+    found: dict[tuple[str, ...], list[Variant]] = {}
+    for one in all_variants(config):
+        alike = found.setdefault(one.key, [])
+        if one not in alike:
+            alike.append(one)
+    return found
+
+
+def _model_name(found: Variant) -> str:
+    return f"a state of {format_bytes(found.workload.state_bytes())}" if found.model == BLOB else found.model
+
+
+def _name(found: Variant) -> str:
+    return f"{_model_name(found)} with {found.system}"
 
 
 def _and_others(count: int) -> str:

@@ -55,6 +55,11 @@ class Prediction(_Part):
     proof_s: Seconds = Field(description="the restore in a fresh process")
     persist_bytes_per_s: float = Field(gt=0, description="rate at which checkpoints reach the disk")
     copy_bytes_per_s: float = Field(gt=0, description="rate at which checkpoints leave the device")
+    state_bytes_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="rate at which a state is built and, for a proof, read back; null where sizes differ little",
+    )
     step_s: dict[str, Seconds] = Field(description="seconds of one step, by model")
     other_step_s: Seconds = Field(description="seconds of one step of a model that is not listed")
 

@@ -83,7 +83,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
             loop.save()
             _drain(checkpointer)
         loop.first_step = loop.progress.step
-        loop.interval_steps = spec.interval_steps
+        loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
         before = len(checkpointer.events)
         report(f"measuring, {spec.measured_steps} steps")
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s

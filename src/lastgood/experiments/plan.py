@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config import BASELINE, Config
-from lastgood.experiments.grid import Grid, Prediction, load_grid
-from lastgood.experiments.machine import machine_label
-from lastgood.experiments.record import RunRecord, load_record
-from lastgood.experiments.spec import RunSpec
-from lastgood.workloads.registry import workload_options_class
+from lastgood.experiments.cells import plan_simple
+from lastgood.experiments.config import Config
+from lastgood.experiments.figures import PlannedSpec, figure_kind, figure_names, load_function, record_kind
+from lastgood.experiments.grid import Grid, load_grid
 
 __all__ = [
     "SIMPLE",
     "PlannedRun",
     "WorkflowPlan",
-    "figure_names",
     "load_prediction_grid",
     "plan_figure",
+    "plan_names",
     "plan_workflow",
     "predict_minutes",
     "predict_runs",
@@ -37,78 +33,25 @@ SIMPLE = "test_simple"
 # -- which runs, in which order ------------------------------------------------------------------------------------
 
 
-def figure_names() -> list[str]:
+def plan_names() -> list[str]:
     """Everything that can be planned."""
-    return list(_PLANS)
+    return [*figure_names(), SIMPLE]
 
 
-def plan_figure(config: Config, figure: str) -> list[RunSpec]:
+def plan_figure(config: Config, figure: str) -> Sequence[PlannedSpec]:
     """The runs of `figure` in execution order. Raises ConfigError, naming the known figures, for an unknown one."""
-    if figure not in _PLANS:
-        raise ConfigError(f"unknown figure {figure!r}; known: {', '.join(_PLANS)}")
-    return _PLANS[figure](config)
-
-
-def _plan_throughput(config: Config) -> list[RunSpec]:
-    """Batch after batch. A batch is one repetition of a workload: `none` once and every system at every interval.
-
-    Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system; the seed makes it
-    the same at each call. Repetitions are the outer loop: what is there after half the time is a whole figure.
-    """
-    specs: list[RunSpec] = []
-    for repetition in range(config.repetitions):
-        for model in config.models:
-            batch = [
-                _spec(config, model, system, interval, repetition)
-                for system in config.systems
-                for interval in ([0] if system == BASELINE else config.intervals)
-            ]
-            random.Random(f"{config.seed}/{model}/{repetition}").shuffle(batch)
-            specs += batch
-    return specs
-
-
-def _plan_simple(config: Config) -> list[RunSpec]:
-    simple = config.simple
-    spec = _spec(config, simple.model, simple.system, simple.interval, 0)
-    steps = _whole_intervals(max(simple.iterations, config.min_checkpoints * simple.interval), simple.interval)
-    return [spec.model_copy(update={"measured_steps": steps, "proof": True})]
-
-
-_PLANS: dict[str, Callable[[Config], list[RunSpec]]] = {"fig8": _plan_throughput, SIMPLE: _plan_simple}
-
-
-def _spec(config: Config, model: str, system: str, interval: int, repetition: int) -> RunSpec:
-    return RunSpec(
-        machine=config.machine or machine_label(),
-        scale=config.scale,
-        workload=model,
-        workload_options=config.workload_options(model).model_dump(mode="json"),
-        system=system,
-        system_options=config.system_options(system).model_dump(mode="json"),
-        method=checkpointer_class(system).METHOD,
-        interval_steps=interval,
-        warmup_steps=config.warmup_iterations,
-        measured_steps=_whole_intervals(max(config.iterations, config.min_checkpoints * interval), interval),
-        proof=system != BASELINE and (config.proof == "every" or repetition == 0),
-        device=config.device,
-        threads=config.thread_count,
-        seed=config.seed + repetition,
-        repetition=repetition,
-        data=config.data.of_workload(model),
-    )
-
-
-def _whole_intervals(steps: int, interval: int) -> int:
-    """Round up to whole intervals: steps behind the last checkpoint would dilute what the checkpoints cost."""
-    return -(-steps // interval) * interval if interval else steps
+    if figure == SIMPLE:
+        return plan_simple(config)
+    if figure not in figure_names():
+        raise ConfigError(f"unknown figure {figure!r}; known: {', '.join(plan_names())}")
+    return figure_kind(figure).plan(config)
 
 
 @dataclass(frozen=True)
 class WorkflowPlan:
     """All that the workflow needs: record files and what makes them, in order. Figures may share records."""
 
-    specs: dict[str, RunSpec]
+    specs: dict[str, PlannedSpec]
     """Record file (below the results folder) to its run, in execution order."""
     records: dict[tuple[str, str], list[str]]
     """Figure and model to their record files."""
@@ -119,9 +62,9 @@ class WorkflowPlan:
 
 def plan_workflow(config: Config) -> WorkflowPlan:
     """Plan all figures. The smoke test is none of them: it is measured anew whenever it is asked for."""
-    specs: dict[str, RunSpec] = {}
+    specs: dict[str, PlannedSpec] = {}
     records: dict[tuple[str, str], list[str]] = {}
-    for figure in (name for name in figure_names() if name != SIMPLE):
+    for figure in figure_names():
         for spec in plan_figure(config, figure):
             record = str(Path(config.results_dir, spec.record_path()))
             known = specs.get(record)
@@ -139,7 +82,7 @@ def plan_workflow(config: Config) -> WorkflowPlan:
 class PlannedRun:
     """One run of a plan: whether its record is there, and how long it takes or took."""
 
-    spec: RunSpec
+    spec: PlannedSpec
     record: Path
     done: bool
     seconds: float
@@ -147,7 +90,7 @@ class PlannedRun:
     """Whether `seconds` comes from records of the same cell or from the grid's model."""
 
 
-def predict_runs(specs: Iterable[RunSpec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
+def predict_runs(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
     """Say for each run whether it is done and how many seconds it takes."""
     found = []
     for spec in specs:
@@ -156,12 +99,12 @@ def predict_runs(specs: Iterable[RunSpec], results_dir: Path, grid: Grid) -> lis
         alike = [record.wall_s for record in cell if record.spec.proof == spec.proof]
         walls = alike or [record.wall_s for record in cell]
         done = any(record.spec.repetition == spec.repetition for record in cell)
-        seconds = statistics.median(walls) if walls else _modelled_s(spec, grid.prediction[spec.scale])
+        seconds = statistics.median(walls) if walls else record_kind(spec).modelled_s(spec, grid.prediction[spec.scale])
         found.append(PlannedRun(spec, path, done, seconds, "records" if walls else "model"))
     return found
 
 
-def predict_minutes(specs: Iterable[RunSpec], results_dir: Path, grid: Grid) -> float:
+def predict_minutes(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> float:
     """Minutes that the runs without a record will take."""
     return sum(run.seconds for run in predict_runs(specs, results_dir, grid) if not run.done) / 60
 
@@ -171,25 +114,14 @@ def load_prediction_grid(root: Path, figure: str) -> Grid:
     return load_grid(root, "fig8" if figure == SIMPLE else figure)
 
 
-def _records_of_cell(spec: RunSpec, folder: Path) -> list[RunRecord]:
+def _records_of_cell(spec: PlannedSpec, folder: Path) -> list[Any]:
+    load = load_function(record_kind(spec).load)
     records = []
     for path in sorted(folder.glob("r*.json")):
         try:
-            record = load_record(path)
+            record = load(path)
         except LastgoodError:
             continue  # `lastgood run` replaces it, and the aggregation names it
         if record.spec.cell_hash == spec.cell_hash:
             records.append(record)
     return records
-
-
-def _modelled_s(spec: RunSpec, prediction: Prediction) -> float:
-    """Start-up, steps, the copy and the write of every checkpoint one after the other, proof: an upper estimate."""
-    steps = spec.warmup_steps + spec.measured_steps
-    seconds: float = prediction.startup_s + steps * prediction.step_s.get(spec.workload, prediction.other_step_s)
-    if spec.interval_steps:
-        options = workload_options_class(spec.workload).model_validate(spec.workload_options)
-        checkpoints = steps // spec.interval_steps
-        state_bytes = options.state_bytes()
-        seconds += checkpoints * state_bytes * (1 / prediction.persist_bytes_per_s + 1 / prediction.copy_bytes_per_s)
-    return seconds + (prediction.proof_s if spec.proof else 0.0)

@@ -45,23 +45,25 @@ class RunSpec(BaseModel):
     repetition: int = Field(ge=0)
     data: str | None = None
     """Path of the data that a user gave; None for the small data that Lastgood prepares."""
+    drain_each: bool = False
+    """Whether training waits after every save until the checkpoint is durable, so that no two are under way."""
 
     def canonical_json(self) -> str:
         """One line of JSON with sorted keys: the argument of `lastgood run --spec`."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return self._json(exclude=set())
 
     @property
     def cell_hash(self) -> str:
         """Eight hex digits over everything but repetition, seed and proof."""
-        chosen = self.model_dump(mode="json", exclude={"repetition", "seed", "proof"})
-        text = json.dumps(chosen, sort_keys=True, separators=(",", ":"))
+        text = self._json(exclude={"repetition", "seed", "proof"})
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def variant(self) -> str:
-        """Readable axes and the short hash, for instance ``n2-p2-c81f4a58``."""
+        """Readable axes and the short hash, for instance ``n2-p2-c81f4a58`` or ``s100-c81f4a58``."""
+        size = [f"s{self.workload_options['megabytes']}"] if "megabytes" in self.workload_options else []
         readable = [f"{letter}{self.system_options[key]}" for key, letter in _READABLE if key in self.system_options]
-        return "-".join([*readable, f"c{self.cell_hash}"])
+        return "-".join([*size, *readable, f"c{self.cell_hash}"])
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""
@@ -77,11 +79,18 @@ class RunSpec(BaseModel):
 
     def title(self) -> str:
         """A short name for logs and progress bars."""
-        return f"{self.workload} {self.system} f{self.interval_steps} r{self.repetition}"
+        size = f" {self.workload_options['megabytes']} MB" if "megabytes" in self.workload_options else ""
+        return f"{self.workload}{size} {self.system} f{self.interval_steps} r{self.repetition}"
 
     def knobs(self) -> dict[str, Any]:
         """The system's options, as its Options model takes them."""
         return dict(self.system_options)
+
+    def _json(self, exclude: set[str]) -> str:
+        """Canonical JSON. `drain_each` is left out while it is off: specs from before it keep their hash and text."""
+        if not self.drain_each:
+            exclude = exclude | {"drain_each"}
+        return json.dumps(self.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
 
 
 _READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

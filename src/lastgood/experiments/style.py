@@ -10,11 +10,15 @@ __all__ = [
     "NONE_COLOUR",
     "RC_PARAMS",
     "WIDTHS_IN",
+    "SeriesStyle",
     "SystemStyle",
+    "panel_letter",
     "panel_title",
+    "series_styles",
     "system_label",
     "system_rank",
     "system_styles",
+    "workload_label",
 ]
 
 # The colours of Okabe and Ito (2008), which people with any common colour vision tell apart; black and vermillion are
@@ -43,6 +47,7 @@ _WORKLOADS = {
     "opt": ("d", "OPT"),
     "bloom": ("f", "BLOOM"),
     "resnet50": ("", "ResNet-50"),
+    "blob": ("", "blob"),
 }
 """The panel letter of PCcheck's figure 8, and the name to print."""
 
@@ -78,6 +83,30 @@ class SystemStyle:
     colour: str
 
 
+@dataclass(frozen=True)
+class SeriesStyle:
+    """Colour and marker of one line among several: told apart without colour too."""
+
+    colour: str
+    marker: str
+
+
+_SERIES = (
+    SeriesStyle("#0072B2", "o"),
+    SeriesStyle("#E69F00", "s"),
+    SeriesStyle("#009E73", "^"),
+    SeriesStyle("#CC79A7", "v"),
+    SeriesStyle("#56B4E9", "D"),
+    SeriesStyle("#999999", "P"),
+    SeriesStyle("#F0E442", "p"),
+)
+
+
+def series_styles(count: int) -> list[SeriesStyle]:
+    """Styles of `count` lines, in order; they begin again where there are more lines than styles."""
+    return [_SERIES[number % len(_SERIES)] for number in range(count)]
+
+
 def system_rank(system: str) -> tuple[int, str]:
     """Sort key of systems: the fixed order, then all others by name."""
     order = list(_SYSTEMS)
@@ -102,9 +131,19 @@ def system_styles(systems: list[str]) -> dict[str, SystemStyle]:
     return styles
 
 
-def panel_title(figure: str, workload: str) -> str:
-    """``Figure 8a: VGG-16`` for figure ``fig8`` and workload ``vgg16``."""
-    letter, name = _WORKLOADS.get(workload, ("", workload))
+def panel_letter(workload: str) -> str:
+    """The letter of the single-node panel of figure 8 that shows `workload`, or nothing."""
+    return _WORKLOADS.get(workload, ("", ""))[0]
+
+
+def workload_label(workload: str) -> str:
+    """The name of `workload` in print."""
+    return _WORKLOADS.get(workload, ("", workload))[1]
+
+
+def panel_title(figure: str, workload: str, topic: str = "") -> str:
+    """``Figure 8a: VGG-16``, or with a topic ``Figure 12: writer threads, VGG-16``."""
     number = figure.removeprefix("fig")
-    heading = f"Figure {number}{letter if number == '8' else ''}" if number.isdigit() else figure
-    return f"{heading}: {name}"
+    letter = panel_letter(workload) if number == "8" else ""
+    heading = f"Figure {number}{letter}" if number.isdigit() else figure
+    return f"{heading}: {', '.join(part for part in (topic, workload and workload_label(workload)) if part)}"

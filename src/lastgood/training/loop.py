@@ -64,6 +64,8 @@ class TrainingLoop:
         self.device = device
         self.progress = Progress()
         self.first_step = 0
+        self.drain_each = False
+        """Wait after every save until it is durable, outside the save's own stall: no two are under way."""
         self.heartbeat: Callable[[str], None] | None = None
         """Told how far a long `train` is, about once in `HEARTBEAT_S`."""
         self.state: dict[str, Any] = {**workload.state(), "rng": RngState(), "progress": self.progress}
@@ -114,6 +116,8 @@ class TrainingLoop:
             before = time.perf_counter()
             self.save()
             segment.stall_save_s += time.perf_counter() - before
+            if self.drain_each:
+                self.checkpointer.drain()
         clock.step_ended()
         return loss.detach()
 

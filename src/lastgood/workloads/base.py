@@ -37,6 +37,10 @@ class WorkloadOptions(BaseModel, ABC):
         """Predicted size of a checkpoint in bytes: fp32 parameters and optimizer moments."""
         return 4 * self.parameters() * (1 + self.optimizer_moments)
 
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that lie beside the state in a step: fp32, one for each parameter."""
+        return 4 * self.parameters()
+
 
 class BatchStream(ABC):
     """An endless iterator of batches whose position is the number of batches *consumed*, and part of the state.

@@ -16,6 +16,7 @@ from lastgood.workloads.base import WorkloadOptions
 
 __all__ = [
     "BertOptions",
+    "BlobOptions",
     "BloomOptions",
     "OptOptions",
     "Resnet50Options",
@@ -162,6 +163,24 @@ class TransformerXLOptions(_TransformerOptions):
         """Parameters, moments and the memory, a large part of the state when batch and memory are long."""
         memory = self.layers * self.batch_size * self.memory_length * self.hidden
         return super().state_bytes() + 4 * memory
+
+
+class BlobOptions(WorkloadOptions):
+    """A state of a given size and a step that costs almost nothing: for the time that one checkpoint takes."""
+
+    TRAINED: ClassVar[int] = 64
+    """Parameters that get a gradient."""
+
+    megabytes: int = Field(ge=1, le=1_000_000)
+    """Bytes of all parameters, in units of 10**6 as in PCcheck's figure 11."""
+
+    def parameters(self) -> int:
+        """All of them fp32."""
+        return self.megabytes * 1_000_000 // 4
+
+    def gradient_bytes(self) -> int:
+        """Of the few that are trained."""
+        return 4 * self.TRAINED
 
 
 def _encoder_layer(hidden: int, feedforward: int) -> int:

@@ -11,6 +11,7 @@ from lastgood.errors import ConfigError
 from lastgood.workloads.base import Workload, WorkloadOptions
 from lastgood.workloads.options import (
     BertOptions,
+    BlobOptions,
     BloomOptions,
     OptOptions,
     Resnet50Options,
@@ -33,7 +34,8 @@ DataKind = Literal["images", "squad", "wikitext"]
 @dataclass(frozen=True)
 class _Entry:
     options: type[WorkloadOptions]
-    data: DataKind
+    data: DataKind | None
+    """None: it makes its own batches."""
     module: str
     """Module whose function `build_<name>` makes the workload; imported only when it is built."""
 
@@ -45,6 +47,7 @@ _WORKLOADS: dict[str, _Entry] = {
     "transformer_xl": _Entry(TransformerXLOptions, "wikitext", "lastgood.workloads.transformer_xl"),
     "opt": _Entry(OptOptions, "wikitext", "lastgood.workloads.causal"),
     "bloom": _Entry(BloomOptions, "wikitext", "lastgood.workloads.causal"),
+    "blob": _Entry(BlobOptions, None, "lastgood.workloads.blob"),
 }
 
 
@@ -58,8 +61,8 @@ def workload_options_class(name: str) -> type[WorkloadOptions]:
     return _entry(name).options
 
 
-def workload_data_kind(name: str) -> DataKind:
-    """The kind of data that a workload reads. Raises ConfigError if there is no such workload."""
+def workload_data_kind(name: str) -> DataKind | None:
+    """The kind of data that a workload reads, None if it makes its own. Raises ConfigError for an unknown name."""
     return _entry(name).data
 
 

@@ -1,0 +1,149 @@
+"""The cells of figures: every run with all its settings resolved, in the order in which it is made. Needs no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.experiments.config import Config
+from lastgood.experiments.config_values import BASELINE
+from lastgood.experiments.machine import machine_label
+from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.variants import (
+    Variant,
+    concurrency_variants,
+    memory_variants,
+    persist_variants,
+    threads_variants,
+    throughput_variants,
+    variant,
+)
+from lastgood.workloads.registry import workload_options_class
+
+if TYPE_CHECKING:
+    from lastgood.experiments.grid import Prediction
+
+__all__ = [
+    "modelled_s",
+    "plan_concurrency",
+    "plan_memory",
+    "plan_persist",
+    "plan_simple",
+    "plan_threads",
+    "plan_throughput",
+]
+
+
+def plan_throughput(config: Config) -> list[RunSpec]:
+    """Figure 8, batch after batch. A batch is one repetition of a workload: `none` once and every system and interval.
+
+    Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system; the seed makes it
+    the same at each call. Repetitions are the outer loop: what is there after half the time is a whole figure.
+    """
+    specs: list[RunSpec] = []
+    for repetition in range(config.repetitions):
+        for model in config.models:
+            batch = [
+                _spec(config, found, interval, repetition)
+                for found in throughput_variants(config, model)
+                for interval in ([0] if found.system == BASELINE else config.intervals)
+            ]
+            specs += _shuffled(batch, f"{config.seed}/{model}/{repetition}")
+    return specs
+
+
+def plan_persist(config: Config) -> list[RunSpec]:
+    """Figure 11: a checkpoint after every step, each durable before the next step begins; no `none`."""
+    specs: list[RunSpec] = []
+    for repetition in range(config.fig11.repetitions):
+        batch = []
+        for found in persist_variants(config):
+            spec = _spec(config, found, 1, repetition)
+            changes = {"warmup_steps": 1, "measured_steps": config.fig11.checkpoints, "drain_each": True}
+            batch.append(spec.model_copy(update=changes))
+        specs += _shuffled(batch, f"{config.seed}/fig11/{repetition}")
+    return specs
+
+
+def plan_concurrency(config: Config) -> list[RunSpec]:
+    """Figure 12: PCcheck's N at every interval, and `none`."""
+    section = config.fig12
+    return _plan_sweep(config, "fig12", concurrency_variants(config), section.intervals, section.repetitions)
+
+
+def plan_threads(config: Config) -> list[RunSpec]:
+    """Figure 13: PCcheck's p at every interval, and `none`."""
+    section = config.fig13
+    return _plan_sweep(config, "fig13", threads_variants(config), section.intervals, section.repetitions)
+
+
+def plan_memory(config: Config) -> list[RunSpec]:
+    """Figure 14: PCcheck's pool at every interval, and `none`."""
+    section = config.fig14
+    return _plan_sweep(config, "fig14", memory_variants(config), section.intervals, section.repetitions)
+
+
+def plan_simple(config: Config) -> list[RunSpec]:
+    """The one run of the smoke test."""
+    simple = config.simple
+    spec = _spec(config, variant(config, simple.model, simple.system), simple.interval, 0)
+    steps = _whole_intervals(max(simple.iterations, config.min_checkpoints * simple.interval), simple.interval)
+    return [spec.model_copy(update={"measured_steps": steps, "proof": True})]
+
+
+def _plan_sweep(
+    config: Config, figure: str, variants: Sequence[Variant], intervals: Sequence[int], repetitions: int
+) -> list[RunSpec]:
+    specs: list[RunSpec] = []
+    for repetition in range(repetitions):
+        batch = [_spec(config, variant(config, variants[0].model, BASELINE), 0, repetition)]
+        batch += [_spec(config, found, interval, repetition) for found in variants for interval in intervals]
+        specs += _shuffled(batch, f"{config.seed}/{figure}/{repetition}")
+    return specs
+
+
+def _shuffled(batch: list[RunSpec], seed: str) -> list[RunSpec]:
+    random.Random(seed).shuffle(batch)
+    return batch
+
+
+def _spec(config: Config, found: Variant, interval: int, repetition: int) -> RunSpec:
+    return RunSpec(
+        machine=config.machine or machine_label(),
+        scale=config.scale,
+        workload=found.model,
+        workload_options=found.workload.model_dump(mode="json"),
+        system=found.system,
+        system_options=found.options.model_dump(mode="json"),
+        method=checkpointer_class(found.system).METHOD,
+        interval_steps=interval,
+        warmup_steps=config.warmup_iterations,
+        measured_steps=_whole_intervals(max(config.iterations, config.min_checkpoints * interval), interval),
+        proof=found.system != BASELINE and (config.proof == "every" or repetition == 0),
+        device=config.device,
+        threads=config.thread_count,
+        seed=config.seed + repetition,
+        repetition=repetition,
+        data=config.data.of_workload(found.model),
+    )
+
+
+def _whole_intervals(steps: int, interval: int) -> int:
+    """Round up to whole intervals: steps behind the last checkpoint would dilute what the checkpoints cost."""
+    return -(-steps // interval) * interval if interval else steps
+
+
+def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
+    """Start-up, steps, the copy and the write of every checkpoint one after the other, proof: an upper estimate."""
+    steps = spec.warmup_steps + spec.measured_steps
+    seconds: float = prediction.startup_s + steps * prediction.step_s.get(spec.workload, prediction.other_step_s)
+    if spec.interval_steps:
+        options = workload_options_class(spec.workload).model_validate(spec.workload_options)
+        checkpoints = steps // spec.interval_steps
+        state_bytes = options.state_bytes()
+        seconds += checkpoints * state_bytes * (1 / prediction.persist_bytes_per_s + 1 / prediction.copy_bytes_per_s)
+        if prediction.state_bytes_per_s is not None:
+            seconds += state_bytes / prediction.state_bytes_per_s * (2 if spec.proof else 1)
+    return seconds + (prediction.proof_s if spec.proof else 0.0)

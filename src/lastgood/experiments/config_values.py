@@ -1,0 +1,127 @@
+"""Values of a configuration: how each is read from YAML or the command line, and what is refused. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from lastgood.checkpointers.registry import checkpointer_names
+from lastgood.workloads.registry import workload_names
+
+__all__ = [
+    "BASELINE",
+    "SWEPT",
+    "Count",
+    "CountOrZero",
+    "Distinct",
+    "FolderPath",
+    "Interval",
+    "Label",
+    "ModelName",
+    "Part",
+    "Split",
+    "SystemName",
+    "UserPath",
+    "nearest",
+    "with_baseline",
+]
+
+SWEPT = "pccheck"
+"""The system whose knobs figures 12 to 14 vary."""
+
+BASELINE = "none"
+"""The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""
+
+
+class Part(BaseModel):
+    """Base of a configuration's sections: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _plain_integer(value: Any) -> Any:
+    """Accept 10 and "10"; refuse "1_10", which Python would read as 110, as well as booleans and fractions."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("not a whole number")
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+            raise ValueError("not a whole number, written with digits only")
+        return int(value)
+    return value
+
+
+def _split(value: Any) -> Any:
+    """Take a list, or a text with commas as ``--config`` gives it; texts inside a list are split as well."""
+    items = [value] if isinstance(value, str | int | float) else value
+    if not isinstance(items, list | tuple):
+        return value
+    parts: list[Any] = []
+    for item in items:
+        parts += [part.strip() for part in item.split(",")] if isinstance(item, str) else [item]
+    return parts
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    twice = sorted({str(value) for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"listed more than once: {', '.join(twice)}")
+    return values
+
+
+def _known_model(name: str) -> str:
+    return _known("model", name, workload_names())
+
+
+def _known_system(name: str) -> str:
+    return _known("system", name, checkpointer_names())
+
+
+def _known(what: str, name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return name
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean ...?)``, or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _positive_interval(value: int) -> int:
+    if value == 0:
+        raise ValueError(f"interval 0 is the run without checkpoints, which the system {BASELINE} makes by itself")
+    if value < 0:
+        raise ValueError("below 1")
+    return value
+
+
+def with_baseline(systems: list[str]) -> list[str]:
+    """`systems`, with the baseline before them where they lack it."""
+    return systems if BASELINE in systems else [BASELINE, *systems]
+
+
+def _existing_path(value: str) -> str:
+    path = Path(value).expanduser().absolute()
+    if not path.exists():
+        raise ValueError("there is no such file or folder")
+    return str(path)
+
+
+_Integer = BeforeValidator(_plain_integer)
+Count = Annotated[int, _Integer, Field(ge=1)]
+CountOrZero = Annotated[int, _Integer, Field(ge=0)]
+Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
+ModelName = Annotated[str, AfterValidator(_known_model)]
+SystemName = Annotated[str, AfterValidator(_known_system)]
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
+FolderPath = Annotated[str, Field(min_length=1), AfterValidator(lambda value: str(Path(value).expanduser()))]
+Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+Split = BeforeValidator(_split)
+Distinct = AfterValidator(_distinct)

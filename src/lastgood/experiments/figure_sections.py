@@ -1,0 +1,76 @@
+"""Sections of a configuration for the figures that vary more than the interval. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from lastgood.experiments.config_values import BASELINE, Count, Distinct, Interval, ModelName, Part, Split, SystemName
+
+__all__ = ["ConcurrencySection", "MemorySection", "PersistSection", "ThreadsSection"]
+
+
+def _no_baseline(systems: list[str] | None) -> list[str] | None:
+    if systems and BASELINE in systems:
+        raise ValueError(f"{BASELINE} takes no checkpoints, so there is nothing to time")
+    return systems
+
+
+_UpTo64 = Annotated[Count, Field(le=64)]
+_Repetitions = Annotated[Count, Field(description="a whole number from 1: measurements of each cell")]
+_Intervals = Annotated[
+    list[Interval],
+    Split,
+    Distinct,
+    Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
+]
+_Model = Annotated[ModelName, Field(description="one of the models")]
+
+
+class PersistSection(Part):
+    """Figure 11: the time until one checkpoint is durable, against its size."""
+
+    sizes_mb: Annotated[list[Annotated[Count, Field(le=1_000_000)]], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 1000000: sizes of a state in units of 10**6 bytes"
+    )
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)] | None = (
+        Field(description="a list of systems without none, or null for those of `systems`")
+    )
+    writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 4 in the paper")
+    checkpoints: Count = Field(description="a whole number from 1: checkpoints timed in each run")
+    repetitions: _Repetitions
+
+
+class ConcurrencySection(Part):
+    """Figure 12: slowdown against the checkpoints in flight."""
+
+    model: _Model
+    in_flight: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: PCcheck's max_in_flight"
+    )
+    writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 1 in the paper")
+    intervals: _Intervals
+    repetitions: _Repetitions
+
+
+class ThreadsSection(Part):
+    """Figure 13: slowdown against the writer threads of each checkpoint."""
+
+    model: _Model
+    writer_threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: PCcheck's writer_threads"
+    )
+    intervals: _Intervals
+    repetitions: _Repetitions
+
+
+class MemorySection(Part):
+    """Figure 14: slowdown against the host memory for copies."""
+
+    model: _Model
+    pool_shares: Annotated[
+        list[Annotated[float, Field(gt=0, le=16, allow_inf_nan=False)]], Split, Distinct, Field(min_length=1)
+    ] = Field(description="a list of numbers above 0, at most 16: PCcheck's pool_bytes in sizes of the state")
+    intervals: _Intervals
+    repetitions: _Repetitions

@@ -1,0 +1,91 @@
+"""Published slowdowns, from files like figures/reference/fig8.csv, to show beside ours. Needs no torch.
+
+Absolute rates of another machine say nothing here; the ratio to training without checkpoints compares. docs/figures.md
+explains the files.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.config_values import BASELINE
+from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.style import panel_letter
+
+__all__ = ["Published", "load_published", "published_slowdown"]
+
+_COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
+_KINDS = ("paper", "artefact")
+"""In the order of preference. Numbers of kind `measured` are ours, of another machine."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Throughput without checkpoints divided by throughput with them, as published."""
+
+    workload: str
+    system: str
+    interval_steps: int
+    slowdown: float
+    kind: str
+    source: str
+
+
+def load_published(path: Path) -> list[Published]:
+    """Every slowdown in the file, and those that its rates give.
+
+    Left out: bounds (`qualifier` is `below`), rows without an interval, and rows of another panel than the workload's
+    own, which were measured on several nodes. Raises LastgoodError, naming the file and the line.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            lines = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LastgoodError(f"{path}: cannot be read: {error}") from error
+    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    if lacking:
+        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}")
+    found = []
+    rates: dict[tuple[str, ...], dict[int, float]] = {}
+    for number, line in enumerate(lines, start=2):
+        if line["kind"] not in _KINDS or line["qualifier"] == "below" or not line["interval_steps"]:
+            continue
+        if line["panel"] != panel_letter(line["workload"]):
+            continue
+        interval, value = _numbers(path, number, line)
+        if line["metric"] == "slowdown":
+            found.append(Published(line["workload"], line["system"], interval, value, line["kind"], line["source"]))
+        elif line["metric"] == "iterations_per_s":
+            key = (line["workload"], line["system"], line["kind"], line["source"])
+            rates.setdefault(key, {})[interval] = value
+    for (workload, system, kind, source), by_interval in rates.items():
+        if 0 in by_interval and system != BASELINE:
+            found += [
+                Published(workload, system, interval, by_interval[0] / rate, kind, source)
+                for interval, rate in by_interval.items()
+                if interval
+            ]
+    return found
+
+
+def _numbers(path: Path, number: int, line: dict[str, str]) -> tuple[int, float]:
+    try:
+        interval, value = int(line["interval_steps"]), float(line["value"])
+    except (TypeError, ValueError) as error:
+        raise LastgoodError(f"{path}:{number}: {error}") from error
+    if not (math.isfinite(value) and value > 0 and interval >= 0):
+        raise LastgoodError(f"{path}:{number}: interval {interval} and value {value} must not be below 0")
+    return interval, value
+
+
+def published_slowdown(published: Sequence[Published], spec: RunSpec) -> Published | None:
+    """The number for a run's model, system and interval: a paper's own before its artefact's; None if there is none."""
+    wanted = (spec.workload, spec.system, spec.interval_steps)
+    fitting = [one for one in published if (one.workload, one.system, one.interval_steps) == wanted]
+    return min(fitting, key=lambda one: _KINDS.index(one.kind), default=None)
