@@ -43,6 +43,13 @@ def test_every_option_is_documented():
     assert [pair for pair in options if not documented(*pair)] == []
 
 
+def test_every_system_has_its_row():
+    lines = (ROOT / "docs" / "systems.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert {len(row) for row in rows} == {4} and all(all(row) for row in rows)
+    assert [name for name in checkpointer_names() if name not in [row[0] for row in rows]] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())

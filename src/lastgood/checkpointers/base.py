@@ -78,6 +78,9 @@ class CheckpointEvent:
     outcome: Outcome = Outcome.PENDING
     bytes_written: int = 0
     error: str | None = None
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+    """What the system knows of its parts: name, begin and end, on the same clock. Those of one checkpoint follow each
+    other: ``wait`` (for checkpoints before it), then what storage does (``write``, ``flush``, ``commit``)."""
 
 
 class BaseOptions(BaseModel):
@@ -99,6 +102,11 @@ class _Hooks:
     handles: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     stall_s: float = 0.0
+    kept: list[tuple[float, float]] | None = None
+    """Begin and end of the process's waits, if `keep_update_waits` was called."""
+    kept_on_device: list[tuple[float, float]] = field(default_factory=list)
+    kept_from: tuple[float, Any] = (0.0, None)
+    """One moment on the process's clock, and the same on a CUDA device's."""
     device_waits: list[tuple[Any, Any]] = field(default_factory=list)
     """CUDA events before and after each wait that a stream did in an optimizer's place."""
 
@@ -106,7 +114,12 @@ class _Hooks:
         """Add up the device's waits that are over, so that they do not gather."""
         while self.device_waits and self.device_waits[0][1].query():
             before, after = self.device_waits.pop(0)
-            self.stall_s += float(before.elapsed_time(after)) / 1e3
+            waited_s = float(before.elapsed_time(after)) / 1e3
+            self.stall_s += waited_s
+            zero_s, zero = self.kept_from
+            if zero is not None and zero.device == before.device:
+                begin_s = zero_s + float(zero.elapsed_time(before)) / 1e3
+                self.kept_on_device.append((begin_s, begin_s + waited_s))
 
 
 class Checkpointer(ABC):
@@ -181,7 +194,7 @@ class Checkpointer(ABC):
         """
         from lastgood.checkpointers.attachment import Attachment
 
-        if self.interval_steps is None:
+        if self.interval_steps is None and not self._chooses_interval():
             raise ConfigError(
                 f"{self.name}: attach() needs interval_steps, for instance {type(self).__name__}(..., 10)"
             )
@@ -211,7 +224,7 @@ class Checkpointer(ABC):
         """
         attachment = self._attached()
         number = attachment.step_finished()
-        if self.interval_steps and number % self.interval_steps == 0:
+        if self._due(number):
             self.save(number)
         if loss is not None:
             self._observe_loss(number, loss)
@@ -244,6 +257,14 @@ class Checkpointer(ABC):
         if self._attachment is None:
             raise CheckpointError(f"{self.name}: attach(...) must be called first")
         return self._attachment
+
+    def _chooses_interval(self) -> bool:
+        """Whether this system decides by itself when to save, so that `attach` needs no interval_steps."""
+        return False
+
+    def _due(self, step: int) -> bool:
+        """Whether to save now; called by `step` once for every finished step."""
+        return self.interval_steps is not None and self.interval_steps > 0 and step % self.interval_steps == 0
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         """Restore what a new life begins with. Raises NoCheckpoint where it begins from nothing."""
@@ -310,6 +331,27 @@ class Checkpointer(ABC):
         self._hooks.fold()
         return self._hooks.stall_s
 
+    def keep_update_waits(self) -> None:
+        """From here to `close` keep when optimizers waited, for a timeline; on CUDA this waits for the device once."""
+        zero = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self._hooks.fold()  # waits of before are not among those that are kept
+            zero = torch.cuda.Event(enable_timing=True)
+            zero.record()
+        self._hooks.kept, self._hooks.kept_from = [], (time.perf_counter(), zero)
+
+    @property
+    def update_waits(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Begin and end of waits in `before_update` since `keep_update_waits`, in `time.perf_counter()` seconds.
+
+        First the process's, but for those shorter than 50 microseconds (that is the call itself); then those of the
+        CUDA device that was the current one then, as far as it has come past them.
+        """
+        self._hooks.fold()
+        process = [(begin, end) for begin, end in self._hooks.kept or () if end - begin >= 5e-5]
+        return process, list(self._hooks.kept_on_device)
+
     def storage_facts(self) -> dict[str, Any]:
         """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""
         return {}
@@ -355,7 +397,10 @@ class Checkpointer(ABC):
             )
         before = time.perf_counter()
         self.before_update()
-        self._hooks.stall_s += time.perf_counter() - before
+        after = time.perf_counter()
+        self._hooks.stall_s += after - before
+        if self._hooks.kept is not None:
+            self._hooks.kept.append((before, after))
 
     # -- what a system does ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the
 next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is under way at a
-time: the next one waits until its predecessor is durable.
+time: the next one waits until its predecessor is durable. With an `overhead_budget` the interval is chosen and
+changed as section 4.3 describes (checkfreq_profiler.py). The paper snapshots into the GPU's memory where that has room;
+here snapshots are always in host memory, page-locked for copies from a CUDA device.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.checkfreq_budget import BudgetKeeper
 from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
 from lastgood.checkpointers.torch_files import TorchFiles
-from lastgood.errors import WaitTimeout
+from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.state import FlatState, apply_tree, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class CheckFreqOptions(BaseOptions):
 
     keep: int = Field(default=2, ge=1)
     """Whole checkpoints kept."""
+    overhead_budget: float | None = Field(default=None, gt=0, le=10)
+    """The slowdown that checkpoints may cost, 0.035 (3.5 %) in the paper: `step` then chooses when to save; None: saves
+    come when they are told to."""
 
     def disk_bytes(self, state_bytes: int) -> int:
         """The kept ones, and the one being written."""
@@ -46,7 +52,11 @@ class CheckFreqOptions(BaseOptions):
 
 
 class CheckFreq(Checkpointer):
-    """Snapshot, then persist, one checkpoint at a time."""
+    """Snapshot, then persist, one checkpoint at a time.
+
+    With `overhead_budget` and no interval_steps, `attach` and `step` profile the first iterations and choose the
+    interval. Raises ConfigError if both are given.
+    """
 
     name: ClassVar[str] = "checkfreq"
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
@@ -54,6 +64,13 @@ class CheckFreq(Checkpointer):
     def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, CheckFreqOptions)
+        self._budget = self.options.overhead_budget
+        if self._budget is not None and self.interval_steps is not None:
+            raise ConfigError(
+                "checkfreq: overhead_budget chooses the interval, and interval_steps was given as well; leave one out"
+            )
+        self._keeper: BudgetKeeper | None = None
+        """Made by `attach`; a loop that calls save() by itself has chosen already."""
         self._files = TorchFiles(self.directory, self.options.keep)
         self._buffers: list[torch.Tensor] = []
         self._snapshot: HostSnapshot | None = None
@@ -63,11 +80,25 @@ class CheckFreq(Checkpointer):
         flatten(self.state)
         self._files.prepare()
 
+    def _chooses_interval(self) -> bool:
+        return self._budget is not None
+
+    def _begun(self) -> None:
+        if self._budget is not None:
+            device = next((block.device for block in flatten(self.state).blocks if block.is_cuda), None)
+            self._keeper = BudgetKeeper(self._budget, device)
+
+    def _due(self, step: int) -> bool:
+        return super()._due(step) if self._keeper is None else self._keeper.step_finished()
+
     def save(self, step: int) -> None:
         """Wait for the checkpoint before, then start the snapshot."""
         event = self._request(step)
+        if self._keeper is not None:
+            self._keeper.save_begun(event)
         try:
             self.drain()
+            event.phases.append(("wait", event.requested_s, time.perf_counter()))
             flat = flatten(self.state)
             snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
             worker = threading.Thread(target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{step}")
@@ -79,6 +110,8 @@ class CheckFreq(Checkpointer):
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory."""
+        if self._keeper is not None:
+            self._keeper.update_reached()
         if self._snapshot is not None:
             self._wait_for(self._snapshot.fence, DEFAULT_TIMEOUT_S)
 
@@ -108,8 +141,15 @@ class CheckFreq(Checkpointer):
         return found
 
     def storage_facts(self) -> dict[str, Any]:
-        """Buffered writes, then fsync."""
-        return {"direct_io": False, "durability": "torch.save, fsync, rename, fsync of the directory"}
+        """Buffered writes, then fsync; with a budget, the interval, its inputs and each change."""
+        facts: dict[str, Any] = {
+            "direct_io": False,
+            "durability": "torch.save, fsync, rename, fsync of the directory",
+            "snapshot": "host memory",
+        }
+        if self._keeper is not None:
+            facts["interval"] = self._keeper.facts()
+        return facts
 
     def _buffers_for(self, flat: FlatState) -> list[torch.Tensor]:
         """The snapshot's buffers, made again only when the layout's sizes change."""
@@ -124,7 +164,7 @@ class CheckFreq(Checkpointer):
             snapshot.copy()
             event.copied_s = time.perf_counter()
             tree = unflatten(snapshot.layout, snapshot.buffers, "checkfreq's snapshot")
-            event.bytes_written = self._files.write(event.step, tree)
+            event.bytes_written = self._files.write(event.step, tree, event.phases)
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.DURABLE
         except Exception as error:  # this thread has no caller: the event and the log carry the failure

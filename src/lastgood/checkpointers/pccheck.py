@@ -264,7 +264,10 @@ class PCcheck(Checkpointer):
                 event.finished_s = time.perf_counter()
                 return
         else:
-            if not self._has_place(self._timeout_s()):
+            waits_s = time.perf_counter()
+            place = self._has_place(self._timeout_s())
+            event.phases.append(("wait", waits_s, time.perf_counter()))
+            if not place:
                 raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
             slot = store.begin(event.step, stream_bytes, self._timeout_s())
         self._saves += 1
@@ -476,6 +479,8 @@ class _Flight:
         except BaseException:
             slot.abort()
             raise
+        finally:
+            self.event.phases += slot.phases
         self.event.bytes_written = slot.bytes_written
         self.event.finished_s = time.perf_counter()
         self.event.outcome = Outcome.DURABLE if slot_outcome == "durable" else Outcome.SUPERSEDED

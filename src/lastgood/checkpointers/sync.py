@@ -46,7 +46,7 @@ class SyncCheckpointer(Checkpointer):
         """Write the state; training goes on when it is durable."""
         event = self._request(step)
         try:
-            event.bytes_written = self._files.write(step, plain_tree(dict(self.state)))
+            event.bytes_written = self._files.write(step, plain_tree(dict(self.state)), event.phases)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
             return

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -50,21 +51,32 @@ class TorchFiles:
         for leftover in self.directory.glob("*.tmp"):
             leftover.unlink()
 
-    def write(self, step: int, tree: Mapping[str, Any]) -> int:
+    def write(self, step: int, tree: Mapping[str, Any], phases: list[tuple[str, float, float]] | None = None) -> int:
         """torch.save, fsync, rename, fsync of the directory; then drop all but the newest `keep`. Returns the bytes.
+
+        When it did what is added to `phases`, for `CheckpointEvent.phases`.
 
         Raises StorageError naming the file and the bytes needed; the older checkpoints stay.
         """
         sequence = max((known for known, _, _ in self._files()), default=0) + 1
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
         temporary = final.with_suffix(".tmp")
+        began_s = time.perf_counter()
         try:
             torch.save({"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree))}, temporary)
+            written_s = time.perf_counter()
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
                 written = os.fstat(file.fileno()).st_size
+            flushed_s = time.perf_counter()
             temporary.replace(final)
             _fsync_directory(self.directory)
+            if phases is not None:
+                phases += [
+                    ("write", began_s, written_s),
+                    ("flush", written_s, flushed_s),
+                    ("commit", flushed_s, time.perf_counter()),
+                ]
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, (OSError, RuntimeError)):

@@ -32,6 +32,10 @@ def run(
         bool,
         typer.Option("--check", help="Print a verdict on the record, as `lastgood check` does; exit 1 at a fault."),
     ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace of the measured steps, which Perfetto opens, as well."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as well.")] = False,
 ) -> None:
     """Measure one run and write its record, which appears whole or not at all.
@@ -59,13 +63,15 @@ def run(
         "--scratch",
         str(scratch),
     ]
+    if timeline is not None:
+        command += ["--timeline", str(timeline)]
     sys.stderr.write(shlex.join(command) + "\n")
     try:
         chosen = RunSpec.model_validate_json(spec)
     except ValidationError as error:
         raise ConfigError(f"--spec: not a run: {error}") from error
     # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
-    record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
+    record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"), timeline)
     record.write(out)
     clocks = record.clocks
     proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"

@@ -18,6 +18,7 @@ from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.timeline import Timeline
 from lastgood.state import flatten, seed_everything, state_digest
 from lastgood.training.loop import Segment, TrainingLoop, configure_compute
 from lastgood.workloads.base import Workload
@@ -61,9 +62,11 @@ class Measurement:
     storage: dict[str, Any]
     proof: LiveProof | None
     notes: list[str] = field(default_factory=list)
+    timeline: Timeline | None = None
+    """If it was asked for."""
 
 
-def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> Measurement:
+def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline: bool, report: Report) -> Measurement:
     """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
 
     Raises LastgoodError if a checkpoint failed: such a run measures something else.
@@ -85,6 +88,8 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
         before = len(checkpointer.events)
+        if timeline:
+            checkpointer.keep_update_waits()
         report(f"measuring, {spec.measured_steps} steps")
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
         segment = loop.train(spec.measured_steps)
@@ -118,6 +123,17 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
             counts=_counts(events),
             storage=checkpointer.storage_facts(),
             proof=None,
+            timeline=None
+            if not timeline
+            else Timeline(
+                first_step=loop.first_step + 1,
+                steps=segment.clock.spans(),
+                saves=segment.saves,
+                update_waits=checkpointer.update_waits[0],
+                device_waits=checkpointer.update_waits[1],
+                checkpoints=list(events),
+                drain=(started, started + drain_s) if spec.interval_steps else None,
+            ),
         )
         del flat
         if spec.proof:

@@ -27,6 +27,7 @@ from lastgood.experiments.machine import is_tmpfs, where_run
 from lastgood.experiments.machine_lock import machine_lock
 from lastgood.experiments.record import Proof, RunRecord
 from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.timeline import write_timeline
 from lastgood.locks import FileLock
 from lastgood.processes import die_with_parent
 from lastgood.workloads.registry import workload_module
@@ -40,12 +41,15 @@ _SILENCE_S = 900.0
 _LOCK_WAIT_S = 24 * 3600.0
 
 
-def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report) -> RunRecord:
+def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeline: Path | None = None) -> RunRecord:
     """Measure `spec` and return its record.
 
     Checkpoints live in a folder of their own below `scratch`, which is removed at the end. `report` is told each stage.
-    Raises LastgoodError, naming what failed; nothing is left behind then.
+    A trace of the measured steps is written to `timeline`, if it is given. Raises LastgoodError, naming what failed;
+    nothing is left behind then.
     """
+    if timeline is not None and timeline.is_dir():
+        raise ConfigError(f"timeline {timeline} is a folder; name a file, for instance {timeline / 'trace.json'}")
     if is_tmpfs(scratch):
         raise ConfigError(
             f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
@@ -57,20 +61,29 @@ def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report) -> Run
         began = time.monotonic()
         folder = _Scratch(scratch, spec)
         try:
-            return _execute(spec, data_dir, folder.path, report, started_at, began)
+            return _execute(spec, data_dir, folder.path, report, started_at, began, timeline)
         finally:
             folder.remove()
     finally:
         lock.release()
 
 
-def _execute(spec: RunSpec, data_dir: Path, folder: Path, report: Report, started_at: str, began: float) -> RunRecord:
+def _execute(
+    spec: RunSpec,
+    data_dir: Path,
+    folder: Path,
+    report: Report,
+    started_at: str,
+    began: float,
+    timeline: Path | None,
+) -> RunRecord:
     report("importing torch")
     _import_before_fork(spec)
     from lastgood.experiments.measure import prove_restore, train_and_measure
 
     checkpoints = folder / "checkpoints"
-    measured = _in_child(f"the trainer of {spec.title()}", train_and_measure, (spec, checkpoints, data_dir), report)
+    arguments = (spec, checkpoints, data_dir, timeline is not None)
+    measured = _in_child(f"the trainer of {spec.title()}", train_and_measure, arguments, report)
     proof = None
     if measured.proof is not None:
         restored = _in_child(f"the restorer of {spec.title()}", prove_restore, (spec, checkpoints, data_dir), report)
@@ -85,6 +98,8 @@ def _execute(spec: RunSpec, data_dir: Path, folder: Path, report: Report, starte
             next_losses_live=measured.proof.next_losses,
             next_losses_restored=restored.next_losses,
         )
+    if timeline is not None:
+        write_timeline(timeline, spec.title(), measured.timeline)
     return RunRecord(
         spec=spec,
         started_at=started_at,

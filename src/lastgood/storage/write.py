@@ -72,6 +72,10 @@ class SlotWrite:
         self.stream_bytes = stream_bytes
         self.info: SlotInfo | None = None
         """The checkpoint, once it is durable."""
+        self.phases: list[tuple[str, float, float]] = []
+        """What was done when: name, begin and end, in `time.perf_counter()` seconds. Chunks are written from the end of
+        ``void`` on, while later ones are still being copied."""
+        began_s = time.perf_counter()
         self._store = store
         self._state_lock = threading.Lock()
         self._users = 0  # threads inside a call; the last one out ends a write that was given up
@@ -105,6 +109,7 @@ class SlotWrite:
             if isinstance(error, OSError):
                 raise storage_error(error, path, "voiding the slot", fmt.BLOCK) from error
             raise
+        self._phase("void", began_s)
 
     @property
     def how(self) -> str:
@@ -162,6 +167,7 @@ class SlotWrite:
         deadline = time.monotonic() + timeout_s
         with self._in_use("writing"):
             table = self._native.finish(timeout_s)
+            self._phase("write", self.phases[-1][2])
             record = self._record(
                 fmt.RecordKind.COMMITTED,
                 meta_offset=meta_offset,
@@ -175,6 +181,7 @@ class SlotWrite:
                 return "superseded"
             self._file.write_block(table, record.table_offset)
             self._file.flush()
+            self._phase("flush", self.phases[-1][2])
             # One record at a time, so that no older one is written behind a newer one's back.
             if not self._store.commit_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("another checkpoint's commit")
@@ -185,6 +192,7 @@ class SlotWrite:
                 self._check_still_ours()
                 self._file.write_block(encoded, fmt.COMMIT_OFFSET)
                 self._file.flush()
+                self._phase("commit", self.phases[-1][2])
                 self._end(SlotInfo(self.path, self.slot, record))
             finally:
                 self._store.commit_lock.release()
@@ -208,6 +216,9 @@ class SlotWrite:
     def idle(self, timeout_s: float = 0.0) -> bool:
         """Whether none of the writer threads is left."""
         return self._native.join(timeout_s)
+
+    def _phase(self, name: str, began_s: float) -> None:
+        self.phases.append((name, began_s, time.perf_counter()))
 
     def _record(
         self,

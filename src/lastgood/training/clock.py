@@ -28,12 +28,14 @@ class StepClock:
         self._marks: list[tuple[Any, Any, Any]] = []
         self._open: list[Any] = []
         self._begin_s = 0.0
+        self._begin_mark: Any = 0.0
         self.elapsed_s = 0.0
 
     def begin(self) -> None:
         """Start the measurement, with the device idle."""
         self._synchronize()
         self._begin_s = time.perf_counter()
+        self._begin_mark = self._mark()
 
     def step_started(self) -> None:
         """A step begins."""
@@ -56,6 +58,19 @@ class StepClock:
     def step_s(self) -> list[float]:
         """Duration of every step."""
         return [self._between(start, end) for start, _, end in self._marks]
+
+    def spans(self) -> list[tuple[float, float, float]]:
+        """Start, update and end of every step, in `time.perf_counter()` seconds; after `end`."""
+        if not self._cuda:
+            return list(self._marks)
+        return [
+            (
+                self._begin_s + self._between(self._begin_mark, start),
+                self._begin_s + self._between(self._begin_mark, update),
+                self._begin_s + self._between(self._begin_mark, end),
+            )
+            for start, update, end in self._marks
+        ]
 
     def hide_s(self) -> float:
         """Median time from a step's start to its update: what a copy that began with the step can hide behind."""

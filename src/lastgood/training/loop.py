@@ -48,7 +48,13 @@ class Segment:
 
     clock: StepClock
     losses: list[float] = field(default_factory=list)
-    stall_save_s: float = 0.0
+    saves: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, begin and end of each call of save(), in `time.perf_counter()` seconds."""
+
+    @property
+    def stall_save_s(self) -> float:
+        """Total time in save()."""
+        return sum(end - begin for _, begin, end in self.saves)
 
 
 class TrainingLoop:
@@ -115,7 +121,7 @@ class TrainingLoop:
         if self.interval_steps and (self.progress.step - self.first_step) % self.interval_steps == 0:
             before = time.perf_counter()
             self.save()
-            segment.stall_save_s += time.perf_counter() - before
+            segment.saves.append((self.progress.step, before, time.perf_counter()))
             if self.drain_each:
                 self.checkpointer.drain()
         clock.step_ended()
