@@ -23,7 +23,7 @@ from lastgood.errors import (
     StateError,
 )
 
-SYSTEMS = ["sync", "checkfreq", "pccheck"]
+SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck"]
 EPOCH = 7
 
 

@@ -59,7 +59,8 @@ __attribute__((constructor)) static void arm_from_environment(void) {
         fault_arm(call, name, skip ? atol(skip) : 0, times ? atol(times) : 1, error ? atoi(error) : EIO, "");
 }
 
-static int strike(const char *call, int descriptor) {
+/* `descriptor` names the file, or `known_path` where it is not NULL. */
+static int strike_file(const char *call, int descriptor, const char *known_path) {
     const int before = errno;
     pthread_mutex_lock(&lock);
     int effect = PASS;
@@ -67,8 +68,9 @@ static int strike(const char *call, int descriptor) {
     if (fault.times > 0 && strcmp(call, fault.call) == 0) {
         char link[64], path[PATH_MAX];
         snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-        const ssize_t length = readlink(link, path, sizeof path - 1);
+        const ssize_t length = known_path == NULL ? readlink(link, path, sizeof path - 1) : 0;
         path[length < 0 ? 0 : length] = 0;
+        if (known_path != NULL) snprintf(path, sizeof path, "%s", known_path);
         if (strstr(path, fault.name) != NULL) {
             if (fault.skip > 0) {
                 --fault.skip;
@@ -89,6 +91,8 @@ static int strike(const char *call, int descriptor) {
     errno = effect > 0 ? effect : before;
     return effect;
 }
+
+static int strike(const char *call, int descriptor) { return strike_file(call, descriptor, NULL); }
 
 /* Half of a transfer, in whole blocks where there are two. */
 static size_t half(size_t nbytes) { return nbytes >= 8192 ? nbytes / 2 / 4096 * 4096 : nbytes / 2; }
@@ -144,6 +148,29 @@ static int do_flush(long call, int descriptor) {
 }
 int fsync(int descriptor) { return do_flush(SYS_fsync, descriptor); }
 int fdatasync(int descriptor) { return do_flush(SYS_fdatasync, descriptor); }
+
+/* The file that is mapped at an address, from /proc/self/maps; empty where there is none. */
+static void mapped_file(const void *address, char *path, size_t room) {
+    path[0] = 0;
+    FILE *maps = fopen("/proc/self/maps", "re");
+    char line[PATH_MAX + 128];
+    while (maps != NULL && fgets(line, sizeof line, maps) != NULL) {
+        unsigned long begin, end;
+        if (sscanf(line, "%lx-%lx", &begin, &end) != 2) continue;
+        if ((unsigned long)address < begin || (unsigned long)address >= end) continue;
+        const char *name = strchr(line, '/');
+        snprintf(path, room, "%s", name == NULL ? "" : name);
+        break;
+    }
+    if (maps != NULL) fclose(maps);
+}
+
+int msync(void *address, size_t nbytes, int flags) {
+    char path[PATH_MAX];
+    mapped_file(address, path, sizeof path);
+    if (strike_file("flush", -1, path) > 0) return -1;
+    return (int)syscall(SYS_msync, address, nbytes, (long)flags);
+}
 
 int posix_fallocate(int descriptor, off_t offset, off_t length) {
     const int before = errno;

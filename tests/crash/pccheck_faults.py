@@ -15,7 +15,7 @@ import torch
 from fault_tools import ANY, EIO, ENOSPC, FOR_EVER, SHORT, fault, fill, mount, own_mounts, run_scenarios, small_disk
 from small_training import SmallTraining
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
 from lastgood.checkpointers.pccheck import PCcheck, PCcheckOptions
 from lastgood.errors import CorruptCheckpoint, StorageError
 
@@ -39,7 +39,9 @@ class Log(logging.Handler):
 
 
 class Job:
-    """A training with PCcheck; `save` makes a step and a checkpoint of it, and says what became of it."""
+    """A training with a system; `save` makes a step and a checkpoint of it, and says what became of it."""
+
+    system: type[Checkpointer] = PCcheck
 
     def __init__(self, directory: Path, started: int = 2) -> None:
         torch.set_num_threads(1)
@@ -47,14 +49,14 @@ class Job:
         self.directory = directory
         self.training = SmallTraining(WIDTH)
         self.training.step()  # the optimizer has its moments, so that start() makes room
-        self.checkpointer = PCcheck(directory, self.options())
+        self.checkpointer = self.system(directory, self.options())
         self.checkpointer.start(self.training.state)
         self.digests: dict[int, str] = {}
         for _ in range(started):
             assert self.save() is Outcome.DURABLE
 
     @staticmethod
-    def options() -> PCcheckOptions:
+    def options() -> BaseOptions:
         return PCcheckOptions(chunk_bytes=CHUNK, max_in_flight=1)
 
     def save(self) -> Outcome:
@@ -76,7 +78,7 @@ class Job:
     def check_restores(self, step: int) -> None:
         """A process that looks into the directory gets this step, to the bit."""
         fresh = SmallTraining(WIDTH, seed=1)
-        assert PCcheck(self.directory, self.options()).restore(fresh.state) == step
+        assert self.system(self.directory, self.options()).restore(fresh.state) == step
         assert fresh.digest() == self.digests[step]
 
     def fail_twice(self, words: str) -> None:
@@ -93,10 +95,10 @@ class Job:
         """The older checkpoint is whole, the next save works and can be restored."""
         if newest_may_be_there:
             fresh = SmallTraining(WIDTH, seed=1)
-            found = PCcheck(self.directory, self.options()).restore(fresh.state)
+            found = self.system(self.directory, self.options()).restore(fresh.state)
             assert found >= older and fresh.digest() == self.digests[found]
             fresh = SmallTraining(WIDTH, seed=1)
-            assert PCcheck(self.directory, self.options()).restore(fresh.state, step=older) == older
+            assert self.system(self.directory, self.options()).restore(fresh.state, step=older) == older
         else:
             self.check_restores(older)
         assert self.save() is Outcome.DURABLE, self.checkpointer.events[-1].error

@@ -29,7 +29,20 @@ PCCHECK_SCENARIOS = [
     "full_disk",
     "read_only_directory",
 ]
-"""Named here as well, since the program that has them imports torch."""
+GPM_SCENARIOS = [
+    "failed_flush[void record]",
+    "failed_flush[data]",
+    "failed_flush[commit record]",
+    "each_kind_is_logged_once",
+    "no_room_to_grow",
+    "missing_directory",
+    "renamed_directory",
+    "removed_area",
+    "cut_area",
+    "full_disk",
+    "read_only_directory",
+]
+"""Named here as well, since the programs that have them import torch."""
 
 Told = dict[str, str]
 
@@ -64,6 +77,11 @@ def pccheck_told(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run(shim, "pccheck_faults.py", tmp_path_factory.mktemp("pccheck"), PCCHECK_SCENARIOS)
 
 
+@pytest.fixture(scope="module")
+def gpm_told(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return run(shim, "gpm_faults.py", tmp_path_factory.mktemp("gpm"), GPM_SCENARIOS)
+
+
 def judge(told: str) -> None:
     outcome, _, details = told.partition("\n")
     if outcome == "skipped":
@@ -81,16 +99,22 @@ def test_pccheck(pccheck_told: Told, name: str) -> None:
     judge(pccheck_told[name])
 
 
-def test_all_scenarios_of_pccheck_are_run() -> None:
+@pytest.mark.parametrize("name", GPM_SCENARIOS)
+def test_gpm(gpm_told: Told, name: str) -> None:
+    judge(gpm_told[name])
+
+
+@pytest.mark.parametrize(("program", "named"), [("pccheck_faults", PCCHECK_SCENARIOS), ("gpm_faults", GPM_SCENARIOS)])
+def test_all_scenarios_are_run(program: str, named: list[str]) -> None:
     listed = subprocess.run(
-        [sys.executable, "-c", "import pccheck_faults as f; print('\\n'.join(f.SCENARIOS))"],
+        [sys.executable, "-c", f"import {program} as f; print('\\n'.join(f.SCENARIOS))"],
         cwd=HERE,
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    assert sorted(listed.stdout.splitlines()) == sorted(PCCHECK_SCENARIOS)
+    assert sorted(listed.stdout.splitlines()) == sorted(named)
 
 
 def test_a_fault_armed_from_the_environment(shim: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     assert sum(record.clocks.persist_s) < record.clocks.elapsed_s
 
 
-@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "pccheck"])
+@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "gpm", "pccheck"])
 def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     spec = spec_of(system, interval=0 if system == "none" else 2)
     code, output = job.finish(spec)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block"]
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "stream_pieces"]
 
 
 def padding_block() -> torch.Tensor:
@@ -95,7 +95,7 @@ def copy_through_pool(
     large as the state that is long before it has run.
     """
     try:
-        pieces = _pieces(layout, blocks, meta)
+        pieces = stream_pieces(layout, blocks, meta)
         piece, position = next(pieces), 0
         remaining = layout.stream_bytes + meta.numel()
         while remaining and not lander.failures:
@@ -123,7 +123,8 @@ def copy_through_pool(
         raise
 
 
-def _pieces(layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor) -> Iterator[torch.Tensor]:
+def stream_pieces(layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout."""
     padding = padding_block()
     for block, size in zip(blocks, layout.block_bytes, strict=True):
         yield block

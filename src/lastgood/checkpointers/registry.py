@@ -21,6 +21,7 @@ _BUILT_IN = {
     "none": "lastgood.checkpointers.none:NoCheckpointing",
     "sync": "lastgood.checkpointers.sync:SyncCheckpointer",
     "checkfreq": "lastgood.checkpointers.checkfreq:CheckFreq",
+    "gpm": "lastgood.checkpointers.gpm:GPM",
     "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
 }
 

@@ -1,0 +1,414 @@
+"""Two files, mapped into memory, that alternate: each checkpoint is stored over the older one.
+
+The files have the format of slots (`lastgood.storage.format`), so all that reads slots reads them. What is different is
+how they are written: by stores into a shared mapping, from any thread or device, made durable by msync.
+
+A checkpoint goes in this order; each step is durable before the next one begins:
+
+1. a record of kind 1 over the old commit record of the area (it is void from here on), msync;
+2. the data and the table of checksums, msync;
+3. a record of kind 2, msync.
+
+The kernel may write a dirty page of a mapping at any time, so before an msync returns any part of what was stored may
+be on the disk, and the rest not. That is why step 1 ends before step 2 begins: no record ever stands before data that
+is not its own. A record that is caught half stored has no valid checksum, and is none. The other area is not touched
+meanwhile, and holds the checkpoint before. An msync that failed is not tried again: the area stays void.
+
+A store cannot fail; where the kernel cannot give the page, the process gets SIGBUS and dies. So files are written in
+full before they are mapped, and pages are asked for (MADV_POPULATE_WRITE, Linux 5.14) before a CPU stores into them:
+that fails with an error instead. A file that somebody cuts in the moment between the two still ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError
+from lastgood.locks import FileLock
+from lastgood.storage import files, reader
+from lastgood.storage import format as fmt
+from lastgood.storage.reader import SlotInfo, SlotState, SlotView
+from lastgood.storage.verdicts import VerdictBook
+
+__all__ = ["AREAS", "AreaStore", "AreaWrite", "MappedArea"]
+
+log = logging.getLogger("lastgood.storage")
+
+AREAS = 2
+_MS_SYNC = 4
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)  # mmap's own calls would hold the interpreter's lock
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class MappedArea:
+    """A whole file, mapped shared. Offsets and lengths are bytes of the file. Raises OSError where it cannot be.
+
+    The file must be written in full, and nobody may cut it while it is mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.closing: list[Callable[[], None]] = []
+        """Called before the memory goes, by `close`: for devices that know its address."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            status = os.fstat(self._descriptor)
+            self.nbytes = status.st_size
+            self._identity = (status.st_dev, status.st_ino)
+            self.memory = mmap.mmap(self._descriptor, self.nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        anchor = ctypes.c_char.from_buffer(self.memory)
+        self.address = ctypes.addressof(anchor)
+        del anchor  # a buffer that is exported would keep the mapping from being closed
+
+    def is_whole(self) -> bool:
+        """Whether the file is still under its name and not cut. Raises OSError where it is gone."""
+        named = self.path.stat()
+        return (named.st_dev, named.st_ino) == self._identity and named.st_size >= self.nbytes
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Have the kernel give the pages of a range for storing. Raises OSError where a store would get SIGBUS."""
+        if _libc.madvise(*self._pages(offset, nbytes), _MADV_POPULATE_WRITE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number == errno.EINVAL:  # a kernel before 5.14
+            return
+        # EFAULT: the file system refused a page. It is full, or cannot read what was there, or the file was cut.
+        raise OSError(errno.EIO if number == errno.EFAULT else number, os.strerror(number))
+
+    def store(self, content: bytes, offset: int) -> None:
+        """Store bytes from the CPU. Raises OSError."""
+        self.populate(offset, len(content))
+        self.memory[offset : offset + len(content)] = content
+
+    def redirty(self, offset: int, nbytes: int) -> None:
+        """Store one byte of each page again, from the CPU: the kernel does not see stores of a device.
+
+        A page that it does not know to have changed is not written by msync. To be called when the device's stores
+        have ended.
+        """
+        self.populate(offset, nbytes)
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = np.frombuffer(self.memory, dtype=np.uint8)[begin : offset + nbytes : mmap.PAGESIZE]
+        pages[:] = pages.copy()
+
+    def flush(self, offset: int, nbytes: int) -> None:
+        """Make what was stored in a range durable. Raises OSError; never called again for the same stores then."""
+        if _libc.msync(*self._pages(offset, nbytes), _MS_SYNC) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def close(self) -> None:
+        """Unmap. Safe to call twice."""
+        if not self.memory.closed:
+            while self.closing:
+                self.closing.pop()()
+            self.memory.close()
+            os.close(self._descriptor)
+
+    def _pages(self, offset: int, nbytes: int) -> tuple[int, int]:
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"{self.path}: {nbytes} bytes at {offset} are outside of {self.nbytes}")
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        return self.address + begin, offset + nbytes - begin
+
+
+@dataclass
+class _Area:
+    """What the store knows of one area file."""
+
+    number: int
+    path: Path
+    mapped: MappedArea | None = None
+    info: SlotInfo | None = None
+
+
+class AreaStore:
+    """The two areas of a directory, for one process and one thread. Use `SlotView` for reading.
+
+    Opening takes the directory's lock, removes what a killed process left half made, makes durable what it left in the
+    page cache, and goes on after the highest sequence and incarnation found. One checkpoint always stays: the newest
+    whole one, or `restored`, the one that this life began with. If it is not `restored`, all of it is read and checked
+    first, since the other one is about to be overwritten.
+
+    Args:
+        directory: made if it is not there.
+        chunk_bytes: unit of checksums, a multiple of 4096.
+        restored: the checkpoint that was read and found good, if any was.
+
+    Raises:
+        LockHeld: another process has the directory open; names it.
+        MismatchError: the directory, or an area in it, is another job's or of another format version; names both.
+        StorageError: the operating system refused; names file and operation.
+    """
+
+    def __init__(self, directory: Path | str, *, chunk_bytes: int, restored: SlotInfo | None = None) -> None:
+        if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
+            raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
+        self.directory = Path(directory)
+        self.chunk_bytes = chunk_bytes
+        self._areas = [_Area(number, self.directory / fmt.slot_name(number)) for number in range(AREAS)]
+        self._stays: SlotInfo | None = None
+        self._lock = FileLock(self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}")
+        try:
+            self._open(restored)
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise files.storage_error(error, self.directory, "opening the directory") from error
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return self._lock.held
+
+    def close(self) -> None:
+        """Unmap the areas and give the lock back. Safe to call twice."""
+        for area in self._areas:
+            self._unmap(area)
+        self._lock.release()
+
+    def protect(self, info: SlotInfo) -> None:
+        """The checkpoint that training goes on from: it stays until a newer one is durable."""
+        self._stays = info
+
+    def reserve(self, capacity_bytes: int) -> None:
+        """Make sure that an area can take a stream of `capacity_bytes`, written in full beforehand.
+
+        The area whose checkpoint stays is left alone, and grows when its turn comes. Raises StorageError, naming path
+        and bytes, where there is no room; the checkpoint that stays is untouched.
+        """
+        file_bytes = fmt.stream_layout(capacity_bytes, self.chunk_bytes)[2]
+        if self._stays is not None and not self._stays.path.exists():
+            # Somebody removed it. If the other one is still there, that is the one that must stay now.
+            others = [area.info for area in self._areas if area.info not in (None, self._stays) and area.path.exists()]
+            self._stays = others[0] if others else self._stays
+        for area in self._areas:
+            if self._stays is None or self._stays.path != area.path:
+                self._make_room(area, file_bytes)
+
+    def begin(self, step: int, stream_bytes: int) -> AreaWrite:
+        """Make the area whose turn it is void, durably, for a checkpoint of `stream_bytes` after `step` steps.
+
+        Call `reserve` first. Raises StorageError; the other area stays.
+        """
+        if not self.is_open:
+            raise CheckpointError(f"{self.directory}: the areas are closed")
+        free = [area for area in self._areas if self._stays is None or self._stays.path != area.path]
+        area = min(free, key=lambda area: -1 if area.info is None else area.info.sequence)
+        if area.mapped is None or area.mapped.nbytes < fmt.stream_layout(stream_bytes, self.chunk_bytes)[2]:
+            raise CheckpointError(f"{area.path}: too small for {stream_bytes} bytes; call reserve first")
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        area.info = None
+        write = AreaWrite(self, area.path, area.number, area.mapped, step, sequence, stream_bytes)
+        write.void()
+        return write
+
+    def committed(self, info: SlotInfo) -> None:
+        """Called by an AreaWrite: from now on this checkpoint stays, and the other area is free."""
+        self._areas[info.slot].info = info
+        self._stays = info
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _open(self, restored: SlotInfo | None) -> None:
+        files.make_directory(self.directory)
+        self._lock.acquire()
+        for path in files.remove_temporary_files(self.directory):
+            log.warning("%s: removed, a process that was killed left it half made", path)
+        self.job = self._take_job()
+        found = reader.find_slots(self.directory)
+        # What a killed process stored is in the page cache, and a power cut would still take it: nothing may be
+        # overwritten in reliance on it before it is durable.
+        for path in found.values():
+            files.flush_file(path)
+        files.sync_directory(self.directory)
+        statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
+        reader.refuse_foreign(statuses)
+        records = [status.record for status in statuses if status.record is not None]
+        self.incarnation = max((record.incarnation for record in records), default=0) + 1
+        highest = max((record.sequence for record in records), default=0)
+        self._next_sequence = max(highest, VerdictBook(self.directory).highest_sequence) + 1
+        for status in statuses:
+            unfinished = status.record is not None and status.record.kind is fmt.RecordKind.WRITING
+            if status.state is SlotState.TORN and not unfinished:
+                log.warning("%s: not a whole checkpoint: %s", status.path, status.detail)
+            if status.slot < AREAS:
+                self._areas[status.slot].info = status.info
+        self._stays = self._choose(reader.newest_first(statuses), restored)
+
+    def _take_job(self) -> fmt.Job:
+        path = self.directory / fmt.JOB_FILE
+        job = described = reader.read_job(self.directory)
+        if job is None:
+            slots = reader.find_slots(self.directory)
+            statuses = [reader.look_at_slot(slot, number, None, held=False) for number, slot in slots.items()]
+            job = reader.job_of_slots(statuses) or fmt.Job(os.urandom(fmt.JOB_ID_BYTES))
+        if (job.rank, job.world_size) != (0, 1):
+            raise MismatchError(
+                f"{self.directory} belongs to {job}, and areas are of jobs of one rank; use another one"
+            )
+        if described is None:
+            files.write_atomically(path, fmt.encode_job(job))
+        return job
+
+    def _choose(self, whole: list[SlotInfo], restored: SlotInfo | None) -> SlotInfo | None:
+        """The checkpoint that stays: the restored one, or the newest of which every checksum holds."""
+        if restored in whole:
+            return restored
+        view = SlotView(self.directory)
+        for info in whole:
+            try:
+                view.verify(info)
+            except CorruptCheckpoint as error:
+                log.warning("%s; the checkpoint before it stays instead", error)
+            else:
+                return info
+        return None
+
+    def _make_room(self, area: _Area, file_bytes: int) -> None:
+        """Make, grow and map an area, if need be. What was mapped before is unmapped: a file that is cut ends us."""
+        header = fmt.SlotHeader(self.job.job_id, area.number)
+        try:
+            if area.mapped is not None and area.mapped.nbytes >= file_bytes and area.mapped.is_whole():
+                return
+            self._unmap(area)
+            size = area.path.stat().st_size
+        except FileNotFoundError:
+            self._unmap(area)
+            size = None
+        except OSError as error:
+            raise files.storage_error(error, area.path, "looking at an area") from error
+        # Through the page cache, where the pages are wanted next.
+        if size is None:
+            files.make_slot_file(area.path, header, file_bytes, direct=False)
+            area.info = None
+        elif size < file_bytes or not self._has_header(area, header):
+            area.info = None
+            files.grow_slot_file(area.path, header, max(file_bytes, size), direct=False)
+        try:
+            area.mapped = MappedArea(area.path)
+        except OSError as error:
+            raise files.storage_error(error, area.path, "mapping", file_bytes) from error
+
+    def _has_header(self, area: _Area, header: fmt.SlotHeader) -> bool:
+        try:
+            with area.path.open("rb") as file:
+                return fmt.SlotHeader.decode(file.read(fmt.BLOCK)) == header
+        except (fmt.RecordError, fmt.OtherVersionError):
+            return False
+
+    def _unmap(self, area: _Area) -> None:
+        if area.mapped is not None:
+            area.mapped.close()
+            area.mapped = None
+
+
+class AreaWrite:
+    """One checkpoint on its way into an area. Made by `AreaStore.begin`; given up by not committing it.
+
+    The caller stores `padded_bytes` at `address` (a part of `mapped`, from `data_offset` on): the stream, and zeros
+    behind it. It gives the checksums of the chunks.
+    """
+
+    def __init__(
+        self,
+        store: AreaStore,
+        path: Path,
+        area: int,
+        mapped: MappedArea,
+        step: int,
+        sequence: int,
+        stream_bytes: int,
+    ) -> None:
+        self.path = path
+        self.mapped = mapped
+        self.step = step
+        self.sequence = sequence
+        self.stream_bytes = stream_bytes
+        self.padded_bytes = fmt.align_up(stream_bytes)
+        self.data_offset = fmt.DATA_OFFSET
+        self._store = store
+        self._area = area
+
+    @property
+    def address(self) -> int:
+        """Where the stream's first byte belongs in memory."""
+        return self.mapped.address + self.data_offset
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that a whole write of this stream sends to the disk."""
+        table_bytes = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)[1]
+        return self.padded_bytes + fmt.align_up(table_bytes) + 2 * fmt.BLOCK
+
+    def void(self) -> None:
+        """Step 1: the area's old checkpoint is no more, also after a power cut. Raises StorageError."""
+        try:
+            self._put_record(self._record(fmt.RecordKind.WRITING, 0, 0, bytes(32), bytes(32)))
+        except OSError as error:
+            raise files.storage_error(error, self.path, "voiding the area", fmt.BLOCK) from error
+
+    def commit(self, meta_offset: int, meta_bytes: int, layout_digest: bytes, checksums: list[int]) -> SlotInfo:
+        """Steps 2 and 3, when all stores have ended: `checksums` are those of the chunks, in order.
+
+        Raises StorageError, with the area void and the other one as it was.
+        """
+        table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
+        table = np.asarray(checksums, dtype="<u4").tobytes()
+        if len(table) != table_bytes:
+            raise CheckpointError(f"{self.path}: {len(checksums)} checksums instead of {table_bytes // 4}")
+        record = self._record(fmt.RecordKind.COMMITTED, meta_offset, meta_bytes, layout_digest, fmt.table_digest(table))
+        try:
+            self.mapped.store(table, table_offset)
+            self.mapped.flush(self.data_offset, table_offset + table_bytes - self.data_offset)
+            if not self.mapped.is_whole():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._put_record(record)
+        except OSError as error:
+            raise files.storage_error(error, self.path, "making it durable", self.padded_bytes) from error
+        info = SlotInfo(self.path, self._area, record)
+        self._store.committed(info)
+        return info
+
+    def _put_record(self, record: fmt.CommitRecord) -> None:
+        self.mapped.store(record.encode(), fmt.COMMIT_OFFSET)
+        self.mapped.flush(fmt.COMMIT_OFFSET, fmt.RECORD_BYTES)
+
+    def _record(
+        self, kind: fmt.RecordKind, meta_offset: int, meta_bytes: int, layout_digest: bytes, table_digest: bytes
+    ) -> fmt.CommitRecord:
+        table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
+        return fmt.CommitRecord(
+            kind=kind,
+            job_id=self._store.job.job_id,
+            step=self.step,
+            incarnation=self._store.incarnation,
+            sequence=self.sequence,
+            stream_bytes=self.stream_bytes,
+            meta_offset=meta_offset,
+            meta_bytes=meta_bytes,
+            chunk_bytes=self._store.chunk_bytes,
+            data_offset=self.data_offset,
+            table_offset=table_offset,
+            table_bytes=table_bytes,
+            layout_digest=layout_digest,
+            table_digest=table_digest,
+            rank=self._store.job.rank,
+            world_size=self._store.job.world_size,
+        )
