@@ -16,6 +16,7 @@ from lastgood.experiments.record import load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
 from lastgood.workloads.data.prepare import prepare_dataset
+from tests.checkpointers.peer_processes import wait_for_no_peer
 
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 
@@ -88,7 +89,7 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     assert sum(record.clocks.persist_s) < record.clocks.elapsed_s
 
 
-@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "gpm", "pccheck"])
+@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "gpm", "gemini", "pccheck"])
 def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     spec = spec_of(system, interval=0 if system == "none" else 2)
     code, output = job.finish(spec)
@@ -111,6 +112,7 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
         assert judge(record, min_durable=1) == []
         assert len(record.proof.next_losses_restored) == 2
     assert job.left() == []
+    assert not wait_for_no_peer(job.scratch), "a peer outlives the trainer, but not the run"
 
 
 def lie(name, job):

@@ -23,6 +23,7 @@ _BUILT_IN = {
     "checkfreq": "lastgood.checkpointers.checkfreq:CheckFreq",
     "gpm": "lastgood.checkpointers.gpm:GPM",
     "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
+    "gemini": "lastgood.checkpointers.gemini:Gemini",
 }
 
 

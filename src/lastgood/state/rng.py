@@ -60,7 +60,8 @@ class RngState:
                 numpy_state["cached_gauss"],
             )
         )
-        torch.set_rng_state(state["torch"])
+        # A copy: torch reads from the start of the storage, wherever in it the tensor begins.
+        torch.set_rng_state(state["torch"].clone())
         for device, generator_state in enumerate(cuda):
             torch.cuda.set_rng_state(generator_state, device)
 

@@ -1,0 +1,296 @@
+"""What trainer and peer say to each other over TCP: frames of bounded length, and a proof that both know the token.
+
+A frame is a header of 28 bytes (magic, kind, CRC32C of the payload, offset, length; little-endian) and its payload.
+Messages carry JSON; chunks carry bytes of a checkpoint at `offset`, and their checksum begins with the checkpoint's
+sequence and the offset, so that a chunk in a wrong place is noticed.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lastgood import _native
+from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
+
+__all__ = [
+    "MAX_CHUNK_BYTES",
+    "Address",
+    "Frame",
+    "Kind",
+    "Wire",
+    "available_memory_bytes",
+    "chunk_checksum",
+    "prove_peer",
+    "prove_trainer",
+]
+
+MAX_CHUNK_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 64 << 10
+_MAX_ADDRESS_BYTES = 4096
+_HEADER = struct.Struct("<4sB3xIQQ")
+_MAGIC = b"LGM1"
+_GREETING = b"lastgood peer 1\n"
+_NONCE_BYTES = _PROOF_BYTES = 32
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    MESSAGE = 1
+    CHUNK = 2
+    ACK = 3
+    """The chunk at `offset` has arrived whole; no payload."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A header that was read; the payload of a chunk is still to be read."""
+
+    kind: Kind
+    checksum: int
+    offset: int
+    length: int
+
+
+def chunk_checksum(data: memoryview, sequence: int, offset: int) -> int:
+    """CRC32C of a chunk, going on from its checkpoint's `sequence` and its `offset` in it."""
+    return _native.crc32c(data, _native.chunk_seed(sequence, offset))
+
+
+def available_memory_bytes() -> int:
+    """Memory that this machine could give out now (MemAvailable of /proc/meminfo)."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise StorageError("/proc/meminfo holds no MemAvailable; give gemini's peer a limit (peer_memory_bytes)")
+
+
+class Wire:
+    """One connection. Every read and write ends within `timeout_s`, with an error that names what it was for.
+
+    Buffer sizes are left to the kernel: a fixed one turns its own adaption off, and is cut to 208 KiB by default.
+    """
+
+    def __init__(self, connection: socket.socket, other: str, timeout_s: float) -> None:
+        self.other = other
+        self.timeout_s = timeout_s
+        self._socket = connection
+        # One thread may read while another one writes; a timeout of the socket's own would be shared by both.
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def read_into(self, view: memoryview, what: str) -> None:
+        """Fill `view`. Raises WaitTimeout, or CheckpointError where the other side closes before."""
+        deadline = time.monotonic() + self.timeout_s
+        filled = 0
+        while filled < len(view):
+            rest = view[filled:]
+            count = self._bounded(partial(self._socket.recv_into, rest), select.POLLIN, deadline, what)
+            if count == 0:
+                raise CheckpointError(f"{self.other} closed the connection before {what}")
+            filled += count
+
+    def write(self, what: str, *pieces: bytes | memoryview) -> None:
+        """Send the pieces one after another, without copying them together."""
+        deadline = time.monotonic() + self.timeout_s
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        while views:
+            count = self._bounded(partial(self._socket.sendmsg, views), select.POLLOUT, deadline, what)
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+    def _bounded(self, operation: Callable[[], int], event: int, deadline: float, what: str) -> int:
+        while True:
+            try:
+                return operation()
+            except BlockingIOError:
+                if not self._poll(event, deadline - time.monotonic()):
+                    raise WaitTimeout(f"waited {self.timeout_s:g} s for {what}, {self.other}") from None
+            except OSError as error:
+                raise CheckpointError(f"{self.other}: the connection broke at {what}: {error}") from error
+
+    def _poll(self, event: int, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(max(seconds, 0.0) * 1e3))
+
+    # -- frames ----------------------------------------------------------------------------------------------------
+
+    def send_message(self, **content: Any) -> None:
+        """Send one message."""
+        body = json.dumps(content, separators=(",", ":")).encode()
+        header = _HEADER.pack(_MAGIC, Kind.MESSAGE, _native.crc32c(body), 0, len(body))
+        self.write("a message", header, body)
+
+    def send_chunk(self, data: memoryview, offset: int, checksum: int) -> None:
+        """Send the bytes of a checkpoint from `offset` on."""
+        header = _HEADER.pack(_MAGIC, Kind.CHUNK, checksum, offset, len(data))
+        self.write(f"the chunk at byte {offset} to go out", header, data)
+
+    def send_ack(self, offset: int) -> None:
+        """Say that the chunk at `offset` has arrived whole."""
+        self.write("an acknowledgement to go out", _HEADER.pack(_MAGIC, Kind.ACK, 0, offset, 0))
+
+    def receive_frame(self, what: str) -> Frame:
+        """Read a header. Raises CorruptCheckpoint where it is none, or declares more than a frame may hold."""
+        content = bytearray(_HEADER.size)
+        self.read_into(memoryview(content), what)
+        magic, kind, checksum, offset, length = _HEADER.unpack(content)
+        limits = {Kind.MESSAGE: _MAX_MESSAGE_BYTES, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
+        if magic != _MAGIC or kind not in limits:
+            raise CorruptCheckpoint(f"{self.other} sent no frame of this protocol, waiting for {what}")
+        if length > limits[Kind(kind)]:
+            raise CorruptCheckpoint(
+                f"{self.other} declared {length} bytes, over the limit of {limits[Kind(kind)]}, waiting for {what}"
+            )
+        return Frame(Kind(kind), checksum, offset, length)
+
+    def read_message(self, frame: Frame) -> dict[str, Any]:
+        """The content of a message whose header is `frame`."""
+        body = bytearray(frame.length)
+        self.read_into(memoryview(body), "a message")
+        try:
+            if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
+                raise ValueError("no message, or damaged")
+            content = json.loads(body)
+            if not isinstance(content, dict):
+                raise ValueError("not a JSON object")
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{self.other} sent a message that cannot be read: {error}") from error
+        return content
+
+    def receive_message(self, what: str) -> dict[str, Any]:
+        """Read a whole message."""
+        return self.read_message(self.receive_frame(what))
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Whether something (or the end) arrives within `seconds`."""
+        return self._poll(select.POLLIN, seconds)
+
+    def ended(self) -> bool:
+        """Whether the other side has closed the connection, and all that it sent is read."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def abort(self) -> None:
+        """Make every call that another thread is in fail at once."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed already
+
+    def close(self) -> None:
+        """Close the connection. Safe to call twice."""
+        self._socket.close()
+
+
+# -- proof -------------------------------------------------------------------------------------------------------------
+
+
+def prove_trainer(wire: Wire, token: bytes) -> None:
+    """The trainer's side: make the peer show that it knows `token`, then show it as well. The token is not sent.
+
+    Raises MismatchError where the peer is another one (its port was given to another process, say).
+    """
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    wire.write("a greeting to go out", _GREETING, ours)
+    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
+    wire.read_into(memoryview(answer), "the peer's proof")
+    theirs, proof = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
+    if not hmac.compare_digest(proof, _proof(token, b"peer", ours, theirs)):
+        raise MismatchError(f"{wire.other} does not know this job's token: it is not the peer that was started here")
+    wire.write("a proof to go out", _proof(token, b"trainer", ours, theirs))
+
+
+def prove_peer(wire: Wire, token: bytes) -> None:
+    """The peer's side. Raises MismatchError where the other side does not know `token`."""
+    opening = bytearray(len(_GREETING) + _NONCE_BYTES)
+    wire.read_into(memoryview(opening), "a greeting")
+    if not hmac.compare_digest(bytes(opening[: len(_GREETING)]), _GREETING):
+        raise MismatchError(f"{wire.other} does not speak this protocol")
+    theirs, ours = bytes(opening[len(_GREETING) :]), secrets.token_bytes(_NONCE_BYTES)
+    wire.write("a proof to go out", ours, _proof(token, b"peer", theirs, ours))
+    answer = bytearray(_PROOF_BYTES)
+    wire.read_into(memoryview(answer), "the trainer's proof")
+    if not hmac.compare_digest(bytes(answer), _proof(token, b"trainer", theirs, ours)):
+        raise MismatchError(f"{wire.other} does not know the token")
+
+
+def _proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
+    return hmac.new(token, side + trainer_nonce + peer_nonce, hashlib.sha256).digest()
+
+
+# -- where a peer is found ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Address:
+    """A peer process, as its address file ``peer-MACHINE-SERIAL.json`` describes it. Who can read it may connect."""
+
+    path: Path
+    host: str
+    port: int
+    token: bytes
+    pid: int
+
+    @classmethod
+    def path_of(cls, directory: Path, machine: int, serial: int) -> Path:
+        """The address file of the `serial`-th peer of `machine`."""
+        return directory / f"peer-{machine}-{serial:06d}.json"
+
+    @classmethod
+    def read(cls, path: Path) -> Address:
+        """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
+        with path.open("rb") as file:
+            text = file.read(_MAX_ADDRESS_BYTES + 1)
+        try:
+            document = json.loads(text)
+            host, port, pid, token = (document[key] for key in ("host", "port", "pid", "token"))
+            if not (isinstance(host, str) and isinstance(pid, int) and isinstance(port, int) and 0 < port < 65536):
+                raise ValueError("host, port or pid is none")
+            return cls(path, host, port, bytes.fromhex(token), pid)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{path}: not the address of a peer: {error!r}; remove it") from error
+
+    def write(self) -> None:
+        """Put the file in its place in one step, readable by this user only."""
+        document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
+        draft = self.path.with_suffix(f".{self.pid}.draft")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, json.dumps(document).encode())
+        finally:
+            os.close(descriptor)
+        draft.replace(self.path)
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether its process id is one of this machine."""
+        return self.host == "localhost" or self.host.startswith("127.")
+
+    def __str__(self) -> str:
+        return f"peer process {self.pid} at {self.host}:{self.port} ({self.path})"
