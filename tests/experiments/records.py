@@ -8,6 +8,7 @@ from typing import Any
 
 from lastgood.experiments.ceilings import CeilingsRecord, CopyCurve
 from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPoint
+from lastgood.experiments.network_ceilings import LoopbackCeilings, NetworkPoint
 from lastgood.experiments.record import Clocks, Counts, Proof, Resources, RunRecord, WhereRun, WorkloadFacts
 from lastgood.experiments.spec import RunSpec
 
@@ -172,11 +173,22 @@ def make_ceilings(
             write=[point(write_bytes_per_s)],
             read=[point(write_bytes_per_s / 2)],
             write_bytes_per_s=write_bytes_per_s,
+            write_spread_bytes_per_s=(write_bytes_per_s, write_bytes_per_s),
             read_bytes_per_s=write_bytes_per_s / 2,
+            read_spread_bytes_per_s=(write_bytes_per_s / 2, write_bytes_per_s / 2),
             fdatasync_s=[1e-4] * 3,
             median_fdatasync_s=1e-4,
         ),
         "memory_copy": [CopyCurve(threads=2, bytes_per_s=[copy_bytes_per_s] * 3, median_bytes_per_s=copy_bytes_per_s)],
         "memory_copy_bytes_per_s": copy_bytes_per_s,
+        "loopback": LoopbackCeilings(
+            points=[
+                NetworkPoint(
+                    direction="send", streams=2, message_bytes=MIB, bytes_per_s=[4e9] * 3, median_bytes_per_s=4e9
+                )
+            ],
+            bytes_per_s=4e9,
+            iperf3_bytes_per_s=None,
+        ),
     }
     return CeilingsRecord(**{**values, **overrides})

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from lastgood.cli import ceilings, check, collect, data, doctor, export, inspect, plan, plot, run, tune, verify
+from lastgood.cli import advise, ceilings, check, collect, data, doctor, export, inspect, plan, plot, run, tune, verify
 from lastgood.errors import LastgoodError
 
 __all__ = ["app", "main"]
@@ -31,6 +31,7 @@ app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
 app.command()(doctor.doctor)
+app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
 
 

@@ -1,21 +1,32 @@
-"""`lastgood ceilings`: what this machine can do at best."""
+"""`lastgood ceilings`: what this machine can do at best, and the network to another one."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from lastgood.experiments.ceilings import CeilingsRecord
 
 __all__ = ["ceilings"]
 
+_TOKEN_VARIABLE = "LASTGOOD_PEER_TOKEN"
+_MAX_TOKEN_FILE_BYTES = 4096
+
 
 def ceilings(
-    scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure; must not be in memory.")],
-    out: Annotated[Path, typer.Option(help="File of the record (JSON).")],
+    scratch: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure; must not be in memory.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the record (JSON).", show_default=False)] = None,
     machine: Annotated[
         str | None, typer.Option(help="Label of this machine (default: made of processor and GPU).")
     ] = None,
@@ -23,30 +34,91 @@ def ceilings(
     force: Annotated[
         bool, typer.Option("--force", help="Measure even if the file of --out is from today and this machine.")
     ] = False,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Measure the network to this machine too.")
+    ] = None,
+    serve_peer: Annotated[
+        bool, typer.Option("--serve-peer", help="Only answer another machine's --peer, for --serve-s seconds.")
+    ] = False,
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS[:PORT]", help="Where --serve-peer listens; 0.0.0.0 is every interface.")
+    ] = "0.0.0.0",
+    serve_s: Annotated[float, typer.Option(min=1, max=86400, help="How long --serve-peer answers.")] = 3600,
+    peer_token_file: Annotated[
+        Path | None, typer.Option(help=f"File with the token of both machines (default: ${_TOKEN_VARIABLE}).")
+    ] = None,
     end_with: Annotated[int | None, typer.Option(metavar="PID", help="End when the parent process PID ends.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as JSON.")] = False,
 ) -> None:
-    """Measure disk, memory and device copies: the ceilings that the bound in every figure rests on.
+    """Measure disk, memory, network and device copies: the ceilings that the bound in every figure rests on.
 
-    Takes under 15 seconds, and waits until no run is being timed. A record of today and of this machine is kept.
+    Takes 25 seconds at most, and waits until no run is being timed. A record of today and of this machine is kept.
+    For the network between two machines, run it with --serve-peer on one and with --peer on the other.
     """
-    from lastgood.experiments.ceilings import cached_or_measured
+    from lastgood.experiments.ceilings import Peer, cached_or_measured
     from lastgood.experiments.machine import machine_label
+    from lastgood.experiments.network_peer import parse_address
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
         die_with_parent(end_with)
-
-    def report(text: str) -> None:
-        console.print(f"ceilings: {text}", markup=False)
-
+    if serve_peer:
+        if peer is not None or scratch is not None or out is not None:
+            raise ConfigError("--serve-peer only answers another machine; leave out --peer, --scratch and --out")
+        _serve(listen, serve_s, _token(peer_token_file))
+        return
+    if scratch is None or out is None:
+        raise ConfigError("--scratch (a folder on the disk to measure) and --out (the record's file) are needed")
+    to_measure = None
+    if peer is not None:
+        token = _token(peer_token_file)
+        if token is None:
+            raise ConfigError(
+                f"--peer needs the token that --serve-peer printed on {peer}: in ${_TOKEN_VARIABLE}, or in a file "
+                "named by --peer-token-file"
+            )
+        host, port = parse_address(peer)
+        to_measure = Peer(host, port, token)
     record, fresh = cached_or_measured(
-        out, scratch, machine or machine_label(), quick=quick, force=force, report=report
+        out, scratch, machine or machine_label(), quick=quick, force=force, peer=to_measure, report=_report
     )
-    report(f"{'measured in ' + format_seconds(record.wall_s) if fresh else 'of today, kept'}; {out}")
+    _report(f"{'measured in ' + format_seconds(record.wall_s) if fresh else 'of today, kept'}; {out}")
     if as_json:
         emit_json(record.model_dump(mode="json"))
-        return
+    else:
+        _show(record)
+
+
+def _report(text: str) -> None:
+    console.print(f"ceilings: {text}", markup=False)
+
+
+def _token(path: Path | None) -> str | None:
+    """The token of the file or the environment: never an argument, which every user of a machine can read."""
+    if path is None:
+        return os.environ.get(_TOKEN_VARIABLE)
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_TOKEN_FILE_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--peer-token-file {path}: cannot read a token: {error}") from error
+
+
+def _serve(listen: str, seconds: float, token: str | None) -> None:
+    from lastgood.experiments.machine_lock import machine_lock
+    from lastgood.experiments.network_peer import PeerServer, parse_address
+
+    if token is None:
+        token = secrets.token_hex(16)
+        _report(f"no token was given, so a new one: on the other machine, export {_TOKEN_VARIABLE}={token}")
+    host, port = parse_address(listen)
+    # Each client takes this machine's turn to measure, so nothing here is timed meanwhile; a busy machine refuses it.
+    server = PeerServer(host, port, token, turn=machine_lock, report=_report)
+    _report(f"answering on {host} port {server.port} for {format_seconds(seconds)}; end it with Ctrl-C")
+    server.serve(seconds)
+
+
+def _show(record: CeilingsRecord) -> None:
     rows: list[tuple[str, str, str, str]] = []
     for name, points in (("disk write", record.disk.write), ("disk read", record.disk.read)):
         best = max(points, key=lambda point: point.median_bytes_per_s)
@@ -61,12 +133,25 @@ def ceilings(
         spread = f"{format_rate(min(curve.bytes_per_s))} to {format_rate(max(curve.bytes_per_s))}"
         how = f"{curve.threads} thread{'s' if curve.threads > 1 else ''}"
         rows.append(("memory copy", format_rate(curve.median_bytes_per_s), spread, how))
-    for name, rate in (
-        ("device to host", record.device_to_host_pinned_bytes_per_s),
-        ("host to device", record.host_to_device_pinned_bytes_per_s),
+    networks = [("loopback", record.loopback.points, "send")]
+    for peer in record.peers:
+        ways = (("to", "send"), ("from", "receive"), ("both ways,", "both"))
+        networks += [(f"network {words} {peer.address}", peer.points, way) for words, way in ways]
+    for name, flows, way in networks:
+        flow = max((flow for flow in flows if flow.direction == way), key=lambda flow: flow.median_bytes_per_s)
+        spread = f"{format_rate(min(flow.bytes_per_s))} to {format_rate(max(flow.bytes_per_s))}"
+        how = f"TCP, {flow.streams} streams, messages of {format_bytes(flow.message_bytes)}"
+        rows.append((name, format_rate(flow.median_bytes_per_s), spread, how))
+    if record.loopback.iperf3_bytes_per_s is not None:
+        rows.append(("loopback, by iperf3", format_rate(record.loopback.iperf3_bytes_per_s), "", "TCP, 1 stream"))
+    for name, rate, how in (
+        ("device to host", record.device_to_host_pinned_bytes_per_s, "pinned"),
+        ("host to device", record.host_to_device_pinned_bytes_per_s, "pinned"),
+        ("device to host", record.device_to_host_pageable_bytes_per_s, "pageable"),
+        ("host to device", record.host_to_device_pageable_bytes_per_s, "pageable"),
     ):
         if rate is not None:
-            rows.append((name, format_rate(rate), "", f"pinned, {record.device}"))
+            rows.append((name, format_rate(rate), "", f"{how}, {record.device}"))
     place = f"{record.where.scratch_filesystem} on {record.where.scratch_device}"
     title = f"Ceilings of {record.machine}, {record.measured_at} ({place})"
     emit_table(title, ("what", "median", "spread", "how"), rows)

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured and never assumed: disk, memory copy and, with CUDA, device copies.
+"""What this machine can do at best, measured and never assumed: disk, memory, network and, with CUDA, device copies.
 
 It stands apart from Lastgood's own engine on purpose: plain system calls from Python threads (which release the
 interpreter lock), so that the bound drawn in a figure does not rest on the code that the figure judges. docs/timing.md
@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPlan, measure_disk, refuse_memory_filesystem
 from lastgood.experiments.machine import cuda_devices, usable_cores, where_run
 from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.network_ceilings import (
+    LoopbackCeilings,
+    NetworkPlan,
+    PeerCeilings,
+    measure_loopback,
+    measure_peer,
+)
 from lastgood.experiments.record import WhereRun
 from lastgood.units import MIB
 
@@ -33,14 +43,30 @@ __all__ = [
     "CEILINGS_VERSION",
     "CeilingsRecord",
     "CopyCurve",
+    "Peer",
     "cached_or_measured",
     "load_ceilings",
     "measure_ceilings",
 ]
 
-CEILINGS_VERSION = 1
+CEILINGS_VERSION: Literal[2] = 2
+_NEW_IN_VERSION = "it has the network, and the spread of the best disk pattern"
 _LOCK_TIMEOUT_S = 4 * 3600.0
 _COPY_BUDGET_S = 1.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another machine to measure the network to, where `lastgood ceilings --serve-peer` runs with the same token."""
+
+    host: str
+    port: int
+    token: str
+
+    @property
+    def address(self) -> str:
+        """As it is written in a record."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class _Part(BaseModel):
@@ -59,7 +85,7 @@ class CopyCurve(_Part):
 class CeilingsRecord(_Part):
     """The ceilings of one machine on one day. Values are medians over repetitions; the curves hold every repetition."""
 
-    ceilings_version: Literal[1] = 1
+    ceilings_version: Literal[2] = CEILINGS_VERSION
     machine: str
     measured_at: str
     """UTC, ISO 8601."""
@@ -70,6 +96,9 @@ class CeilingsRecord(_Part):
     disk: DiskCeilings
     memory_copy: list[CopyCurve]
     memory_copy_bytes_per_s: float
+    loopback: LoopbackCeilings
+    peers: list[PeerCeilings] = Field(default_factory=list)
+    """One for each machine that `--peer` named."""
     device: str | None = None
     """The CUDA device, where there is one and torch is installed."""
     device_to_host_pinned_bytes_per_s: float | None = None
@@ -81,6 +110,11 @@ class CeilingsRecord(_Part):
     def persist_bytes_per_s(self) -> float:
         """B of the bound: the best disk write, flush included."""
         return self.disk.write_bytes_per_s
+
+    @property
+    def network_bytes_per_s(self) -> float | None:
+        """What this machine sends to its slowest measured peer; None where no peer was measured."""
+        return min((peer.send_bytes_per_s for peer in self.peers), default=None)
 
     def copy_bytes_per_s(self, device: Literal["cpu", "cuda"]) -> float:
         """C of the bound: memory to memory on the CPU, device to pinned memory on CUDA.
@@ -111,13 +145,19 @@ class CeilingsRecord(_Part):
 
 def load_ceilings(path: Path) -> CeilingsRecord:
     """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
+    again = "remove it, and `lastgood ceilings` or the workflow makes it again"
     try:
-        return CeilingsRecord.model_validate_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        version = found.get("ceilings_version") if isinstance(found, dict) else None
+        if isinstance(version, int) and version < CEILINGS_VERSION:
+            raise LastgoodError(
+                f"{path}: ceilings of version {version}, and this Lastgood reads version {CEILINGS_VERSION} "
+                f"({_NEW_IN_VERSION}); {again}"
+            )
+        return CeilingsRecord.model_validate_json(text)
     except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(
-            f"{path}: not a ceilings record of version {CEILINGS_VERSION}: {error}; "
-            "remove it, and `lastgood ceilings` or the workflow makes it again"
-        ) from error
+        raise LastgoodError(f"{path}: not a ceilings record of version {CEILINGS_VERSION}: {error}; {again}") from error
 
 
 def cached_or_measured(
@@ -127,23 +167,44 @@ def cached_or_measured(
     *,
     quick: bool = False,
     force: bool = False,
+    peer: Peer | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[CeilingsRecord, bool]:
     """The ceilings of today in `path`, measured and written there if they are not there yet, or if `force` says so.
 
-    Returns the record, and whether it was measured just now. A damaged file at `path` is measured anew.
+    Returns the record, and whether anything was measured just now. A damaged file at `path` is measured anew. A good
+    record that only lacks `peer` keeps its other numbers.
     """
     if path.exists() and not force:
         try:
             found = load_ceilings(path)
-        except LastgoodError:
-            report(f"{path} is not a ceilings record of version {CEILINGS_VERSION}; measuring anew")
+        except LastgoodError as error:
+            report(f"{error}; measuring anew")
         else:
             if found.still_good(machine, where_run(scratch), quick):
-                return found, False
-    record = measure_ceilings(scratch, machine, quick=quick, report=report)
+                if peer is None or any(known.address == peer.address for known in found.peers):
+                    return found, False
+                with _our_turn(report):
+                    measured = _measure_peer(peer, quick, report)
+                found = found.model_copy(update={"peers": [*found.peers, measured]})
+                found.write(path)
+                return found, True
+    record = measure_ceilings(scratch, machine, quick=quick, peer=peer, report=report)
     record.write(path)
     return record, True
+
+
+@contextmanager
+def _our_turn(report: Callable[[str], None]) -> Iterator[None]:
+    lock = machine_lock()
+    lock.acquire(_LOCK_TIMEOUT_S, report)
+    with lock:
+        yield
+
+
+def _measure_peer(peer: Peer, quick: bool, report: Callable[[str], None]) -> PeerCeilings:
+    report(f"network to {peer.address}")
+    return measure_peer(peer.host, peer.port, peer.token, NetworkPlan.peer(quick))
 
 
 def measure_ceilings(
@@ -151,23 +212,26 @@ def measure_ceilings(
     machine: str,
     *,
     quick: bool = False,
+    peer: Peer | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> CeilingsRecord:
-    """Measure disk, memory and device copies on an otherwise idle machine; waits its turn to measure.
+    """Measure disk, memory, network and device copies on an otherwise idle machine; waits its turn to measure.
 
-    `scratch` is made if it is not there. It takes under 15 seconds (`quick`: about one); `report` is told each stage,
-    and whom the machine lock waits for. Raises ConfigError where `scratch` is in memory and StorageError where it is
-    full or not writable.
+    `scratch` is made if it is not there. It takes about 25 seconds at most (`quick`: two or three), and 10 more with a
+    `peer`; `report` is told each stage, and whom the machine lock waits for. Raises ConfigError where `scratch` is in
+    memory, StorageError where it is full or not writable, and LastgoodError where the peer does not answer.
     """
     refuse_memory_filesystem(scratch)
-    lock = machine_lock()
-    lock.acquire(_LOCK_TIMEOUT_S, report)
-    with lock:
+    with _our_turn(report):
         begin = time.perf_counter()
+        # First, so that a peer that does not answer is known before the rest has been measured.
+        peers = [_measure_peer(peer, quick, report)] if peer is not None else []
         report("disk")
         disk = measure_disk(scratch, DiskPlan.quick() if quick else DiskPlan())
         report("memory copy")
         memory = measure_memory_copy(32 * MIB if quick else 256 * MIB, repetitions=3 if quick else 7)
+        report("loopback")
+        loopback = measure_loopback(NetworkPlan.quick() if quick else NetworkPlan())
         device_facts: dict[str, float] = {}
         device = None
         if cuda_devices() and importlib.util.find_spec("torch") is not None:
@@ -183,6 +247,8 @@ def measure_ceilings(
         disk=disk,
         memory_copy=memory,
         memory_copy_bytes_per_s=max(curve.median_bytes_per_s for curve in memory),
+        loopback=loopback,
+        peers=peers,
         device=device,
         **device_facts,
     )

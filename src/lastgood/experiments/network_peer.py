@@ -1,0 +1,420 @@
+"""Plain TCP streams between two processes that share a token: what `lastgood ceilings` measures networks with.
+
+The server answers on one machine, the client measures from the other. On each connection both sides prove that they
+know the token (HMAC-SHA256 over both sides' nonces and the request), so neither sends bytes to a stranger. Then one
+side sends whole messages for the time asked for, the other reads to the end and answers with its count. Nothing that
+is received is kept. Every length is bounded and every wait has a timeout.
+
+Sender and receiver are two processes, also on loopback: two threads of one interpreter would take turns at its lock
+between system calls, and the number would be Python's instead of the kernel's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any, Literal
+
+from lastgood.errors import ConfigError, LastgoodError
+from lastgood.processes import die_with_parent
+
+__all__ = [
+    "DEFAULT_PORT",
+    "MAX_MESSAGE_BYTES",
+    "MAX_SECONDS",
+    "MAX_STREAMS",
+    "MIN_TOKEN_LENGTH",
+    "Direction",
+    "PeerClient",
+    "PeerServer",
+    "parse_address",
+    "serve_for_parent",
+]
+
+DEFAULT_PORT = 7471
+MAX_STREAMS = 16
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_SECONDS = 10.0
+MIN_TOKEN_LENGTH = 16
+
+Direction = Literal["send", "receive", "both"]
+"""As the client sees it; ``both``: at the same time, over as many connections each way."""
+
+_MAGIC = b"LGNET1\n\0"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_MAX_JSON_BYTES = 4096
+_HANDSHAKE_TIMEOUT_S = 10.0
+_GRACE_S = 15.0
+"""How much longer than asked a stream may take before it counts as stuck."""
+_SESSION_LIMIT_S = 600.0
+_MAX_CONNECTIONS = 2 * MAX_STREAMS + 8
+"""Both ways at once, the session, and a few strangers."""
+_POLL_S = 0.2
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]{2,64})\]|(?P<host>[^\s:\[\]]{1,253}))(?::(?P<port>[0-9]{1,5}))?")
+
+
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Read ``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError for anything else."""
+    found = _ADDRESS.fullmatch(text)
+    port = int(found["port"] or default_port) if found else 0
+    if found is None or not 1 <= port <= 65535:
+        raise ConfigError(f"not an address: {text[:80]!r}; write HOST, HOST:PORT or [IPV6]:PORT, port 1 to 65535")
+    return found["ipv6"] or found["host"], port
+
+
+def _check_token(token: str) -> bytes:
+    if len(token) < MIN_TOKEN_LENGTH:
+        raise ConfigError(
+            f"the peer's token has {len(token)} characters; at least {MIN_TOKEN_LENGTH} are needed, "
+            "the same token on both machines"
+        )
+    return token.encode()
+
+
+# -- bytes on a socket ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _message(size_bytes: int) -> bytes:
+    """Random bytes, so that no layer below can compress them away."""
+    return secrets.token_bytes(size_bytes)
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise EOFError(f"the other side closed after {len(parts)} of {count} bytes")
+        parts += part
+    return bytes(parts)
+
+
+def _send_json(connection: socket.socket, value: dict[str, Any]) -> None:
+    text = json.dumps(value).encode()
+    connection.sendall(struct.pack("<I", len(text)) + text)
+
+
+def _receive_json(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
+    (length,) = struct.unpack("<I", _receive_exactly(connection, 4))
+    if length > _MAX_JSON_BYTES:
+        raise ValueError(f"a request of {length} bytes, and {_MAX_JSON_BYTES} are allowed")
+    text = _receive_exactly(connection, length)
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("a request that is no JSON object")
+    return text, value
+
+
+def _proof(key: bytes, side: bytes, *parts: bytes) -> bytes:
+    digest = hmac.new(key, side, hashlib.sha256)
+    for part in parts:
+        digest.update(struct.pack("<I", len(part)) + part)
+    return digest.digest()
+
+
+def _pump(connection: socket.socket, message_bytes: int, seconds: float) -> int:
+    """Send whole messages for `seconds`, say that this was all, and check the reader's count. Returns bytes."""
+    message = _message(message_bytes)
+    sent = 0
+    end = time.monotonic() + seconds
+    while True:
+        connection.sendall(message)
+        sent += message_bytes
+        if time.monotonic() >= end:
+            break
+    connection.shutdown(socket.SHUT_WR)
+    (received,) = struct.unpack("<Q", _receive_exactly(connection, 8))
+    if received != sent:
+        raise ValueError(f"{sent} bytes were sent and {received} arrived")
+    return sent
+
+
+def _sink(connection: socket.socket, message_bytes: int, seconds: float) -> int:
+    """Read and forget until the sender says that this was all; answer with the count. Returns bytes."""
+    buffer = bytearray(message_bytes)
+    received = 0
+    end = time.monotonic() + seconds + _GRACE_S
+    while moved := connection.recv_into(buffer):
+        received += moved
+        if time.monotonic() > end:
+            raise TimeoutError(f"the other side still sends {_GRACE_S:g} s after its {seconds:g} s")
+    connection.sendall(struct.pack("<Q", received))
+    return received
+
+
+# -- the side that answers -----------------------------------------------------------------------------------------
+
+
+class PeerServer:
+    """Answers measurements of clients that know the token, one client at a time, until `stop`.
+
+    `turn` makes a context that is entered for each client's session, for instance this machine's measuring lock; if it
+    raises LastgoodError, the client is told why it is refused.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._key = _check_token(token)
+        self._turn = turn
+        self._report = report
+        self._stopping = threading.Event()
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._session_lock = threading.Lock()
+        self._session: str | None = None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=_MAX_CONNECTIONS)
+        except OSError as error:
+            raise LastgoodError(
+                f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --listen"
+            ) from error
+        self._listener.settimeout(_POLL_S)
+        self.port: int = self._listener.getsockname()[1]
+
+    def serve(self, seconds: float) -> None:
+        """Answer for `seconds`, or until `stop` is called from another thread. The port is closed at the end."""
+        end = time.monotonic() + seconds
+        with self._listener:
+            while not self._stopping.is_set() and time.monotonic() < end:
+                try:
+                    connection, address = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError as error:
+                    # The client went away between its call and our answer.
+                    self._report(f"a connection failed before it began: {error}")
+                    continue
+                if not self._slots.acquire(blocking=False):
+                    connection.close()
+                    continue
+                threading.Thread(target=self._answer, args=(connection, str(address[0])), daemon=True).start()
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """End `serve` within a fraction of a second."""
+        self._stopping.set()
+
+    def _answer(self, connection: socket.socket, who: str) -> None:
+        try:
+            with connection:
+                connection.settimeout(_HANDSHAKE_TIMEOUT_S)
+                request = self._authenticate(connection)
+                if request.get("kind") == "session":
+                    self._hold_session(connection, who)
+                else:
+                    self._stream(connection, request)
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            # One bad connection must not end the server; strangers learn nothing from it.
+            self._report(f"{who}: {error}")
+        finally:
+            self._slots.release()
+
+    def _authenticate(self, connection: socket.socket) -> dict[str, Any]:
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(_MAGIC + ours)
+        if _receive_exactly(connection, len(_MAGIC)) != _MAGIC:
+            raise ValueError("speaks another protocol or version")
+        theirs = _receive_exactly(connection, _NONCE_BYTES)
+        text, request = _receive_json(connection)
+        proof = _receive_exactly(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", ours, theirs, text)):
+            raise ValueError("refused: its token is another one")
+        connection.sendall(_proof(self._key, b"server", ours, theirs, text))
+        return request
+
+    def _hold_session(self, connection: socket.socket, who: str) -> None:
+        """Keep this machine's turn until the client closes the connection, or for `_SESSION_LIMIT_S`."""
+        if not self._session_lock.acquire(blocking=False):
+            _send_json(connection, {"error": "it is being measured by another client"})
+            return
+        try:
+            with self._turn():
+                self._session = secrets.token_hex(16)
+                self._report(f"{who}: measuring")
+                _send_json(connection, {"session": self._session})
+                connection.settimeout(_POLL_S)
+                end = time.monotonic() + _SESSION_LIMIT_S
+                while not self._stopping.is_set() and time.monotonic() < end:
+                    try:
+                        if not connection.recv(1):
+                            break
+                    except TimeoutError:
+                        continue
+                self._report(f"{who}: done")
+        except LastgoodError as error:
+            _send_json(connection, {"error": str(error)[:500]})
+        finally:
+            self._session = None
+            self._session_lock.release()
+
+    def _stream(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        message_bytes, seconds = int(request["message_bytes"]), float(request["seconds"])
+        session = self._session
+        if session is None or not hmac.compare_digest(str(request["session"]).encode(), session.encode()):
+            _send_json(connection, {"error": "this session is over"})
+            return
+        # "not within" refuses NaN as well.
+        if not (1 <= message_bytes <= MAX_MESSAGE_BYTES and 0 < seconds <= MAX_SECONDS):
+            _send_json(
+                connection, {"error": f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, a pass up to {MAX_SECONDS:g} s"}
+            )
+            return
+        work = {"send": _sink, "receive": _pump}[str(request["direction"])]
+        # Made before the clock starts: a first message costs more than a pass.
+        _message(message_bytes)
+        _send_json(connection, {})
+        _receive_exactly(connection, 1)
+        connection.settimeout(seconds + _GRACE_S)
+        work(connection, message_bytes, seconds)
+
+
+def serve_for_parent(parent_pid: int, seconds: float) -> None:
+    """Be the other end of loopback for the process that started this one; ends with it, or after `seconds`.
+
+    The token comes as a line on stdin, where no other user can read it; the port goes out as a line on stdout.
+    """
+    die_with_parent(parent_pid)
+    server = PeerServer("127.0.0.1", 0, sys.stdin.readline().strip())
+    sys.stdout.write(f"{server.port}\n")
+    sys.stdout.flush()
+    server.serve(seconds)
+
+
+# -- the side that measures ----------------------------------------------------------------------------------------
+
+
+class PeerClient:
+    """Measures against a `PeerServer`. Use it inside `session`."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self._host, self._port = host, port
+        self._key = _check_token(token)
+        self._session = ""
+
+    @contextmanager
+    def session(self) -> Iterator[PeerClient]:
+        """Take the server's turn to be measured; it ends with this context. Raises LastgoodError if it is refused."""
+        connection, answer = self._connect({"kind": "session"}, answer_timeout_s=_SESSION_LIMIT_S)
+        with connection:
+            self._session = str(answer["session"])
+            yield self
+
+    def measure(self, direction: Direction, streams: int, message_bytes: int, seconds: float) -> float:
+        """Bytes per second over `streams` connections each way, from the common start to the last byte's arrival.
+
+        Raises LastgoodError where a connection fails, and ConfigError for arguments outside the bounds of this module.
+        """
+        if not (1 <= streams <= MAX_STREAMS and 1 <= message_bytes <= MAX_MESSAGE_BYTES and 0 < seconds <= MAX_SECONDS):
+            raise ConfigError(
+                f"a pass has 1 to {MAX_STREAMS} streams, messages of 1 to {MAX_MESSAGE_BYTES} bytes and up to "
+                f"{MAX_SECONDS:g} s, not {streams}, {message_bytes} and {seconds:g}"
+            )
+        _message(message_bytes)
+        one_way = ("send", "receive") if direction == "both" else (direction,)
+        moved: list[int] = []
+        failures: list[Exception] = []
+        go = threading.Event()
+
+        def work(connection: socket.socket, way: str) -> None:
+            try:
+                if not go.wait(_HANDSHAKE_TIMEOUT_S):
+                    raise TimeoutError("the other streams were not ready")
+                connection.sendall(b"G")
+                moved.append((_pump if way == "send" else _sink)(connection, message_bytes, seconds))
+            except (OSError, EOFError, ValueError) as error:
+                failures.append(error)
+
+        with ExitStack() as opened:
+            threads = []
+            for way in one_way:
+                for _ in range(streams):
+                    request = {
+                        "kind": "stream",
+                        "session": self._session,
+                        "direction": way,
+                        "message_bytes": message_bytes,
+                        "seconds": seconds,
+                    }
+                    connection, _ = self._connect(request)
+                    opened.enter_context(connection)
+                    connection.settimeout(seconds + _GRACE_S)
+                    threads.append(threading.Thread(target=work, args=(connection, way), daemon=True))
+            for thread in threads:
+                thread.start()
+            begin = time.perf_counter()
+            go.set()
+            for thread in threads:
+                thread.join(seconds + 2 * _GRACE_S)
+            elapsed_s = time.perf_counter() - begin
+            stuck = sum(thread.is_alive() for thread in threads)
+        if failures or stuck:
+            why = failures[0] if failures else f"{stuck} of {len(threads)} streams did not end in time"
+            raise LastgoodError(f"{self._where()}: measuring ({direction}, {streams} streams) failed: {why}; try again")
+        return sum(moved) / elapsed_s
+
+    def _where(self) -> str:
+        return f"peer {self._host} port {self._port}"
+
+    def _connect(
+        self, request: dict[str, Any], answer_timeout_s: float = _HANDSHAKE_TIMEOUT_S
+    ) -> tuple[socket.socket, dict[str, Any]]:
+        """A connection on which both sides know each other, and the server's answer to `request`."""
+        try:
+            connection = socket.create_connection((self._host, self._port), timeout=_HANDSHAKE_TIMEOUT_S)
+        except OSError as error:
+            raise LastgoodError(
+                f"{self._where()}: cannot connect: {error}; start `lastgood ceilings --serve-peer` there first"
+            ) from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive_exactly(connection, len(_MAGIC)) != _MAGIC:
+                raise LastgoodError(
+                    f"{self._where()}: no peer of this version answers there; both machines need the same Lastgood"
+                )
+            theirs, ours = _receive_exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+            text = json.dumps(request).encode()
+            proof = _proof(self._key, b"client", theirs, ours, text)
+            connection.sendall(_MAGIC + ours + struct.pack("<I", len(text)) + text + proof)
+            self._check_server(connection, _proof(self._key, b"server", theirs, ours, text))
+            connection.settimeout(answer_timeout_s)
+            _, answer = _receive_json(connection)
+        except (OSError, EOFError, ValueError) as error:
+            connection.close()
+            raise LastgoodError(f"{self._where()}: no answer to a request: {error}; try again") from error
+        except LastgoodError:
+            connection.close()
+            raise
+        if "error" in answer:
+            connection.close()
+            raise LastgoodError(f"{self._where()} refuses: {answer['error']}")
+        return connection, answer
+
+    def _check_server(self, connection: socket.socket, expected: bytes) -> None:
+        try:
+            proof = _receive_exactly(connection, _PROOF_BYTES)
+        except (EOFError, ConnectionResetError) as error:
+            raise LastgoodError(
+                f"{self._where()} refuses this token; both machines need the same one (LASTGOOD_PEER_TOKEN)"
+            ) from error
+        if not hmac.compare_digest(proof, expected):
+            raise LastgoodError(f"{self._where()} does not know the token: it is not the peer that you started")
