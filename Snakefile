@@ -19,6 +19,7 @@ include: "workflow/rules/ceilings.smk"
 include: "workflow/rules/run.smk"
 include: "workflow/rules/collect.smk"
 include: "workflow/rules/plot.smk"
+include: "workflow/rules/report.smk"
 
 
 # Snakemake takes the default target from this file only, never from an included one.

@@ -51,6 +51,8 @@ def test_the_whole_paper_is_planned_within_seconds(house: House) -> None:
         ("fig12_vgg16", ["fig12={in_flight: [1, 2], intervals: 5, repetitions: 1}"], 3),
         ("fig13", ["fig13={model: bert, intervals: 1, repetitions: 1}"], 5),
         ("fig14", ["fig14={intervals: [1, 2], repetitions: 1}"], 9),
+        ("report", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 2),
+        ("claims", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 2),
         ("test_simple", [], 0),
         ("datasets", [], 0),
     ],

@@ -162,3 +162,14 @@ def test_the_report_holds_the_figures(house: House) -> None:
     assert done.returncode == 0, done.stdout
     text = (house.folder / "report.html").read_text(encoding="utf-8")
     assert "Transformer-XL" in text
+
+
+def test_our_own_page_and_the_claims_are_made_of_the_figures(house: House) -> None:
+    done = house.call("report", "claims", "--config", "models=transformer_xl")
+    assert done.returncode == 0, done.stdout
+    page = (house.folder / "figures" / "report.html").read_text(encoding="utf-8")
+    assert "Figure 8c: Transformer-XL" in page
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert "Ceilings of testbox" in page
+    assert (house.folder / "figures" / "claims.md").read_text(encoding="utf-8").count("| not testable |") > 20
+    assert "Nothing to be done" in house.call("report", "claims", "--config", "models=transformer_xl").stdout

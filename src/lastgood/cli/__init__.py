@@ -8,7 +8,23 @@ import sys
 
 import typer
 
-from lastgood.cli import advise, ceilings, check, collect, data, doctor, export, inspect, plan, plot, run, tune, verify
+from lastgood.cli import (
+    advise,
+    ceilings,
+    check,
+    claims,
+    collect,
+    data,
+    doctor,
+    export,
+    inspect,
+    plan,
+    plot,
+    report,
+    run,
+    tune,
+    verify,
+)
 from lastgood.errors import LastgoodError
 
 __all__ = ["app", "main"]
@@ -25,6 +41,8 @@ app.command()(plan.plan)
 app.command()(check.check)
 app.command()(collect.collect)
 app.command()(plot.plot)
+app.command()(claims.claims)
+app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(tune.tune)
 app.command()(inspect.inspect)
