@@ -19,7 +19,8 @@ from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheck
 from tests.checkpointers.peer_processes import peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
-SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck"]
+SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck", "dcp", "torchsnapshot", "nvrx"]
+"""The last two are tested where they are installed: pip install 'lastgood[third-party]'."""
 IN_MEMORY = {"gemini"}
 """These keep nothing on a disk; tests of their own damage and break what they keep."""
 
@@ -33,7 +34,11 @@ def device(request):
 
 @pytest.fixture(params=SYSTEMS)
 def system(request):
-    return checkpointer_class(request.param)
+    kind = checkpointer_class(request.param)
+    reason = kind.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return kind
 
 
 @pytest.fixture
@@ -191,12 +196,13 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(system, on_dis
         checkpointer.save(training.step_number)
         checkpointer.drain()
     checkpointer.close()
+    weights = bytes(training.model[0].weight.detach().numpy().tobytes()[:64])
     newest = max(
-        (path for path in tmp_path.iterdir() if path.stat().st_size > 10_000), key=lambda path: path.stat().st_mtime_ns
+        (path for path in tmp_path.rglob("*") if path.is_file() and weights in path.read_bytes()),
+        key=lambda path: path.stat().st_mtime_ns,
     )
     damaged = bytearray(newest.read_bytes())
-    middle = damaged.find(bytes(training.model[0].weight.detach().numpy().tobytes()[:64]))
-    assert middle > 0, "the newest file must hold the newest weights"
+    middle = damaged.find(weights)
     damaged[middle + 5] ^= 0x40
     newest.write_bytes(damaged)
     fresh = SmallTraining(seed=1)
@@ -321,6 +327,7 @@ def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
         ("gpm", 10),
         ("pccheck", 30),
         ("gemini", 5),
+        ("dcp", 8),
         pytest.param("pccheck", 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -445,7 +452,7 @@ def test_an_optimizer_that_joins_after_the_start_is_waited_for_as_well(system, o
 
 
 def test_a_thread_that_cannot_start_fails_that_checkpoint_only(opened, tmp_path, monkeypatch):
-    for name in ("checkfreq", "pccheck"):
+    for name in ("checkfreq", "pccheck", "dcp"):
         training = SmallTraining()
         checkpointer = opened(checkpointer_class(name), tmp_path / name, training.state)
         training.step()

@@ -13,7 +13,7 @@ try:
     from lastgood.experiments.figures import figure_kind, figure_names
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow
+    from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow, skipped_systems
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -35,6 +35,9 @@ def read_configuration():
 
 CONFIG = read_configuration()
 PLAN = plan_workflow(CONFIG)
+if workflow.is_main_process:  # each job reads these files again
+    for skipped, reason in skipped_systems(CONFIG).items():
+        logger.warning(f"{skipped} is left out: {reason}")
 SIMPLE_SPEC = plan_figure(CONFIG, SIMPLE)[0]
 FIGURE_NAMES = figure_names()
 PANELS = [(figure, model) for figure in FIGURE_NAMES for model in figure_kind(figure).panels(CONFIG)]

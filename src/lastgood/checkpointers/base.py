@@ -168,6 +168,14 @@ class Checkpointer(ABC):
         """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
     @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this system cannot be used here, as one sentence that says what to do, or None. Imports nothing large.
+
+        Figures leave such a system out and say so; it is an error only where it is asked for by itself.
+        """
+        return None
+
+    @classmethod
     def _validated(cls, knobs: dict[str, Any]) -> BaseOptions:
         try:
             return cls.Options.model_validate(knobs)

@@ -7,13 +7,14 @@ whose configuration names it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
 
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.errors import ConfigError
 
-__all__ = ["ENTRY_POINT_GROUP", "checkpointer_class", "checkpointer_names"]
+__all__ = ["ENTRY_POINT_GROUP", "checkpointer_class", "checkpointer_names", "why_unavailable"]
 
 ENTRY_POINT_GROUP = "lastgood.checkpointers"
 
@@ -22,8 +23,11 @@ _BUILT_IN = {
     "sync": "lastgood.checkpointers.sync:SyncCheckpointer",
     "checkfreq": "lastgood.checkpointers.checkfreq:CheckFreq",
     "gpm": "lastgood.checkpointers.gpm:GPM",
-    "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
     "gemini": "lastgood.checkpointers.gemini:Gemini",
+    "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
+    "dcp": "lastgood.checkpointers.dcp:TorchDCP",
+    "torchsnapshot": "lastgood.checkpointers.torchsnapshot:TorchSnapshot",
+    "nvrx": "lastgood.checkpointers.nvrx:ResiliencyExtension",
 }
 
 
@@ -55,3 +59,9 @@ def checkpointer_class(name: str) -> type[Checkpointer]:
     if not (isinstance(loaded, type) and issubclass(loaded, Checkpointer)):
         raise ConfigError(f"system {name!r}: {targets[name]} is not a Checkpointer class")
     return loaded
+
+
+def why_unavailable(names: Iterable[str]) -> dict[str, str]:
+    """Those of `names` that cannot be used on this machine, each with the reason. Raises ConfigError as above."""
+    reasons = {name: checkpointer_class(name).unavailable() for name in names}
+    return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -34,7 +34,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings to stdout as JSON.")] = False,
 ) -> None:
     """Check Python, packages, the native core, disk, memory, GPU and data; exit 1 if something must be mended."""
-    findings = [*_software(), *_machine(scratch), *_data(data_dir)]
+    findings = [*_software(), *_systems(), *_machine(scratch), *_data(data_dir)]
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:
@@ -61,6 +61,16 @@ def _software() -> Iterator[_Finding]:
         yield _Finding("fault", "native core", str(error), "run bash install.sh; it needs a C++17 compiler")
     else:
         yield _Finding("ok", "native core", f"checksums by {_native.crc32c_implementation()}")
+
+
+def _systems() -> Iterator[_Finding]:
+    from lastgood.checkpointers.registry import checkpointer_names, why_unavailable
+
+    names = checkpointer_names()
+    missing = why_unavailable(names)
+    yield _Finding("ok", "systems", ", ".join(name for name in names if name not in missing))
+    for name, reason in missing.items():
+        yield _Finding("warning", f"system {name}", "not available", f"{reason}; figures leave it out")
 
 
 def _machine(scratch: Path) -> Iterator[_Finding]:

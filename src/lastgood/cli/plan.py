@@ -29,11 +29,13 @@ def plan(
     """
     from lastgood.experiments.config import load_config, parse_overrides
     from lastgood.experiments.grid import find_root
-    from lastgood.experiments.plan import load_prediction_grid, plan_figure, predict_runs
+    from lastgood.experiments.plan import load_prediction_grid, plan_figure, predict_runs, skipped_systems
 
     root = find_root()
     overrides = parse_overrides([*(config or []), *(more or [])])
     settings = load_config(configfile or root / "config" / "laptop.yaml", overrides)
+    for system, reason in skipped_systems(settings).items():
+        typer.echo(f"{system} is left out: {reason}", err=True)
     runs = predict_runs(plan_figure(settings, figure), Path(settings.results_dir), load_prediction_grid(root, figure))
     left = [run for run in runs if not run.done]
     minutes = sum(run.seconds for run in left) / 60

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from lastgood.checkpointers.registry import why_unavailable
 from lastgood.errors import ConfigError
 from lastgood.experiments.config_values import SWEPT
 from lastgood.experiments.machine import (
@@ -49,6 +50,8 @@ def check_machine(config: Config, sources: Sources) -> None:
     else:
         problems += _disk_problems(config, sources)
     problems += _memory_problems(config, sources, devices)
+    for system, reason in why_unavailable([config.simple.system]).items():
+        problems.append(sources.problem(("simple", "system"), f"{system!r} cannot run here: {reason}"))
     if problems:
         raise ConfigError("\n".join(problems))
 

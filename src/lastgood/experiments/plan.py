@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lastgood.checkpointers.registry import why_unavailable
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.cells import plan_simple
 from lastgood.experiments.config import Config
@@ -24,6 +25,7 @@ __all__ = [
     "plan_workflow",
     "predict_minutes",
     "predict_runs",
+    "skipped_systems",
 ]
 
 SIMPLE = "test_simple"
@@ -45,6 +47,11 @@ def plan_figure(config: Config, figure: str) -> Sequence[PlannedSpec]:
     if figure not in figure_names():
         raise ConfigError(f"unknown figure {figure!r}; known: {', '.join(plan_names())}")
     return figure_kind(figure).plan(config)
+
+
+def skipped_systems(config: Config) -> dict[str, str]:
+    """Systems of the figures that this machine lacks, and why: no figure has runs of them. Who plans must show this."""
+    return why_unavailable([*config.systems, *(config.fig11.systems or [])])
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.registry import why_unavailable
 from lastgood.experiments.config_values import BASELINE, SWEPT
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.options import BlobOptions
@@ -18,6 +19,7 @@ __all__ = [
     "BLOB",
     "Variant",
     "all_variants",
+    "available",
     "concurrency_variants",
     "memory_variants",
     "persist_variants",
@@ -50,14 +52,20 @@ def variant(config: Config, model: str, system: str) -> Variant:
 
 
 def throughput_variants(config: Config, model: str) -> list[Variant]:
-    """One panel of figure 8: every system as configured."""
-    return [variant(config, model, system) for system in config.systems]
+    """One panel of figure 8: every system as configured, but for those that this machine lacks."""
+    return [variant(config, model, system) for system in available(config.systems)]
+
+
+def available(systems: Sequence[str]) -> list[str]:
+    """Those of `systems` that can be used here; `plan.skipped_systems` says why the others cannot."""
+    lacking = why_unavailable(systems)
+    return [system for system in systems if system not in lacking]
 
 
 def persist_variants(config: Config) -> list[Variant]:
     """Figure 11: every system at every size. Options of the configuration's `workloads.blob` play no part."""
     section = config.fig11
-    systems = section.systems or [system for system in config.systems if system != BASELINE]
+    systems = available(section.systems or [system for system in config.systems if system != BASELINE])
     found = []
     for megabytes in section.sizes_mb:
         for system in systems:

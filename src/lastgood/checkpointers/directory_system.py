@@ -1,0 +1,269 @@
+"""Systems that let a library write a directory of files for each checkpoint, one checkpoint at a time.
+
+Shared here: names, durability and checks of the directories, waiting in bounded time, failures, restoring. A system
+says how its library takes tensors by name and gives them back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.directories import CheckpointDirectories, check_files
+from lastgood.checkpointers.named_state import live_tensors
+from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.state import apply_tree, flatten
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["DirectoryOptions", "DirectorySystem", "Flight", "in_thread", "synchronize"]
+
+_log = logging.getLogger("lastgood")
+
+_GIVE_UP_S = 5.0
+
+
+class DirectoryOptions(BaseOptions):
+    """Knobs of every such system."""
+
+    keep: int = Field(default=2, ge=2)
+    """Whole checkpoints kept."""
+    limit_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
+    """Seconds that one checkpoint may be under way before it counts as failed."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """The kept ones, and the one being written."""
+        return (self.keep + 1) * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """The library's copy."""
+        return state_bytes
+
+
+class DirectorySystem(Checkpointer):
+    """A library behind the protocol. Its copy of the state is whole when `save` returns."""
+
+    Options: ClassVar[type[BaseOptions]] = DirectoryOptions
+
+    def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, DirectoryOptions)
+        self._keep_and_limit = self.options
+        self._directories = CheckpointDirectories(self.directory, self.options.keep)
+        self._flight: Flight | None = None
+        self._late: Future[Any] | None = None
+        """A save of the library that outlived its checkpoint, and may still read the copied memory."""
+
+    # -- what a system does --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any] | None:
+        """Copy the tensors and let the library write them into `temporary`.
+
+        Returns what tells of the end of it, or None if it is done, the files flushed and the manifest written.
+        """
+
+    @abstractmethod
+    def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
+        """The state's tree from a directory whose `nbytes` were checked. Raises CorruptCheckpoint."""
+
+    def _seal(self, temporary: Path, step: int) -> None:
+        """Called in a thread when the library is done: flush what it has not flushed, write the manifest."""
+
+    def _stop(self, flight: Flight) -> None:
+        """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """The cause of a failure in the library, an Exception where it is no Ctrl-C."""
+        return error
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._directories.prepare()
+
+    def save(self, step: int) -> None:
+        """Wait for the checkpoint before; then let the library copy the state and write it."""
+        event = self._request(step)
+        temporary = self._directories.temporary(step)
+        try:
+            self.drain()
+            self._refuse_late()
+            future = self._take(event, live_tensors(flatten(self.state)), temporary)
+            event.copied_s = time.perf_counter()
+            if future is None:
+                self._commit(event, temporary)
+                return
+            flight = Flight(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
+            try:
+                flight.start()
+            except BaseException:
+                self._end_late(flight)
+                raise
+            self._flight = flight
+        except BaseException as error:
+            cause = self._explained(error)
+            self._directories.give_up(temporary)
+            if not isinstance(cause, Exception):
+                raise  # Ctrl-C and its like
+            self._fail(event, cause)  # a save never stops training: whatever went wrong is counted and logged
+
+    def _commit(self, event: CheckpointEvent, temporary: Path) -> None:
+        event.bytes_written = self._directories.commit(temporary, event.step)
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.DURABLE
+
+    def _land(self, flight: Flight) -> None:
+        """Called in the flight's thread when the library is done, or took too long."""
+        try:
+            flight.result()
+            self._seal(flight.temporary, flight.event.step)
+            self._commit(flight.event, flight.temporary)
+        except BaseException as error:  # this thread has no caller: the event and the log carry the failure
+            self._end_late(flight)
+            self._directories.give_up(flight.temporary)
+            self._fail(flight.event, self._explained(error))
+
+    def _end_late(self, flight: Flight) -> None:
+        self._stop(flight)
+        self._late = flight.future
+
+    def _refuse_late(self) -> None:
+        if self._late is not None and not self._late.done():
+            raise CheckpointError(
+                f"{self.directory}: a save that took more than {self._keep_and_limit.limit_s:.0f} s still runs; look "
+                "into the kernel log for the disk, or raise limit_s"
+            )
+        self._late = None
+
+    def before_update(self) -> None:
+        """All is copied when save() returns."""
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until the checkpoint under way is durable, or has failed."""
+        if self._flight is None:
+            return
+        self._flight.join(timeout_s)
+        if self._flight.is_alive():
+            raise WaitTimeout(
+                f"waited {timeout_s:.0f} s for {self.name} to write the checkpoint of step {self._flight.event.step} "
+                f"into {self.directory}"
+            )
+        self._flight = None
+
+    def _abandon(self) -> None:
+        if self._flight is not None:
+            self._flight.give_up()
+            self._flight.join(_GIVE_UP_S)
+
+    def _close(self) -> None:
+        self.drain(self._close_s)
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """The newest checkpoint's step."""
+        return next((step for _, step, _ in self._directories.found()), None)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Read the newest checkpoint whose checksums hold (or that of `step`) into `state`.
+
+        Every file is read twice: for its checksum, and then, mostly from the page cache, by the library. Raises
+        NoCheckpoint, CorruptCheckpoint (there are some, and none is whole), MismatchError.
+        """
+        self.drain()
+        known = self._directories.found()
+        refused = []
+        for _, candidate, path in known:
+            if step is not None and candidate != step:
+                continue
+            try:
+                tree = self._read(path, check_files(path, candidate))
+            except (CorruptCheckpoint, StorageError) as error:
+                _log.warning("%s; trying the checkpoint before it", error)
+                refused.append(str(error))
+                continue
+            apply_tree(state, tree, str(path))
+            return candidate
+        if refused:
+            raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}")
+        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        steps = [found for _, found, _ in known]
+        raise NoCheckpoint(f"{self.directory}: no {asked}; checkpoints of steps {steps or 'none'}")
+
+
+def synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Wait for the devices of `tensors`: a library's threads read on streams that do not wait for the training's."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def in_thread(wait: Callable[[], object], name: str) -> Future[Any]:
+    """Call `wait` in a thread that keeps no process from ending; the future has its error, if it raises one."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(wait())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class Flight(threading.Thread):
+    """Waits for one save of a library, for a bounded time, and then calls `landed`."""
+
+    def __init__(
+        self,
+        system: str,
+        event: CheckpointEvent,
+        temporary: Path,
+        future: Future[Any],
+        limit_s: float,
+        landed: Callable[[Flight], None],
+    ) -> None:
+        super().__init__(name=f"{system}-commit-{event.step}")
+        self.event = event
+        self.temporary = temporary
+        self.future = future
+        self._limit_s = limit_s
+        self._landed = landed
+        self._woken = threading.Event()
+        self._given_up = False
+
+    def run(self) -> None:
+        """In the thread: wait, then commit or fail."""
+        self.future.add_done_callback(lambda _: self._woken.set())
+        self._woken.wait(self._limit_s)
+        self._landed(self)
+
+    def give_up(self) -> None:
+        """Fail now, if the library is not done."""
+        self._given_up = True
+        self._woken.set()
+
+    def result(self) -> None:
+        """Raise what went wrong there, or WaitTimeout if it is not done."""
+        what = f"writing the checkpoint of step {self.event.step}"
+        if self.future.done():
+            self.future.result()
+        elif self._given_up:
+            raise CheckpointError(f"given up while {what}")
+        else:
+            raise WaitTimeout(f"waited {self._limit_s:.0f} s while {what}")
