@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
-from lastgood.errors import NoCheckpoint
+from lastgood.errors import CorruptCheckpoint
 from lastgood.state import state_digest
 from tests.state.test_flatten import TREES, types_of
 
@@ -46,5 +46,5 @@ def test_a_foreign_pickle_is_refused(tmp_path):
     files = TorchFiles(tmp_path, keep=1)
     files.prepare()
     torch.save({"format": "lastgood-torch-1", "state": {"x": tmp_path}}, tmp_path / "checkpoint-00000001-step-1.pt")
-    with pytest.raises(NoCheckpoint, match="cannot be read"):
+    with pytest.raises(CorruptCheckpoint, match="cannot be read"):
         files.read(None)

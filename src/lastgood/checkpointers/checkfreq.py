@@ -101,7 +101,9 @@ class CheckFreq(Checkpointer):
             event.phases.append(("wait", event.requested_s, time.perf_counter()))
             flat = flatten(self.state)
             snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
-            worker = threading.Thread(target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{step}")
+            worker = threading.Thread(
+                target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{step}", daemon=True
+            )
             worker.start()
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
@@ -126,7 +128,7 @@ class CheckFreq(Checkpointer):
         self._snapshot = None
 
     def _close(self) -> None:
-        self.drain()
+        self.drain(self._close_s)
         self._buffers = []
 
     def latest(self) -> int | None:

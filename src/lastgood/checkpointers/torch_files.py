@@ -103,7 +103,7 @@ class TorchFiles:
     def read(self, step: int | None) -> tuple[int, dict[str, Any], str]:
         """The newest readable checkpoint (or that of `step`): its step, tree and file name.
 
-        Raises NoCheckpoint, naming what was found and why it was not taken.
+        Raises NoCheckpoint, or CorruptCheckpoint where files are there and none of them can be read, naming each.
         """
         refused = []
         for _, candidate, path in self._files():
@@ -114,11 +114,13 @@ class TorchFiles:
             except CorruptCheckpoint as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 refused.append(str(error))
+        if refused:
+            raise CorruptCheckpoint(
+                f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}; bring a copy back, or move the "
+                "directory away to begin anew"
+            )
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        raise NoCheckpoint(
-            f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}"
-            + "".join(f"; {why}" for why in refused)
-        )
+        raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
 
     def _load(self, path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([Counter, frozenset, bytes]):

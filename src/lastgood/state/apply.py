@@ -153,7 +153,9 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
     elif isinstance(live, torch.Tensor):
         if not _same_place(live, saved):
             with torch.no_grad():
-                live.copy_(saved)
+                # A bool may hold any byte, and a copy of bools makes each of them 0 or 1.
+                as_bytes = live.dtype is torch.bool and saved.is_contiguous() and live.is_contiguous()
+                (live.view(torch.uint8) if as_bytes else live).copy_(saved.view(torch.uint8) if as_bytes else saved)
     elif isinstance(live, MutableMapping) and isinstance(saved, Mapping):
         for name in list(live.keys() - saved.keys()):
             del live[name]
