@@ -322,6 +322,18 @@ def test_values_changed_right_after_save_do_not_leak(opened, tmp_path):
         assert bool((state["weights"] == step).all())
 
 
+def test_a_stager_that_dcp_closes_behind_a_save_serves_the_next(opened, tmp_path):
+    """torch 2.11 does that."""
+    training = SmallTraining()
+    checkpointer = opened(tmp_path, training.state)
+    for _ in range(2):
+        training.step()
+        checkpointer.save(training.step_number)
+        checkpointer.drain()
+        checkpointer._stager.close()
+    assert [event.outcome for event in checkpointer.events] == [Outcome.DURABLE] * 2
+
+
 def test_staging_takes_the_same_memory_save_after_save(opened, tmp_path):
     state = {"weights": torch.zeros(4 << 20), "array": np.zeros(1 << 20)}
     checkpointer = opened(tmp_path, state)

@@ -32,7 +32,7 @@ def plan(*arguments: str) -> str:
 def test_json_holds_every_run_ready_to_be_made() -> None:
     arguments = ("--json", "--config", "models=vgg16", "intervals=1,10", "machine=nowhere", "repetitions=1")
     found = json.loads(plan("fig8", *arguments))
-    assert found["runs_left"] == len(found["runs"]) == 7
+    assert found["runs_left"] == len(found["runs"]) == 1 + 6 * 2
     assert found["minutes_left"] > 0
     for run in found["runs"]:
         assert run["record"] == f"results/{RunSpec.model_validate(run['spec']).record_path()}"
@@ -50,7 +50,7 @@ def test_overrides_may_come_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [(["fig7"], "known: fig8, fig11, fig12, fig13, fig14, test_simple"), (["fig8", "a=1"], "unknown key")],
+    [(["fig7"], "known: fig8, fig9, fig11, fig12, fig13, fig14, test_simple"), (["fig8", "a=1"], "unknown key")],
 )
 def test_bad_input_is_refused(arguments: list[str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -38,7 +38,8 @@ SWEEPS = ("fig12", "fig13", "fig14")
 
 
 def configure(*entries: str) -> Config:
-    return parse_config(LAPTOP, parse_overrides([*entries, "machine=testbox"]))[0]
+    few = [] if any(entry.startswith("systems=") for entry in entries) else ["systems=none,sync,checkfreq,pccheck"]
+    return parse_config(LAPTOP, parse_overrides([*few, *entries, "machine=testbox"]))[0]
 
 
 def runs(figure: str, *entries: str) -> list[RunSpec]:
@@ -51,7 +52,9 @@ def runs(figure: str, *entries: str) -> list[RunSpec]:
 
 
 def test_figure_11_is_every_system_at_every_size_one_checkpoint_at_a_time() -> None:
-    specs = runs("fig11", "systems=sync,pccheck", "fig11={sizes_mb: [10, 300], repetitions: 2, checkpoints: 7}")
+    specs = runs(
+        "fig11", "systems=sync,pccheck", "fig11={systems: null, sizes_mb: [10, 300], repetitions: 2, checkpoints: 7}"
+    )
     cells = [(spec.system, spec.workload_options["megabytes"], spec.repetition) for spec in specs]
     assert sorted(cells) == sorted(itertools.product(["sync", "pccheck"], [10, 300], [0, 1]))
     assert [cell[2] for cell in cells] == [0] * 4 + [1] * 4
@@ -76,7 +79,11 @@ def test_figure_14_counts_the_pool_in_sizes_of_the_state() -> None:
 
 
 def test_cells_of_several_figures_are_measured_once() -> None:
-    plan = plan_workflow(configure("models=vgg16", "intervals=1,10", "repetitions=2"))
+    plan = plan_workflow(
+        configure(
+            "models=vgg16", "intervals=1,10", "repetitions=2", "fig9={systems: [checkfreq, pccheck], intervals: [10]}"
+        )
+    )
     count = {figure: len(plan.records[figure, "vgg16"]) for figure in ("fig8", *SWEEPS)}
     in_figure_8 = set(plan.records["fig8", "vgg16"])
     # `none` twice everywhere; two writer threads are figure 8's, and so is a pool of the state's size.
@@ -88,7 +95,10 @@ def test_cells_of_several_figures_are_measured_once() -> None:
     assert count == {"fig8": 2 * 7, "fig12": 2 * 10, "fig13": 2 * 9, "fig14": 2 * 9}
     # Figures 12 and 13 share one writer thread under two in flight, at intervals 1 and 10.
     shared = (2 + 6 + 6) + 4
-    assert len(plan.specs) == sum(count.values()) + len(plan.records["fig11", "blob"]) - shared
+    # Figure 9 has figure 8's runs, and two measured ones.
+    only_figure_9 = set(plan.records["fig9", "vgg16"]) - in_figure_8
+    assert len(only_figure_9) == 2
+    assert len(plan.specs) == sum(count.values()) + len(plan.records["fig11", "blob"]) + 2 - shared
 
 
 def test_the_four_figures_take_at_most_a_quarter_of_an_hour_on_a_laptop() -> None:

@@ -25,9 +25,11 @@ def planned(output: str) -> dict[str, int]:
 def test_the_default_plan_is_whole(house: House) -> None:
     done = house.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
-    # Figure 8: 4 models, 2 repetitions of `none` and of 3 systems at 3 intervals. Figure 11: 5 sizes and 3 systems.
-    # Figures 12 to 14, without what they share: 18, 8 and 12. The target `all` is the default.
-    expected = {"all": 1, "ceilings": 1, "collect": 8, "dataset": 3, "plot": 8, "run": 80 + 15 + 18 + 8 + 12}
+    # Figure 8: 4 models, 2 repetitions of `none` and of 6 systems at 3 intervals. Figure 11: 5 sizes and 5 systems.
+    # Figures 12 to 14, without what they share: 18, 8 and 12. Figure 9: figure 8's runs, and 4 systems at one interval,
+    # measured, for each model. The target `all` is the default.
+    runs = {"run": 4 * 2 * (1 + 6 * 3) + 25 + 18 + 8 + 12, "goodput": 4 * 4}
+    expected = {"all": 1, "ceilings": 1, "collect": 12, "dataset": 3, "plot": 12, **runs}
     assert planned(done.stdout) == expected
 
 
@@ -36,23 +38,24 @@ def test_the_whole_paper_is_planned_within_seconds(house: House) -> None:
     before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = house.call("paper", "-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
-    assert planned(done.stdout)["run"] == 133
+    assert planned(done.stdout)["run"] == 215
     assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 5
 
 
 @pytest.mark.parametrize(
     ("target", "overrides", "runs"),
     [
-        ("fig8", ["models=vgg16", "intervals=1,10", "repetitions=1"], 7),
-        ("fig8", ["models=[vgg16, bert]", "intervals=[1, 10]", "repetitions='3'"], 42),
+        ("fig8", ["models=vgg16", "intervals=1,10", "repetitions=1"], 1 + 6 * 2),
+        ("fig8", ["models=[vgg16, bert]", "intervals=[1, 10]", "repetitions='3'"], 2 * 3 * (1 + 6 * 2)),
         ("fig8_bert", ["systems=none,sync", "intervals=5"], 4),
-        ("fig11", ["systems=sync", "fig11={sizes_mb: [10, 20]}"], 2),
+        ("fig9_bert", ["systems=sync", "intervals=5", "fig9={intervals: [5, 7]}", "repetitions=1"], 1 + 5 * 2),
+        ("fig11", ["systems=sync", "fig11={systems: null, sizes_mb: [10, 20]}"], 2),
         ("fig11_blob", ["fig11={systems: [pccheck], sizes_mb: 10, repetitions: 3}"], 3),
         ("fig12_vgg16", ["fig12={in_flight: [1, 2], intervals: 5, repetitions: 1}"], 3),
         ("fig13", ["fig13={model: bert, intervals: 1, repetitions: 1}"], 5),
         ("fig14", ["fig14={intervals: [1, 2], repetitions: 1}"], 9),
-        ("report", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 51),
-        ("claims", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 51),
+        ("report", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 80),
+        ("claims", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 80),
         ("test_simple", [], 0),
         ("datasets", [], 0),
     ],
@@ -83,6 +86,8 @@ def test_the_workflow_passes_its_linter(house: House) -> None:
         (["intervals=0"], "interval 0 is the run without checkpoints"),
         (["knobs={pccheck: {keep: 0}}"], "--config: knobs.pccheck.keep: 0"),
         (["threads=100000"], "100000 threads on"),
+        (["fig9={trace: /dev/null}"], "--config: fig9.trace: '/dev/null': /dev/null: no line `period_s SECONDS`"),
+        (["fig9={failures: 0}"], "--config: fig9.failures: 0"),
         (["fig11={sizes_mb: 1000000}"], "--config: fig11.sizes_mb: scratch "),
         (["fig14={pool_shares: 0.001}"], "--config: fig14.pool_shares"),
     ],
@@ -145,5 +150,6 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
     done = house.call("--list-target-rules", configfile=None)
     names = set(re.findall(r"^(\w+)", done.stdout, re.MULTILINE))
     wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
+    wanted |= {"fig9", "fig9_vgg16", "fig9_opt"}
     wanted |= {"paper", "fig11", "fig11_blob", "fig12", "fig12_vgg16", "fig13", "fig13_vgg16", "fig14", "fig14_vgg16"}
     assert wanted | {"test_simple"} <= names

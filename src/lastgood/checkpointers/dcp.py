@@ -121,7 +121,7 @@ class TorchDCP(DirectorySystem):
                 self._helper.close()
                 self._helper = None
             if self._stager is not None and (self._late is None or self._late.done()):
-                self._stager.close()
+                self._stager.end()
             self._stager = None
 
     def storage_facts(self) -> dict[str, Any]:
@@ -146,9 +146,11 @@ class TorchDCP(DirectorySystem):
 
 def _stager(devices: Sequence[torch.device], *, pinned: bool, shared: bool) -> Any:
     """DCP's stager, which keeps its memory from save to save, and copies all before save() goes on."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.staging import StagingOptions
 
-    return DefaultStager(
+    from lastgood.checkpointers.dcp_torch import KeptStager
+
+    return KeptStager(
         StagingOptions(
             use_pinned_memory=pinned and bool(devices),
             use_shared_memory=shared,

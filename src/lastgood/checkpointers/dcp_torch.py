@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -31,13 +32,27 @@ from lastgood.checkpointers.directories import MANIFEST, manifest_text
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.storage.files import storage_error
 
-__all__ = ["ManifestWriter", "StoredTensors", "first_cause"]
+__all__ = ["KeptStager", "ManifestWriter", "StoredTensors", "first_cause"]
 
 # Each process saves a state of its own here, and DCP's threads would say each time that this is so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class KeptStager(DefaultStager):
+    """DCP's stager, which keeps its memory from save to save, until `end`.
+
+    torch 2.11 closes the stager that it was given behind each save; the next one then fails with ``KeyError: type``.
+    """
+
+    def close(self) -> None:
+        """Called by DCP; does nothing."""
+
+    def end(self) -> None:
+        """Give the memory back."""
+        super().close()
 
 
 class _SummedFile(io.BufferedWriter):

@@ -17,11 +17,13 @@ from lastgood.cli import (
     data,
     doctor,
     export,
+    goodput,
     inspect,
     plan,
     plot,
     report,
     run,
+    trace,
     tune,
     verify,
 )
@@ -51,6 +53,8 @@ app.command()(export.export)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
+app.add_typer(goodput.app, name="goodput")
+app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:

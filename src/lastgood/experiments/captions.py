@@ -6,9 +6,10 @@ import re
 
 import pandas as pd
 
+from lastgood.experiments.style import system_label
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
-__all__ = ["persist_caption", "sweep_caption", "throughput_caption"]
+__all__ = ["goodput_caption", "persist_caption", "sweep_caption", "throughput_caption"]
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
@@ -47,6 +48,65 @@ def persist_caption(frame: pd.DataFrame) -> str:
         _revision(frame),
     ]
     return _joined_sentences(sentences)
+
+
+def goodput_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, the window and its trace, what counts, how far formula and measurement are apart, revision."""
+    first = frame.iloc[0]
+    measured = frame[frame["source"] == "measured"]
+    threads = _joined(frame["threads"])
+    iteration_s = frame["iteration_s"].dropna()
+    counts = measured.groupby(["system", "interval_steps"]).size()
+    runs = "" if counts.empty else f"{_joined_range(counts)} measured run{'' if counts.max() == 1 else 's'} a bar"
+    parts = [
+        f"{runs}; {threads} thread{'' if threads == '1' else 's'}; state {_bytes_range(frame['state_bytes'])}",
+        f"{format_seconds(float(iteration_s.median()))} per iteration without checkpoints" if len(iteration_s) else "",
+    ]
+    kills = int(first["failures"])
+    window = (
+        f"Bars: useful iterations of a training that is killed {kills} time{'' if kills == 1 else 's'} in "
+        f"{first['window_s']:.3g} s of restoring and training (process start-up stands outside), as in "
+        f"{format_seconds(float(first['window_s'] * first['compression']))} of the trace {first['trace_name']}."
+    )
+    formula = (
+        "Lines: the formula of PCcheck's artefact for the same failures and time, its terms from runs without failures."
+    )
+    set_up = f"{'; '.join(part for part in parts if part)}."
+    sources = sorted(set(frame["paper_source"].dropna()))
+    published = (
+        f"Diamond: PCcheck's published gain over another system's line here ({'; '.join(sources)})." if sources else ""
+    )
+    verdicts = [_deviations(measured), _goodput_faults(measured), _goodput_bound(frame), published]
+    return _joined_sentences([_machine(frame), set_up, window, formula, *verdicts, _revision(frame)])
+
+
+def _deviations(measured: pd.DataFrame) -> str:
+    found = measured.dropna(subset=["deviation"])
+    if found.empty:
+        return ""
+    cells = found.groupby(["system", "interval_steps"])["deviation"].median()
+    worst = max(cells, key=abs)
+    places = [str(system_label(str(system))) + f" {interval}" for system, interval in cells.index]
+    named = ", ".join(f"{place}: {value:+.0%}" for place, value in zip(places, cells, strict=True))
+    own = found["own_deviation"].dropna()
+    with_own = "" if own.empty else f", {abs(max(own, key=abs)):.0%} with a measured run's own terms (t_c, L)"
+    return f"Formula over measurement (median, by interval): {named}; at most {abs(worst):.0%} apart{with_own}."
+
+
+def _goodput_faults(measured: pd.DataFrame) -> str:
+    checked, restores = int(measured["restores_checked"].sum()), int(measured["restores"].sum())
+    if not restores:
+        return ""
+    wrong = int(measured["faults"].notna().sum())
+    verdict = f"{wrong} RUN{'' if wrong == 1 else 'S'} WITH WRONG RESTORES" if wrong else "none was wrong"
+    return f"{restores} restores; the next loss was known for {checked}; {verdict}."
+
+
+def _goodput_bound(frame: pd.DataFrame) -> str:
+    if frame["bound_iterations_per_s"].isna().all():
+        return ""
+    day = str(frame["ceilings_measured_at"].iloc[0])[:10]
+    return f"Bound: Ideal at the throughput that the ceilings of {day} allow."
 
 
 def _joined_sentences(sentences: list[str]) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.experiments.config import Config
 from lastgood.experiments.config_values import BASELINE
+from lastgood.experiments.goodput_record import GoodputSpec
+from lastgood.experiments.grid import find_root
 from lastgood.experiments.machine import machine_label
 from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.spot_trace import load_trace
 from lastgood.experiments.variants import (
     Variant,
     concurrency_variants,
+    goodput_variants,
     memory_variants,
     persist_variants,
     threads_variants,
@@ -26,14 +31,18 @@ if TYPE_CHECKING:
     from lastgood.experiments.grid import Prediction
 
 __all__ = [
+    "goodput_modelled_s",
     "modelled_s",
     "plan_concurrency",
+    "plan_goodput",
     "plan_memory",
     "plan_persist",
     "plan_simple",
     "plan_threads",
     "plan_throughput",
 ]
+
+_PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 
 
 def plan_throughput(config: Config) -> list[RunSpec]:
@@ -42,15 +51,40 @@ def plan_throughput(config: Config) -> list[RunSpec]:
     Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system; the seed makes it
     the same at each call. Repetitions are the outer loop: what is there after half the time is a whole figure.
     """
-    specs: list[RunSpec] = []
-    for repetition in range(config.repetitions):
+    return _plan_models(config, throughput_variants, config.intervals)
+
+
+def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
+    """Figure 9: runs that its formulas take their terms from (figure 8's, and more), then the measured ones.
+
+    A measured run is a run of the formulas with the failures that it lives through. All of them live through the same.
+    """
+    section = config.fig9
+    intervals = sorted({*config.intervals, *section.intervals})
+    specs: list[RunSpec | GoodputSpec] = [*_plan_models(config, goodput_variants, intervals)]
+    systems = section.systems or [system for system in config.systems if system != BASELINE]
+    path = Path(section.trace) if section.trace else find_root() / _PUBLIC_TRACE
+    trace = load_trace(path)
+    stretch = trace.stretch(section.window_s, section.failures)
+    for repetition in range(section.repetitions):
         for model in config.models:
             batch = [
-                _spec(config, found, interval, repetition)
-                for found in throughput_variants(config, model)
-                for interval in ([0] if found.system == BASELINE else config.intervals)
+                GoodputSpec(
+                    run=_spec(config, variant(config, model, system), interval, repetition),
+                    window_s=section.window_s,
+                    failures_s=list(stretch.failures_s),
+                    trace_name=path.stem,
+                    trace_sha256=trace.digest,
+                    trace_s=trace.duration_s,
+                    trace_failures=trace.failures,
+                    stretch_start_s=stretch.start_s,
+                    stretch_s=stretch.length_s,
+                )
+                for system in systems
+                for interval in section.intervals
             ]
-            specs += _shuffled(batch, f"{config.seed}/{model}/{repetition}")
+            random.Random(f"{config.seed}/fig9/{model}/{repetition}").shuffle(batch)
+            specs += batch
     return specs
 
 
@@ -91,6 +125,21 @@ def plan_simple(config: Config) -> list[RunSpec]:
     spec = _spec(config, variant(config, simple.model, simple.system), simple.interval, 0)
     steps = _whole_intervals(max(simple.iterations, config.min_checkpoints * simple.interval), simple.interval)
     return [spec.model_copy(update={"measured_steps": steps, "proof": True})]
+
+
+def _plan_models(
+    config: Config, variants: Callable[[Config, str], list[Variant]], intervals: Sequence[int]
+) -> list[RunSpec]:
+    specs: list[RunSpec] = []
+    for repetition in range(config.repetitions):
+        for model in config.models:
+            batch = [
+                _spec(config, found, interval, repetition)
+                for found in variants(config, model)
+                for interval in ([0] if found.system == BASELINE else intervals)
+            ]
+            specs += _shuffled(batch, f"{config.seed}/{model}/{repetition}")
+    return specs
 
 
 def _plan_sweep(
@@ -147,3 +196,8 @@ def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
         if prediction.state_bytes_per_s is not None:
             seconds += state_bytes / prediction.state_bytes_per_s * (2 if spec.proof else 1)
     return seconds + (prediction.proof_s if spec.proof else 0.0)
+
+
+def goodput_modelled_s(spec: GoodputSpec, prediction: Prediction) -> float:
+    """Start-up, the window, and another process for each failure and the last look."""
+    return prediction.startup_s + spec.window_s + (len(spec.failures_s) + 1) * prediction.proof_s

@@ -36,7 +36,13 @@ from lastgood.experiments.config_values import (
     with_baseline,
 )
 from lastgood.experiments.feasible import check_machine, pool_problems
-from lastgood.experiments.figure_sections import ConcurrencySection, MemorySection, PersistSection, ThreadsSection
+from lastgood.experiments.figure_sections import (
+    ConcurrencySection,
+    GoodputSection,
+    MemorySection,
+    PersistSection,
+    ThreadsSection,
+)
 from lastgood.experiments.machine import usable_cores
 from lastgood.experiments.spec import Scale
 from lastgood.workloads.base import WorkloadOptions
@@ -55,7 +61,7 @@ __all__ = [
     "show_errors",
 ]
 
-_SECTIONS = ("data", "workloads", "knobs", "simple", "fig11", "fig12", "fig13", "fig14")
+_SECTIONS = ("data", "workloads", "knobs", "simple", "fig9", "fig11", "fig12", "fig13", "fig14")
 """Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
 
 
@@ -119,6 +125,7 @@ class Config(Part):
     results_dir: FolderPath = Field(description="a folder for run records")
     figures_dir: FolderPath = Field(description="a folder for figures")
     simple: SimpleTest = Field(description="what test_simple runs")
+    fig9: GoodputSection = Field(description="what figure 9 measures")
     fig11: PersistSection = Field(description="what figure 11 measures")
     fig12: ConcurrencySection = Field(description="what figure 12 measures")
     fig13: ThreadsSection = Field(description="what figure 13 measures")
@@ -143,7 +150,8 @@ class Config(Part):
     @property
     def used_systems(self) -> list[str]:
         """Systems of the figures and of test_simple, each once."""
-        return list(dict.fromkeys([*self.systems, self.simple.system, *(self.fig11.systems or []), SWEPT]))
+        more = [*(self.fig9.systems or []), *(self.fig11.systems or [])]
+        return list(dict.fromkeys([*self.systems, self.simple.system, *more, SWEPT]))
 
     def workload_options(self, model: str) -> WorkloadOptions:
         """Validated options of `model`."""

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from lastgood.experiments.config_values import BASELINE, Count, Distinct, Interval, ModelName, Part, Split, SystemName
+from lastgood.errors import ConfigError
+from lastgood.experiments.config_values import (
+    BASELINE,
+    Count,
+    Distinct,
+    Interval,
+    ModelName,
+    Part,
+    Split,
+    SystemName,
+    UserPath,
+)
+from lastgood.experiments.spot_trace import load_trace
 
-__all__ = ["ConcurrencySection", "MemorySection", "PersistSection", "ThreadsSection"]
+__all__ = ["ConcurrencySection", "GoodputSection", "MemorySection", "PersistSection", "ThreadsSection"]
 
 
 def _no_baseline(systems: list[str] | None) -> list[str] | None:
     if systems and BASELINE in systems:
         raise ValueError(f"{BASELINE} takes no checkpoints, so there is nothing to time")
     return systems
+
+
+def _readable_trace(path: str) -> str:
+    try:
+        failures = load_trace(Path(path)).failures
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    if not failures:
+        raise ValueError("no failure in it, so there is nothing to live through")
+    return path
 
 
 _UpTo64 = Annotated[Count, Field(le=64)]
@@ -25,7 +48,25 @@ _Intervals = Annotated[
     Distinct,
     Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
 ]
+_SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
 _Model = Annotated[ModelName, Field(description="one of the models")]
+
+
+class GoodputSection(Part):
+    """Figure 9: goodput under failures. Formulas come from runs of all systems; these are the measured ones."""
+
+    trace: Annotated[UserPath, AfterValidator(_readable_trace)] | None = Field(
+        description="a trace file with a failure in it (docs/goodput.md), or null for the public one of figure 9"
+    )
+    systems: _SomeSystems | None = Field(description="a list of systems without none, or null for those of `systems`")
+    intervals: _Intervals
+    window_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        description="seconds above 0, at most 86400: restoring and training in one measured run"
+    )
+    failures: Annotated[Count, Field(le=1000)] = Field(
+        description="a whole number from 1 to 1000: kills in one measured run, at most"
+    )
+    repetitions: _Repetitions
 
 
 class PersistSection(Part):
@@ -34,9 +75,7 @@ class PersistSection(Part):
     sizes_mb: Annotated[list[Annotated[Count, Field(le=1_000_000)]], Split, Distinct, Field(min_length=1)] = Field(
         description="a list of whole numbers from 1 to 1000000: sizes of a state in units of 10**6 bytes"
     )
-    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)] | None = (
-        Field(description="a list of systems without none, or null for those of `systems`")
-    )
+    systems: _SomeSystems | None = Field(description="a list of systems without none, or null for those of `systems`")
     writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 4 in the paper")
     checkpoints: Count = Field(description="a whole number from 1: checkpoints timed in each run")
     repetitions: _Repetitions

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lastgood.errors import ConfigError
 from lastgood.experiments.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THROUGHPUT, FigureAxes
 from lastgood.experiments.cells import (
+    goodput_modelled_s,
     modelled_s,
     plan_concurrency,
+    plan_goodput,
     plan_memory,
     plan_persist,
     plan_threads,
     plan_throughput,
 )
+from lastgood.experiments.goodput_record import GoodputSpec
 from lastgood.experiments.spec import RunSpec, Scale
 from lastgood.experiments.variants import BLOB
 
@@ -141,6 +144,12 @@ _FIGURES = {
         THROUGHPUT,
         "lastgood.experiments.plot_throughput:plot_throughput",
     ),
+    "fig9": FigureKind(
+        plan_goodput,
+        lambda config: config.models,
+        "lastgood.experiments.goodput_collect:collect_goodput_files",
+        "lastgood.experiments.goodput_plot:plot_goodput",
+    ),
     "fig11": _from_runs(plan_persist, lambda _: [BLOB], PERSIST, "lastgood.experiments.plot_persist:plot_persist"),
     "fig12": _from_runs(
         plan_concurrency,
@@ -158,6 +167,9 @@ _FIGURES = {
 
 _RECORDS: dict[type, RecordKind] = {
     RunSpec: RecordKind(load="lastgood.experiments.record:load_record", modelled_s=modelled_s),
+    GoodputSpec: RecordKind(
+        load="lastgood.experiments.goodput_record:load_goodput_record", modelled_s=goodput_modelled_s
+    ),
 }
 """By the class of what was planned."""
 

@@ -24,7 +24,18 @@ from lastgood.training.loop import Segment, TrainingLoop, configure_compute
 from lastgood.workloads.base import Workload
 from lastgood.workloads.registry import build_workload, workload_options_class
 
-__all__ = ["LiveProof", "Measurement", "RestoredProof", "prove_restore", "train_and_measure"]
+__all__ = [
+    "LiveProof",
+    "Measurement",
+    "RestoredProof",
+    "build_planned",
+    "drain_checked",
+    "forget_cached_pages",
+    "make_checkpointer",
+    "prove_restore",
+    "scramble",
+    "train_and_measure",
+]
 
 _PROOF_STEPS_AFTER = 2
 """Steps trained on after the proved checkpoint, live and restored, whose losses must agree."""
@@ -73,8 +84,8 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline
     """
     configure_compute(spec.threads, deterministic=False)
     report("building the workload")
-    workload = _build(spec, data_dir)
-    checkpointer = _checkpointer(spec, checkpoints)
+    workload = build_planned(spec, data_dir)
+    checkpointer = make_checkpointer(spec, checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
     loop.heartbeat = report
     loop.start()
@@ -84,7 +95,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline
         if spec.interval_steps:
             # One untimed checkpoint: slots are written for the first time, and buffers touched.
             loop.save()
-            _drain(checkpointer)
+            drain_checked(checkpointer)
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
         before = len(checkpointer.events)
@@ -151,11 +162,11 @@ def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Repo
     """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
     configure_compute(spec.threads, deterministic=True)
     report("building the workload again")
-    workload = _build(spec, data_dir)
-    _scramble(workload)
-    checkpointer = _checkpointer(spec, checkpoints)
+    workload = build_planned(spec, data_dir)
+    scramble(workload)
+    checkpointer = make_checkpointer(spec, checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
-    _forget_cached_pages(checkpoints)
+    forget_cached_pages(checkpoints)
     report("restoring")
     started = time.perf_counter()
     step = loop.restore()
@@ -182,11 +193,12 @@ def _live_proof(loop: TrainingLoop) -> LiveProof:
     digest, step = state_digest(loop.state), loop.progress.step
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
-    _drain(loop.checkpointer)
+    drain_checked(loop.checkpointer)
     return LiveProof(step, digest, losses)
 
 
-def _build(spec: RunSpec, data_dir: Path) -> Workload:
+def build_planned(spec: RunSpec, data_dir: Path) -> Workload:
+    """The workload of `spec`, with every generator seeded."""
     options = workload_options_class(spec.workload).model_validate(spec.workload_options)
     seed_everything(spec.seed)
     data_path = Path(spec.data) if spec.data is not None else None
@@ -195,14 +207,15 @@ def _build(spec: RunSpec, data_dir: Path) -> Workload:
     )
 
 
-def _checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
+def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
+    """The system of `spec` in folder `checkpoints`; it keeps all its events."""
     kind = checkpointer_class(spec.system)
     checkpointer = kind(checkpoints, kind.Options.model_validate(spec.knobs()))
     checkpointer.events_kept = None
     return checkpointer
 
 
-def _scramble(workload: Workload) -> None:
+def scramble(workload: Workload) -> None:
     """Make every parameter and generator wrong, so that what a restore leaves out shows."""
     with torch.no_grad():
         for parameter in workload.model.parameters():
@@ -212,7 +225,8 @@ def _scramble(workload: Workload) -> None:
         next(workload.data)
 
 
-def _drain(checkpointer: Checkpointer) -> None:
+def drain_checked(checkpointer: Checkpointer) -> None:
+    """Drain, and raise CheckpointError if a checkpoint failed or is pending still."""
     checkpointer.drain()
     _refuse_failures(checkpointer.events)
     _refuse_unfinished(checkpointer)
@@ -297,7 +311,7 @@ def _peak_rss_bytes() -> int:
     raise LastgoodError("/proc/self/status holds no VmHWM; run records need a Linux kernel with /proc")
 
 
-def _forget_cached_pages(folder: Path) -> None:
+def forget_cached_pages(folder: Path) -> None:
     """Ask the kernel to drop the files from its page cache, so that a restore reads the disk."""
     for path in folder.rglob("*"):
         if path.is_file():

@@ -17,7 +17,7 @@ from lastgood.experiments.config_values import BASELINE
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import panel_letter
 
-__all__ = ["Published", "load_published", "published_slowdown"]
+__all__ = ["Published", "PublishedGain", "load_gains", "load_published", "published_slowdown"]
 
 _COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
 _KINDS = ("paper", "artefact")
@@ -36,21 +36,24 @@ class Published:
     source: str
 
 
+@dataclass(frozen=True)
+class PublishedGain:
+    """Goodput of PCcheck divided by that of `system`, as published."""
+
+    workload: str
+    system: str
+    interval_steps: int
+    gain: float
+    source: str
+
+
 def load_published(path: Path) -> list[Published]:
     """Every slowdown in the file, and those that its rates give.
 
     Left out: bounds (`qualifier` is `below`), rows without an interval, and rows of another panel than the workload's
     own, which were measured on several nodes. Raises LastgoodError, naming the file and the line.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LastgoodError(f"{path}: cannot be read: {error}") from error
-    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-    if lacking:
-        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}")
+    lines = _lines(path)
     found = []
     rates: dict[tuple[str, ...], dict[int, float]] = {}
     for number, line in enumerate(lines, start=2):
@@ -72,6 +75,34 @@ def load_published(path: Path) -> list[Published]:
                 if interval
             ]
     return found
+
+
+def load_gains(path: Path) -> list[PublishedGain]:
+    """Every gain in goodput of one model at one interval; raises as `load_published` does.
+
+    Left out: what is only said to be at most so (`qualifier` is not `equal`), and rows without an interval.
+    """
+    found = []
+    for number, line in enumerate(_lines(path), start=2):
+        if line["metric"] != "goodput_gain" or line["kind"] not in _KINDS:
+            continue
+        if line["qualifier"] == "equal" and line["interval_steps"]:
+            interval, value = _numbers(path, number, line)
+            found.append(PublishedGain(line["workload"], line["system"], interval, value, line["source"]))
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            lines = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LastgoodError(f"{path}: cannot be read: {error}") from error
+    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    if lacking:
+        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}")
+    return lines
 
 
 def _numbers(path: Path, number: int, line: dict[str, str]) -> tuple[int, float]:

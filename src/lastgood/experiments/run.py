@@ -32,13 +32,14 @@ from lastgood.locks import FileLock
 from lastgood.processes import die_with_parent
 from lastgood.workloads.registry import workload_module
 
-__all__ = ["execute"]
+__all__ = ["LOCK_WAIT_S", "SILENCE_S", "Scratch", "execute", "import_before_fork", "start_child"]
 
 Report = Callable[[str], None]
 
-_SILENCE_S = 900.0
+SILENCE_S = 900.0
 """A child that says nothing for this long is ended."""
-_LOCK_WAIT_S = 24 * 3600.0
+LOCK_WAIT_S = 24 * 3600.0
+"""How long a run waits for the machine."""
 
 
 def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeline: Path | None = None) -> RunRecord:
@@ -55,11 +56,11 @@ def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeli
             f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
         )
     lock = machine_lock()
-    lock.acquire(_LOCK_WAIT_S, on_wait=report)
+    lock.acquire(LOCK_WAIT_S, on_wait=report)
     try:
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         began = time.monotonic()
-        folder = _Scratch(scratch, spec)
+        folder = Scratch(scratch, spec)
         try:
             return _execute(spec, data_dir, folder.path, report, started_at, began, timeline)
         finally:
@@ -78,7 +79,7 @@ def _execute(
     timeline: Path | None,
 ) -> RunRecord:
     report("importing torch")
-    _import_before_fork(spec)
+    import_before_fork(spec)
     from lastgood.experiments.measure import prove_restore, train_and_measure
 
     checkpoints = folder / "checkpoints"
@@ -115,7 +116,7 @@ def _execute(
     )
 
 
-def _import_before_fork(spec: RunSpec) -> None:
+def import_before_fork(spec: RunSpec) -> None:
     """Import what both children need. numpy's OpenBLAS would start threads at import; a fork must not lose them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     importlib.import_module("torch")
@@ -135,13 +136,7 @@ def _in_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...
     Raises LastgoodError with the child's own message if it fails, its exit code if it dies, or WaitTimeout if it falls
     silent.
     """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, os.getpid(), function, arguments), name=name)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process.start()
-    theirs.close()
+    process, ours = start_child(name, function, arguments)
     try:
         return _listen(name, ours, process, report)
     finally:
@@ -151,11 +146,26 @@ def _in_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...
         ours.close()
 
 
+def start_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Connection]:
+    """Fork a child that calls `function(*arguments, report)`; returns the process and what it says.
+
+    It says ``("stage", text)`` for each report, and then ``("result", value)`` or ``("error", text)``.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, os.getpid(), function, arguments), name=name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 def _listen(name: str, pipe: Connection, process: Any, report: Report) -> Any:
     stage = "starting"
     while True:
-        if not pipe.poll(_SILENCE_S):
-            raise WaitTimeout(f"{name} said nothing for {_SILENCE_S:.0f} s while {stage}; ended it")
+        if not pipe.poll(SILENCE_S):
+            raise WaitTimeout(f"{name} said nothing for {SILENCE_S:.0f} s while {stage}; ended it")
         try:
             kind, content = pipe.recv()
         except EOFError:
@@ -187,7 +197,7 @@ def _child(pipe: Connection, parent: int, function: Callable[..., Any], argument
 # -- scratch -----------------------------------------------------------------------------------------------------------
 
 
-class _Scratch:
+class Scratch:
     """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
 
     _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")

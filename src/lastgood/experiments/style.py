@@ -37,6 +37,7 @@ _SYSTEMS = {
     "checkmate": ("Checkmate", "#009E73"),
     "flowcheck": ("FlowCheck", "#009E73"),
     "pccheck": ("PCcheck", "#0072B2"),
+    "ideal": ("Ideal", NONE_COLOUR),
 }
 """Every system that has a place of its own, in the order of bars and rows: baselines first, the papers' own last."""
 

@@ -21,6 +21,7 @@ __all__ = [
     "all_variants",
     "available",
     "concurrency_variants",
+    "goodput_variants",
     "memory_variants",
     "persist_variants",
     "pool_bytes",
@@ -60,6 +61,12 @@ def available(systems: Sequence[str]) -> list[str]:
     """Those of `systems` that can be used here; `plan.skipped_systems` says why the others cannot."""
     lacking = why_unavailable(systems)
     return [system for system in systems if system not in lacking]
+
+
+def goodput_variants(config: Config, model: str) -> list[Variant]:
+    """One panel of figure 9: those of figure 8, and what is measured under failures beside them."""
+    systems = dict.fromkeys([*config.systems, *(config.fig9.systems or [])])
+    return [variant(config, model, system) for system in systems]
 
 
 def persist_variants(config: Config) -> list[Variant]:
@@ -104,7 +111,7 @@ def pool_bytes(config: Config, share: float) -> int | None:
 def all_variants(config: Config) -> Iterator[Variant]:
     """Whatever the figures and the smoke test measure."""
     for model in config.models:
-        yield from throughput_variants(config, model)
+        yield from goodput_variants(config, model)
     yield variant(config, config.simple.model, config.simple.system)
     yield from persist_variants(config)
     yield from concurrency_variants(config)

@@ -74,6 +74,8 @@ class TrainingLoop:
         """Wait after every save until it is durable, outside the save's own stall: no two are under way."""
         self.heartbeat: Callable[[str], None] | None = None
         """Told how far a long `train` is, about once in `HEARTBEAT_S`."""
+        self.on_step: Callable[[int, torch.Tensor], None] | None = None
+        """Told the number and the loss (on the device) of each step, behind its save."""
         self.state: dict[str, Any] = {**workload.state(), "rng": RngState(), "progress": self.progress}
 
     def restore(self, step: int | None = None) -> int:
@@ -95,6 +97,8 @@ class TrainingLoop:
         told = time.monotonic()
         for number in range(1, steps + 1):
             losses.append(self._step(segment))
+            if self.on_step is not None:
+                self.on_step(self.progress.step, losses[-1])
             if self.heartbeat is not None and time.monotonic() - told > HEARTBEAT_S:
                 told = time.monotonic()
                 self.heartbeat(f"step {number} of {steps}")

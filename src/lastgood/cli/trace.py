@@ -1,0 +1,125 @@
+"""`lastgood trace`: traces of clusters whose machines come and go; make one, look at one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json, emit_table
+
+if TYPE_CHECKING:
+    from lastgood.experiments.spot_trace import SpotTrace
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Traces of clusters whose machines come and go: make one, look at one.")
+
+
+class TraceKind(str, Enum):
+    """How failures fall."""
+
+    POISSON = "poisson"
+    WEIBULL = "weibull"
+    BURSTS = "bursts"
+
+
+@app.command()
+def make(
+    kind: Annotated[TraceKind, typer.Option(help="How failures fall: one by one, ageing, or in bursts.")],
+    out: Annotated[Path, typer.Option(help="The trace file to write.")],
+    mtbf_h: Annotated[
+        float | None,
+        typer.Option(help="poisson, bursts: hours between two failures (bursts) of the cluster in the mean."),
+    ] = None,
+    shape: Annotated[
+        float | None, typer.Option(help="weibull: below 1 failures cluster, above 1 they come evenly.")
+    ] = None,
+    scale_h: Annotated[float | None, typer.Option(help="weibull: the scale in hours.")] = None,
+    burst: Annotated[float | None, typer.Option(help="bursts: machines that fail at once, in the mean.")] = None,
+    hours: Annotated[float, typer.Option(help="Length of the trace.")] = 24.0,
+    period_s: Annotated[float, typer.Option(help="Seconds between samples.")] = 63.0,
+    gpus: Annotated[int, typer.Option(help="GPUs of the full cluster; a machine has four.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
+) -> None:
+    """Make a trace by the rules of chance. The file appears whole or not at all."""
+    from lastgood.experiments import trace_make
+
+    given = {"mtbf_h": mtbf_h, "shape": shape, "scale_h": scale_h, "burst": burst}
+    makers: dict[TraceKind, tuple[Callable[..., SpotTrace], tuple[str, ...]]] = {
+        TraceKind.POISSON: (trace_make.poisson_trace, ("mtbf_h",)),
+        TraceKind.WEIBULL: (trace_make.weibull_trace, ("shape", "scale_h")),
+        TraceKind.BURSTS: (trace_make.bursts_trace, ("mtbf_h", "burst")),
+    }
+    function, needs = makers[kind]
+    _check_given(kind.value, given, needs)
+    chosen = {name: given[name] for name in needs}
+    trace = function(**chosen, hours=hours, period_s=period_s, gpus=gpus, seed=seed)
+    trace.write(out)
+    console.print(f"{out}: {len(trace.gpus)} samples, {trace.failures} failures", markup=False)
+
+
+@app.command()
+def show(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.", show_default=False)],
+    window_s: Annotated[
+        float | None, typer.Option(help="Also show the stretch that a measured run of so many seconds lives through.")
+    ] = None,
+    failures: Annotated[int, typer.Option(min=1, help="Failures of that run, at most.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")] = False,
+) -> None:
+    """Say how long a trace is, how many failures it holds, and when."""
+    from lastgood.experiments.spot_trace import load_trace
+    from lastgood.units import format_seconds
+
+    found = load_trace(trace)
+    times = found.failure_times_s()
+    facts: dict[str, object] = {
+        "samples": len(found.gpus),
+        "period_s": found.period_s,
+        "duration_s": found.duration_s,
+        "failures": found.failures,
+        "mean_between_failures_s": found.duration_s / found.failures if found.failures else None,
+        "gpus_least": min(found.gpus),
+        "gpus_most": max(found.gpus),
+        "sha256": found.digest,
+    }
+    stretch = found.stretch(window_s, failures) if window_s is not None else None
+    if stretch is not None:
+        facts |= {
+            "stretch_start_s": stretch.start_s,
+            "stretch_s": stretch.length_s,
+            "compression": stretch.factor,
+            "window_failures_s": list(stretch.failures_s),
+        }
+    if as_json:
+        emit_json({**facts, "failure_times_s": list(times)})
+        return
+    emit_table(str(trace), ("", ""), ((name, value) for name, value in facts.items()))
+    emit_table(
+        "Failures",
+        ("from", "to", "failures"),
+        (
+            (format_seconds(hour * 3600), format_seconds((hour + 1) * 3600), count)
+            for hour, count in _by_hour(times, found.duration_s)
+        ),
+    )
+
+
+def _by_hour(times: tuple[float, ...], duration_s: float) -> list[tuple[int, int]]:
+    hours = [int(time // 3600) for time in times]
+    return [(hour, hours.count(hour)) for hour in range(min(int(duration_s // 3600) + 1, 10_000)) if hour in hours]
+
+
+def _check_given(kind: str, given: dict[str, float | None], needs: tuple[str, ...]) -> None:
+    from lastgood.errors import ConfigError
+
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in needs and value is None:
+            raise ConfigError(f"--kind {kind} needs {option}")
+        if name not in needs and value is not None:
+            raise ConfigError(f"--kind {kind} does not take {option}")
