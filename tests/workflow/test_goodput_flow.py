@@ -1,4 +1,4 @@
-"""Figure 9 through Snakemake: a run under kills, its record, CSV and picture, and what one that cannot be made leaves."""
+"""Figure 9 through Snakemake: a run under kills, its record, CSV and picture, and nothing to do a second time."""
 
 from __future__ import annotations
 

@@ -169,7 +169,8 @@ def test_our_own_page_and_the_claims_are_made_of_the_figures(house: House) -> No
     assert done.returncode == 0, done.stdout
     page = (house.folder / "figures" / "report.html").read_text(encoding="utf-8")
     assert "Figure 8c: Transformer-XL" in page
-    assert page.count("data:image/svg+xml;base64,") == 1
+    # Figures 8 and 9 of one model, and 11 to 14.
+    assert page.count("data:image/svg+xml;base64,") == 6
     assert "Ceilings of testbox" in page
     assert (house.folder / "figures" / "claims.md").read_text(encoding="utf-8").count("| not testable |") > 20
     assert "Nothing to be done" in house.call("report", "claims", "--config", "models=transformer_xl").stdout
