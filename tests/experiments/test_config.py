@@ -53,7 +53,7 @@ def test_the_shipped_files_are_complete_and_valid(name: str) -> None:
 def test_the_laptop_file_is_the_planned_default() -> None:
     config = load_config(LAPTOP)
     assert config.models == ["vgg16", "bert", "transformer_xl", "opt"]
-    assert config.systems == ["none", "sync", "checkfreq", "gpm", "dcp", "gemini", "pccheck"]
+    assert config.systems == ["none", "sync", "checkfreq", "gpm", "dcp", "pccheck"]
     assert config.intervals == [1, 10, 25]
     assert config.repetitions == 2
     assert config.thread_count == 4
