@@ -264,7 +264,8 @@ def main(
                 "machine": machine_label(),
                 "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "wall_s": round(time.perf_counter() - begin, 3),
-                "where": where_run(options.directory).model_dump(),
+                # Results are published: the folder's name is enough, its place on this machine is nobody's business.
+                "where": {**where_run(options.directory).model_dump(), "scratch_path": options.directory.name},
             }
     except LastgoodError as error:
         say(f"{name}: {error}")

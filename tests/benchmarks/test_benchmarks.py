@@ -62,6 +62,7 @@ def results_of(folder: Path, done: subprocess.CompletedProcess[str], name: str) 
     assert found["format"] == 1
     assert found["machine"]
     assert found["where"]["kernel"] == os.uname().release
+    assert "/" not in found["where"]["scratch_path"]
     assert {"git_revision", "git_dirty", "versions", "scratch_filesystem"} <= found["where"].keys()
     assert found["measured_at"].endswith("+00:00")
     assert list((folder / "scratch").iterdir()) == []
