@@ -68,6 +68,10 @@ class TorchDCP(DirectorySystem):
         super()._start()
         if self.knobs.mode == "async_process":
             self._helper = _Helper()
+        elif torch.cuda.is_available():
+            # DCP's writer uses CUDA for states on the CPU too. Left to its thread, the state's list of generators would
+            # change at any moment of the first saves.
+            torch.cuda.init()
 
     def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any] | None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save

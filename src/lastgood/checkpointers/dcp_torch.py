@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -41,11 +42,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class KeptStager(DefaultStager):
-    """DCP's stager, which keeps its memory from save to save, until `end`.
-
-    torch 2.11 closes the stager that it was given behind each save; the next one then fails with ``KeyError: type``.
-    """
+class _KeptCopies(StateDictStager):
+    """The part of a stager that copies, and keeps the memory of the copies until `end`."""
 
     def close(self) -> None:
         """Called by DCP; does nothing."""
@@ -53,6 +51,27 @@ class KeptStager(DefaultStager):
     def end(self) -> None:
         """Give the memory back."""
         super().close()
+
+
+class KeptStager(DefaultStager):
+    """DCP's stager, which keeps its memory from save to save, until `end`.
+
+    torch 2.11 closes what copies behind each copy, and the stager behind each save, also one that it was given; the next
+    save then fails with ``KeyError: type``.
+    """
+
+    def __init__(self, config: StagingOptions) -> None:
+        super().__init__(config)
+        self._kept = _KeptCopies(pin_memory=config.use_pinned_memory, share_memory=config.use_shared_memory)
+        self._state_dict_stager = self._kept
+
+    def close(self) -> None:
+        """Called by DCP; does nothing."""
+
+    def end(self) -> None:
+        """Give the memory back."""
+        super().close()
+        self._kept.end()
 
 
 class _SummedFile(io.BufferedWriter):

@@ -62,6 +62,9 @@ class RngState:
         )
         # A copy: torch reads from the start of the storage, wherever in it the tensor begins.
         torch.set_rng_state(state["torch"].clone())
+        if cuda:
+            # Before CUDA is in use torch only notes the states for later, and a save until then would miss them.
+            torch.cuda.init()
         for device, generator_state in enumerate(cuda):
             torch.cuda.set_rng_state(generator_state, device)
 
