@@ -55,6 +55,29 @@ def test_batches_are_shuffled_by_the_seed_and_nothing_else() -> None:
     assert cells(first) != cells(plan_figure(configure(*entries, "seed=1"), "fig8"))
 
 
+def test_a_figure_s_runs_have_one_order_alone_and_among_those_of_all_figures() -> None:
+    config = configure("models=vgg16,bert")
+    everything = list(plan_workflow(config).specs.values())
+    for figure in ("fig8", "fig9", "fig12", "fig13"):
+        alone = [spec.record_path() for spec in plan_figure(config, figure)]
+        assert [spec.record_path() for spec in everything if spec.record_path() in alone] == alone
+
+
+def test_runs_that_are_compared_with_one_none_are_made_beside_it() -> None:
+    plan = plan_workflow(configure("models=vgg16,bert"))
+    order = list(plan.specs)
+    for repetition in range(2):
+        batch = {
+            record
+            for (figure, model), records in plan.records.items()
+            for record in records
+            if model == "vgg16" and record.endswith(f"r{repetition}.json") and figure in ("fig8", "fig12", "fig14")
+        }
+        places = [order.index(record) for record in batch]
+        between = [plan.specs[record] for record in order[min(places) : max(places) + 1]]
+        assert {(spec.workload, spec.repetition) for spec in between} == {("vgg16", repetition)}
+
+
 def test_no_two_runs_share_a_record() -> None:
     plan = plan_workflow(configure("models=vgg16,bert,opt", "intervals=1,10,50", "iterations=100"))
     count = sum(len(records) for (figure, _), records in plan.records.items() if figure == "fig8")

@@ -15,6 +15,7 @@ from matplotlib.transforms import Bbox
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments import feasible
+from lastgood.experiments.captions import persist_caption
 from lastgood.experiments.collect import collect
 from lastgood.experiments.config import Config, load_config, parse_config, parse_overrides
 from lastgood.experiments.figures import figure_kind, figure_names
@@ -481,3 +482,11 @@ def test_only_none_is_drawn_too(tmp_path: Path) -> None:
 
 def test_lines_are_told_apart_without_colour() -> None:
     assert len({style.marker for style in series_styles(5)}) == 5
+
+
+def test_the_caption_says_where_a_disk_was_faster_than_its_ceiling() -> None:
+    frame = read_tidy(ROOT / "figures" / "measured" / "amd-epyc-2c" / "fig11_blob.csv")
+    faster = frame.assign(persist_p50_s=frame["persist_bound_s"] / 1.5)
+    slower = frame.assign(persist_p50_s=frame["persist_bound_s"] * 1.5)
+    assert "Up to 1.50 times as fast" in persist_caption(faster)
+    assert "times as fast" not in persist_caption(slower)

@@ -50,14 +50,14 @@ class _KeptCopies(StateDictStager):
 
     def end(self) -> None:
         """Give the memory back."""
-        super().close()
+        super().close()  # type: ignore[no-untyped-call]
 
 
 class KeptStager(DefaultStager):
     """DCP's stager, which keeps its memory from save to save, until `end`.
 
-    torch 2.11 closes what copies behind each copy, and the stager behind each save, also one that it was given; the next
-    save then fails with ``KeyError: type``.
+    torch 2.11 closes what copies behind each copy, and the stager behind each save, also one that it was given; the
+    next save then fails with ``KeyError: type``.
     """
 
     def __init__(self, config: StagingOptions) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.experiments.config import Config
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "goodput_modelled_s",
+    "in_batches",
     "modelled_s",
     "plan_concurrency",
     "plan_goodput",
@@ -45,17 +46,43 @@ __all__ = [
 _PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 
 
-def plan_throughput(config: Config) -> list[RunSpec]:
-    """Figure 8, batch after batch. A batch is one repetition of a workload: `none` once and every system and interval.
+class _InBatches(Protocol):
+    @property
+    def workload(self) -> str: ...
 
-    Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system; the seed makes it
-    the same at each call. Repetitions are the outer loop: what is there after half the time is a whole figure.
+    @property
+    def repetition(self) -> int: ...
+
+    def record_path(self) -> PurePosixPath: ...
+
+
+_Spec = TypeVar("_Spec", bound=_InBatches)
+
+
+def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
+    """Batch after batch. A batch is one repetition of a workload: `none`, every system and interval, of all figures.
+
+    Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system, and falls on a run
+    and on the `none` that it is compared with alike. A run's place comes from the seed and its record's path alone, so
+    that the runs of one figure have the same order among those of all figures.
     """
+    batches: dict[tuple[str, int], list[_Spec]] = {}
+    for spec in specs:
+        batches.setdefault((spec.workload, spec.repetition), []).append(spec)
+
+    def place(spec: _Spec) -> bytes:
+        return hashlib.sha256(f"{seed}/{spec.record_path()}".encode()).digest()
+
+    return [spec for batch in batches.values() for spec in sorted(batch, key=place)]
+
+
+def plan_throughput(config: Config) -> list[RunSpec]:
+    """Figure 8. Repetitions are the outer loop: what is there after half the time is a whole figure."""
     return _plan_models(config, throughput_variants, config.intervals)
 
 
 def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
-    """Figure 9: runs that its formulas take their terms from (figure 8's, and more), then the measured ones.
+    """Figure 9: runs that its formulas take their terms from (figure 8's, and more), and the measured ones.
 
     A measured run is a run of the formulas with the failures that it lives through. All of them live through the same.
     """
@@ -68,7 +95,7 @@ def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
     stretch = trace.stretch(section.window_s, section.failures)
     for repetition in range(section.repetitions):
         for model in config.models:
-            batch = [
+            specs += [
                 GoodputSpec(
                     run=_spec(config, variant(config, model, system), interval, repetition),
                     window_s=section.window_s,
@@ -83,40 +110,36 @@ def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
                 for system in systems
                 for interval in section.intervals
             ]
-            random.Random(f"{config.seed}/fig9/{model}/{repetition}").shuffle(batch)
-            specs += batch
-    return specs
+    return in_batches(specs, config.seed)
 
 
 def plan_persist(config: Config) -> list[RunSpec]:
     """Figure 11: a checkpoint after every step, each durable before the next step begins; no `none`."""
     specs: list[RunSpec] = []
     for repetition in range(config.fig11.repetitions):
-        batch = []
         for found in persist_variants(config):
             spec = _spec(config, found, 1, repetition)
             changes = {"warmup_steps": 1, "measured_steps": config.fig11.checkpoints, "drain_each": True}
-            batch.append(spec.model_copy(update=changes))
-        specs += _shuffled(batch, f"{config.seed}/fig11/{repetition}")
-    return specs
+            specs.append(spec.model_copy(update=changes))
+    return in_batches(specs, config.seed)
 
 
 def plan_concurrency(config: Config) -> list[RunSpec]:
     """Figure 12: PCcheck's N at every interval, and `none`."""
     section = config.fig12
-    return _plan_sweep(config, "fig12", concurrency_variants(config), section.intervals, section.repetitions)
+    return _plan_sweep(config, concurrency_variants(config), section.intervals, section.repetitions)
 
 
 def plan_threads(config: Config) -> list[RunSpec]:
     """Figure 13: PCcheck's p at every interval, and `none`."""
     section = config.fig13
-    return _plan_sweep(config, "fig13", threads_variants(config), section.intervals, section.repetitions)
+    return _plan_sweep(config, threads_variants(config), section.intervals, section.repetitions)
 
 
 def plan_memory(config: Config) -> list[RunSpec]:
     """Figure 14: PCcheck's pool at every interval, and `none`."""
     section = config.fig14
-    return _plan_sweep(config, "fig14", memory_variants(config), section.intervals, section.repetitions)
+    return _plan_sweep(config, memory_variants(config), section.intervals, section.repetitions)
 
 
 def plan_simple(config: Config) -> list[RunSpec]:
@@ -133,29 +156,22 @@ def _plan_models(
     specs: list[RunSpec] = []
     for repetition in range(config.repetitions):
         for model in config.models:
-            batch = [
+            specs += [
                 _spec(config, found, interval, repetition)
                 for found in variants(config, model)
                 for interval in ([0] if found.system == BASELINE else intervals)
             ]
-            specs += _shuffled(batch, f"{config.seed}/{model}/{repetition}")
-    return specs
+    return in_batches(specs, config.seed)
 
 
 def _plan_sweep(
-    config: Config, figure: str, variants: Sequence[Variant], intervals: Sequence[int], repetitions: int
+    config: Config, variants: Sequence[Variant], intervals: Sequence[int], repetitions: int
 ) -> list[RunSpec]:
     specs: list[RunSpec] = []
     for repetition in range(repetitions):
-        batch = [_spec(config, variant(config, variants[0].model, BASELINE), 0, repetition)]
-        batch += [_spec(config, found, interval, repetition) for found in variants for interval in intervals]
-        specs += _shuffled(batch, f"{config.seed}/{figure}/{repetition}")
-    return specs
-
-
-def _shuffled(batch: list[RunSpec], seed: str) -> list[RunSpec]:
-    random.Random(seed).shuffle(batch)
-    return batch
+        specs.append(_spec(config, variant(config, variants[0].model, BASELINE), 0, repetition))
+        specs += [_spec(config, found, interval, repetition) for found in variants for interval in intervals]
+    return in_batches(specs, config.seed)
 
 
 def _spec(config: Config, found: Variant, interval: int, repetition: int) -> RunSpec:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.cells import plan_simple
+from lastgood.experiments.cells import in_batches, plan_simple
 from lastgood.experiments.config import Config
 from lastgood.experiments.figures import PlannedSpec, figure_kind, figure_names, load_function, record_kind
 from lastgood.experiments.grid import Grid, load_grid
@@ -78,6 +78,9 @@ def plan_workflow(config: Config) -> WorkflowPlan:
             # A run that two figures share proves its restore if one of them asks for it.
             specs[record] = known if known is not None and known.proof else spec
             records.setdefault((figure, spec.workload), []).append(record)
+    specs = {
+        str(Path(config.results_dir, spec.record_path())): spec for spec in in_batches(specs.values(), config.seed)
+    }
     priorities = {record: len(specs) - place for place, record in enumerate(specs)}
     return WorkflowPlan(specs, records, priorities)
 
