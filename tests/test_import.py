@@ -33,6 +33,7 @@ def loaded_after(statement):
         "import lastgood.cli",
         "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
         "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
+        "import lastgood.cluster.host_check, lastgood.cluster.testbed",
     ],
 )
 def test_needs_no_torch(statement):

@@ -7,6 +7,7 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpoint",
     "DataError",
+    "HostError",
     "LastgoodError",
     "LockHeld",
     "MismatchError",
@@ -32,6 +33,10 @@ class ConfigError(LastgoodError):
 
 class DataError(LastgoodError):
     """Data that a workload needs is missing or damaged: names the path and the command that makes it."""
+
+
+class HostError(LastgoodError):
+    """A host of a cluster, or of a testbed, does not do what it should: names the host, what failed, and what to do."""
 
 
 class StateError(LastgoodError):

@@ -18,11 +18,13 @@ from lastgood.cli import (
     doctor,
     export,
     goodput,
+    hosts,
     inspect,
     plan,
     plot,
     report,
     run,
+    testbed,
     trace,
     tune,
     verify,
@@ -54,6 +56,8 @@ app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
 app.add_typer(goodput.app, name="goodput")
+app.add_typer(hosts.app, name="hosts")
+app.add_typer(testbed.app, name="testbed")
 app.add_typer(trace.app, name="trace")
 
 

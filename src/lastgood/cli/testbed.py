@@ -1,0 +1,137 @@
+"""`lastgood testbed`: a cluster of namespaces inside this machine, with faults on demand (docs/multinode.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json, emit_table
+
+if TYPE_CHECKING:
+    from lastgood.cluster.testbed import Testbed
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="A cluster inside this machine: nodes with ssh that can be cut, paused and killed.", no_args_is_help=True
+)
+
+Name = Annotated[str, typer.Option("--name", help="Which testbed: up to 10 small letters and digits.")]
+Node = Annotated[str, typer.Argument(help="vm1 to vmN.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")]
+
+
+@app.command()
+def up(
+    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
+    rate: Annotated[
+        str | None, typer.Option(help="Limit of each node's link, both ways, as 1gbit; none by default.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Slots of each node in the hostfile.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Also write the hostfile here.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Folder of its keys and files; by default below /run.")] = None,
+    name: Name = "main",
+) -> None:
+    """Make a testbed, or make one that is there whole again. Needs root."""
+    from lastgood.cluster.hostfile import write_hostfile
+    from lastgood.cluster.testbed import Testbed
+
+    bed = Testbed.up(nodes, name=name, rate=rate, slots=slots, state=state)
+    if hostfile is not None:
+        write_hostfile(hostfile, bed.hostfile.hosts, f"testbed {name}")
+    place = hostfile or bed.folder / "hostfile"
+    console.print(
+        f"testbed {name}: {', '.join(bed.node_names)} on {bed.settings.subnet}; hostfile {place}", markup=False
+    )
+    console.print(f"for ssh and Lastgood: export LASTGOOD_SSH_CONFIG={bed.ssh_config}", markup=False)
+
+
+@app.command()
+def down(name: Name = "main") -> None:
+    """Kill all nodes and remove everything that the testbed made, also of one that is half made."""
+    from lastgood.cluster.testbed import Testbed
+
+    found = Testbed.remove(name)
+    console.print(f"testbed {name}: {'removed' if found else 'there is none'}", markup=False)
+
+
+@app.command()
+def status(name: Name = "main", as_json: AsJson = False) -> None:
+    """Show how each node is: up, cut, paused, killed."""
+    bed = _bed(name)
+    nodes = bed.status()
+    if as_json:
+        settings = bed.settings.model_dump(mode="json", exclude={"version", "complete"})
+        found = [{"name": n.name, "address": n.address, "state": n.state, "processes": n.processes} for n in nodes]
+        emit_json({**settings, "ssh_config": str(bed.ssh_config), "nodes": found})
+        return
+    rows = ((node.name, node.address, node.state, node.processes) for node in nodes)
+    emit_table(f"Testbed {name} ({bed.folder})", ("node", "address", "state", "processes"), rows)
+
+
+@app.command()
+def cut(node: Node, name: Name = "main") -> None:
+    """Drop all that a node sends and gets, without a word to its peers."""
+    _change(name, node, "cut", lambda bed: bed.cut(node))
+
+
+@app.command()
+def heal(node: Node, name: Name = "main") -> None:
+    """Let a node's traffic pass again."""
+    _change(name, node, "healed", lambda bed: bed.heal(node))
+
+
+@app.command()
+def pause(node: Node, name: Name = "main") -> None:
+    """Stop all processes of a node; its links stay up."""
+    _change(name, node, "paused", lambda bed: bed.pause(node))
+
+
+@app.command()
+def resume(node: Node, name: Name = "main") -> None:
+    """Let a paused node go on."""
+    _change(name, node, "goes on", lambda bed: bed.resume(node))
+
+
+@app.command()
+def kill(node: Node, name: Name = "main") -> None:
+    """Lose a node, with its memory and its network; its peers hear nothing."""
+    _change(name, node, "killed", lambda bed: bed.kill(node))
+
+
+@app.command()
+def restart(node: Node, name: Name = "main") -> None:
+    """Bring a node up anew, as after a loss; what still runs in it is killed before."""
+    _change(name, node, "up again", lambda bed: bed.restart(node))
+
+
+@app.command("exec", context_settings={"ignore_unknown_options": True})
+def execute(
+    node: Node,
+    command: Annotated[list[str], typer.Argument(help="The command, after --.")],
+    name: Name = "main",
+) -> None:
+    """Run a command on a node by ssh; exits with its exit code, 255 where ssh fails."""
+    bed = _bed(name)
+    address = bed.address(node)
+    words = bed.remote().command(address, command)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        words[words.index("-T")] = "-t"
+    sys.stdout.flush()
+    os.execv(words[0], words)
+
+
+def _bed(name: str) -> Testbed:
+    from lastgood.cluster.testbed import Testbed
+
+    return Testbed.load(name)
+
+
+def _change(name: str, node: str, done: str, act: Callable[[Testbed], None]) -> None:
+    act(_bed(name))
+    console.print(f"testbed {name}: {node} {done}", markup=False)

@@ -1,0 +1,1 @@
+"""Several hosts: hostfiles, commands over SSH, checks of hosts, and a testbed of hosts inside one machine. No torch."""

@@ -1,0 +1,206 @@
+"""Where a testbed keeps what it knows of itself, and how it is named.
+
+All of it ends with the machine's uptime, as network namespaces do, so it is under /run: `RUN`/NAME, or another folder
+that `RUN`/NAME.where names. Everything that a testbed makes in the kernel begins with ``lgtb-NAME``; that is how it is
+found again when the process that made it was killed at any point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lastgood.errors import ConfigError
+from lastgood.locks import FileLock
+from lastgood.storage.files import storage_error, write_atomically
+
+__all__ = [
+    "MAX_NODES",
+    "PREFIX",
+    "RUN",
+    "BedState",
+    "bed_names",
+    "beds_lock",
+    "check_bed_name",
+    "choose_subnet",
+    "forget",
+    "load_state",
+    "parse_rate",
+    "prepare_folder",
+    "save_state",
+    "state_folder",
+]
+
+PREFIX = "lgtb-"
+RUN = Path("/run/lastgood/testbed")
+MAX_NODES = 64
+_NAME = re.compile(r"[a-z][a-z0-9]{0,9}")
+"""A network interface has up to 15 characters, the prefix takes five."""
+_FOLDER = re.compile(r"/[A-Za-z0-9_./+@=,-]{0,255}")
+"""ssh's configuration files have their own ideas of blanks, quotes and percent signs."""
+_STATE_FILE = "testbed.json"
+_MAX_STATE_BYTES = 64 << 10
+_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(kbit|mbit|gbit)")
+_RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_CANDIDATES = [f"{first}.{third}.0/24" for first in ("10.219", "172.30", "192.168") for third in range(1, 251)]
+
+
+class BedState(BaseModel):
+    """A testbed's own record. `complete` is written last: without it, whoever made the testbed was ended meanwhile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = Field(default=1, ge=1, le=1)
+    name: str
+    nodes: int = Field(ge=1, le=MAX_NODES)
+    slots: int = Field(ge=1)
+    rate_bits_per_s: int | None
+    subnet: ipaddress.IPv4Network
+    complete: bool = False
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """vm1 to vmN."""
+        return tuple(f"vm{number}" for number in range(1, self.nodes + 1))
+
+    def address(self, node: str) -> str:
+        """The address of a node."""
+        return str(self.subnet[int(node.removeprefix("vm"))])
+
+    @property
+    def host_address(self) -> str:
+        """The address of the machine itself on the testbed's network."""
+        return str(self.subnet[254])
+
+
+def check_bed_name(name: str) -> None:
+    """Raise ConfigError for a name that cannot be a testbed's."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"not a testbed's name: {name[:80]!r}; give up to 10 small letters and digits, a letter first"
+        )
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of ``100mbit``, ``2.5gbit``: 1 Mbit/s to 100 Gbit/s. Raises ConfigError."""
+    found = _RATE.fullmatch(text.strip().lower())
+    rate = round(float(found[1]) * _RATE_UNITS[found[2]]) if found else 0
+    if not 10**6 <= rate <= 10**11:
+        raise ConfigError(f"not a rate: {text[:80]!r}; write it as in 100mbit or 2.5gbit, from 1mbit to 100gbit")
+    return rate
+
+
+def beds_lock() -> FileLock:
+    """One change to this machine's testbeds at a time: two at once could choose one subnet."""
+    return FileLock(RUN / "lock", "this machine's testbeds", shared_with_forks=False)
+
+
+def bed_names() -> list[str]:
+    """Testbeds that have a record, or left one."""
+    return sorted(path.stem for path in RUN.glob("*.where"))
+
+
+def state_folder(name: str) -> Path | None:
+    """The folder of a testbed that exists, or of which something may be left; None if nothing is known of it."""
+    try:
+        folder = Path(os.fsdecode(_where(name).read_bytes()[:4096]))
+    except FileNotFoundError:
+        return None
+    return folder if folder.is_absolute() else None
+
+
+def prepare_folder(name: str, folder: Path | None) -> Path:
+    """Note where the testbed's folder is, and make it.
+
+    Raises ConfigError for a folder that holds anything but an old testbed: it is removed at the end.
+    """
+    chosen = (folder or RUN / name).absolute()
+    if not _FOLDER.fullmatch(str(chosen)):
+        raise ConfigError(f"--state {chosen}: ssh cannot use such a path; letters, digits and ._/+@=,- are fine")
+    if chosen.exists() and not _is_ours(chosen) and (not chosen.is_dir() or any(chosen.iterdir())):
+        raise ConfigError(f"--state {chosen}: there is something else; name a new folder, since `down` removes it")
+    try:
+        RUN.mkdir(parents=True, exist_ok=True)
+        # First, so that `down` finds the folder whatever happens from here on.
+        write_atomically(_where(name), os.fsencode(chosen))
+        if _is_ours(chosen):
+            shutil.rmtree(chosen)
+        chosen.mkdir(parents=True, exist_ok=True)
+        # Ours from here on, whatever is half written in it later.
+        (chosen / _STATE_FILE).touch()
+        chosen.chmod(0o700)
+    except OSError as error:
+        raise storage_error(error, chosen, "making the testbed's folder") from error
+    return chosen
+
+
+def save_state(folder: Path, state: BedState) -> None:
+    """Write the record, whole or not at all. Raises StorageError."""
+    path = folder / _STATE_FILE
+    try:
+        write_atomically(path, state.model_dump_json(indent=1).encode() + b"\n")
+    except OSError as error:
+        raise storage_error(error, path, "writing the testbed's record") from error
+
+
+def load_state(name: str) -> tuple[Path, BedState] | None:
+    """The folder and record of a testbed; None without one, or with one that cannot be read (`down` removes both)."""
+    folder = state_folder(name)
+    if folder is None:
+        return None
+    try:
+        with (folder / _STATE_FILE).open("rb") as file:
+            state = BedState.model_validate(json.loads(file.read(_MAX_STATE_BYTES)))
+    except (OSError, ValueError, RecursionError):  # a ValidationError is a ValueError
+        return None
+    return (folder, state) if state.name == name else None
+
+
+def forget(name: str) -> None:
+    """Remove a testbed's folder and the note of it. Raises StorageError."""
+    folder = state_folder(name)
+    try:
+        if folder is not None and _is_ours(folder):
+            shutil.rmtree(folder)
+        elif folder is not None:
+            # Made, and its maker was ended before it put anything in. Anything else in it is not ours.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        # With what a kill left of its writing.
+        for note in RUN.glob(f"{name}.where*"):
+            note.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(error, folder or RUN, "removing the testbed's folder") from error
+
+
+def choose_subnet(routed: list[str]) -> ipaddress.IPv4Network:
+    """A private /24 that overlaps none of the destinations that this machine routes (the default one does not count).
+
+    Raises ConfigError where all are taken.
+    """
+    taken: list[ipaddress.IPv4Network] = []
+    for text in routed:
+        with contextlib.suppress(ValueError):
+            network = ipaddress.ip_network(text, strict=False)
+            if isinstance(network, ipaddress.IPv4Network) and network.prefixlen > 0:
+                taken.append(network)
+    for candidate in map(ipaddress.IPv4Network, _CANDIDATES):
+        if not any(candidate.overlaps(network) for network in taken):
+            return candidate
+    raise ConfigError("every private network that a testbed would take is routed on this machine; see `ip route`")
+
+
+def _where(name: str) -> Path:
+    check_bed_name(name)
+    return RUN / f"{name}.where"
+
+
+def _is_ours(folder: Path) -> bool:
+    return (folder / _STATE_FILE).is_file()

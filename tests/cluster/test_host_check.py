@@ -1,0 +1,264 @@
+"""What answers of hosts mean, who meets whom, and the agent as a process of its own. Real hosts: tests/multinode."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgood.cluster import host_agent
+from lastgood.cluster.host_check import (
+    CheckOptions,
+    CheckReport,
+    ClockReading,
+    Finding,
+    HostFacts,
+    Rate,
+    judge,
+    pairings,
+    read_clock,
+)
+from lastgood.cluster.hostfile import Host, Hostfile
+from lastgood.errors import ConfigError
+
+HOSTS = Hostfile((Host("a", 1), Host("b", 1)))
+GIB = 1 << 30
+RIGHT = ClockReading(0.001, 0.001)
+
+
+def facts(**changed: Any) -> HostFacts:
+    values = {
+        "hostname": "a",
+        "python": "3.11.2",
+        "executable": "/usr/bin/python3",
+        "torch": "2.14.1",
+        "lastgood": "0.1.0",
+        "code": "c0de",
+        "revision": "1234",
+        "dirty": False,
+        "folder": "/root",
+        "free_bytes": 100 * GIB,
+        "gpus": [],
+        "busy_ports": [],
+    }
+    return HostFacts.model_validate({**values, **changed})
+
+
+def findings(
+    hostfile: Hostfile = HOSTS,
+    a: HostFacts | None = None,
+    b: HostFacts | None = None,
+    clock_b: ClockReading = RIGHT,
+    rates: tuple[Rate, ...] = (),
+    failures: dict[str, str] | None = None,
+    **options: Any,
+) -> list[Finding]:
+    known = {"a": a or facts(), "b": b or facts(hostname="b")}
+    for name in failures or {}:
+        del known[name]
+    clocks = {"a": ClockReading(0.0, 0.001), "b": clock_b}
+    report = CheckReport(hostfile.names, known, {name: clocks[name] for name in known}, rates)
+    return judge(hostfile, report, failures or {}, "c0de", CheckOptions(**options))
+
+
+def test_hosts_that_are_well() -> None:
+    assert findings(rates=(Rate("a", "b", 1e8), Rate("b", "a", 1e8))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "found"),
+    [
+        ({"b": facts(code="0ther", revision="5678" * 10)}, "lastgood", "revision 567856785678"),
+        ({"b": facts(code="0ther", dirty=True)}, "lastgood", "with changes"),
+        ({"b": facts(lastgood=None, code=None)}, "lastgood", "not installed"),
+        ({"b": facts(python="3.12.1")}, "Python", "3.12.1, and 3.11.2"),
+        ({"b": facts(torch=None)}, "torch", "not installed"),
+        ({"b": facts(torch="2.11")}, "torch", "2.11, and 2.14.1"),
+        ({"b": facts(free_bytes=GIB)}, "disk", "1 GiB free"),
+        ({"b": facts(free_bytes=None)}, "disk", "no folder /root"),
+        ({"b": facts(busy_ports=[29501])}, "ports", "29501"),
+        ({"a": facts(gpus=["H200"])}, "GPUs", "0 GPUs, 1 slots"),
+        ({"clock_b": ClockReading(-0.3, 0.01)}, "clock", "-300.0 ms"),
+        ({"clock_b": ClockReading(0.3, 0.01)}, "clock", "+300.0 ms"),
+        ({"rates": (Rate("b", "a", None, "b: no way"),)}, "network to a", "no way"),
+        ({"rates": (Rate("b", "a", 1e6),), "min_bytes_per_s": 1e7}, "network to a", "KiB/s"),
+        ({"failures": {"b": "b: refuses this key; copy it there"}}, "ssh", "refuses this key"),
+    ],
+)
+def test_each_fault_is_found_on_its_host_alone(changed: dict[str, Any], what: str, found: str) -> None:
+    (finding,) = findings(**changed)
+    assert (finding.verdict, finding.host, finding.what) == ("fault", "b", what)
+    assert found in finding.found
+    assert finding.to_do
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"clock_b": ClockReading(0.0, 0.2)}, "clock"),
+        ({"b": facts(gpus=["H200"] * 2), "a": facts(gpus=["H200"])}, "GPUs"),
+        ({"rates": (Rate("a", "b", 1e9), Rate("b", "a", 1e8), Rate("a", "b", 1e9))}, "network to a"),
+    ],
+)
+def test_what_is_odd_but_works_is_a_warning(changed: dict[str, Any], what: str) -> None:
+    (finding,) = findings(**changed)
+    assert (finding.verdict, finding.host, finding.what) == ("warning", "b", what)
+
+
+def test_patch_versions_of_python_may_differ() -> None:
+    assert findings(b=facts(python="3.11.9")) == []
+
+
+class Clock:
+    """A conversation with a clock of its own, behind a line of known delays each way."""
+
+    def __init__(self, ahead_s: float, delays: list[tuple[float, float]]) -> None:
+        self._ahead_s, self._delays = ahead_s, iter(delays)
+
+    def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        there, back = next(self._delays)
+        time.sleep(there)
+        answer = {"time_s": time.time() + self._ahead_s}
+        time.sleep(back)
+        return answer
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 5.0, -5.0])
+def test_a_clock_is_read_as_well_as_the_best_round_trip_allows(ahead_s: float) -> None:
+    # Slow and lopsided readings, and fast ones, of which one must win and be taken at its middle.
+    delays = [(0.08, 0.0), (0.0, 0.08)] + [(0.015, 0.015)] * 6
+    reading = read_clock(Clock(ahead_s, delays))  # type: ignore[arg-type]
+    assert 0.015 <= reading.error_s < 0.04
+    assert abs(reading.skew_s - ahead_s) < reading.error_s / 2
+
+
+@given(st.integers(2, 40))
+def test_all_pairs_meet_once_and_nobody_is_in_two_transfers(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    rounds = list(pairings(names))
+    for pairs in rounds:
+        busy = [name for pair in pairs for name in pair]
+        assert len(busy) == len(set(busy))
+    met = sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs)
+    assert met == sorted(tuple(sorted(pair)) for pair in itertools.combinations(names, 2))
+    assert len(rounds) == (count - 1 if count % 2 == 0 else count)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"ports": (0, 5)},
+        {"ports": (9, 5)},
+        {"ports": (1, 65535)},
+        {"transfer_s": 99.0},
+        {"clock_limit_s": float("nan")},
+    ],
+)
+def test_options_are_bounded(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CheckOptions(**bad)
+
+
+# -- the agent ---------------------------------------------------------------------------------------------------------
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def agents() -> Iterator[Callable[[], Ask]]:
+    """Starts agents as they run on hosts: from their source as an argument, questions on standard input."""
+    source = Path(host_agent.__file__).read_text()
+    started = []
+
+    def start() -> Ask:
+        process = subprocess.Popen(
+            [sys.executable, "-c", source, "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+
+        def ask(**question: Any) -> dict[str, Any]:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        return ask
+
+    yield start
+    for process in started:
+        process.communicate(timeout=20)
+        assert process.returncode == 0, "the end of its input ends it"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_an_agent_tells_of_versions_disk_and_taken_ports(agents: Callable[[], Ask], tmp_path: Path) -> None:
+    ask = agents()
+    with socket.create_server(("", 0)) as taken:
+        busy = taken.getsockname()[1]
+        answer = ask(do="facts", folder=str(tmp_path), ports=[busy, free_port()])
+    found = HostFacts.model_validate(answer)
+    assert found.busy_ports == [busy]
+    assert found.free_bytes is not None and found.free_bytes > 0
+    assert found.code == host_agent.lastgood_facts()["code"]
+    assert found.executable == sys.executable
+    assert found.torch is not None
+    assert ask(do="facts", folder=str(tmp_path / "none"), ports=[])["free_bytes"] is None
+
+
+def test_another_code_is_another_digest(tmp_path: Path) -> None:
+    program = f"import json, runpy; print(json.dumps(runpy.run_path({host_agent.__file__!r})['lastgood_facts']()))"
+
+    def digest(where: Path | None) -> str:
+        # A Python that has no Lastgood of its own, and finds the one in `where`.
+        environment = {} if where is None else {"PYTHONPATH": str(where)}
+        python = sys._base_executable  # type: ignore[attr-defined]
+        done = subprocess.run([python, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)["code"]
+
+    for name in ("one", "two"):
+        (tmp_path / name / "lastgood").mkdir(parents=True)
+        (tmp_path / name / "lastgood" / "__init__.py").write_text("x = 1\n")
+        (tmp_path / name / "lastgood" / "part.py").write_text("y = 2\n")
+    assert digest(None) is None
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
+    (tmp_path / "two" / "lastgood" / "part.py").write_text("y = 3\n")
+    assert digest(tmp_path / "one") != digest(tmp_path / "two")
+
+
+def test_agents_send_each_other_bounded_bytes(agents: Callable[[], Ask]) -> None:
+    sender, receiver = agents(), agents()
+    port = free_port()
+    listen = {"do": "listen", "ports": [port], "token": "ab" * 16, "seconds": 5}
+    assert receiver(**listen) == {"port": port}
+    answer = sender(do="send", host="127.0.0.1", port=port, token="ab" * 16, bytes=3 << 20, seconds=5)
+    assert answer["bytes"] == 3 << 20
+    assert answer["seconds"] > 0
+
+
+def test_a_stranger_gets_nothing_and_takes_no_ones_place(agents: Callable[[], Ask]) -> None:
+    sender, receiver = agents(), agents()
+    port = receiver(do="listen", ports=[free_port()], token="ab" * 16, seconds=5)["port"]
+    send = {"do": "send", "host": "127.0.0.1", "port": port, "bytes": 1 << 20, "seconds": 5}
+    assert "error" in sender(**send, token="cd" * 16)
+    assert sender(**send, token="ab" * 16)["bytes"] == 1 << 20
+
+
+@pytest.mark.parametrize("question", [{"do": "dance"}, {"do": "send"}, {"do": "facts", "folder": 3, "ports": []}, {}])
+def test_a_bad_question_is_an_error_and_not_the_end(agents: Callable[[], Ask], question: dict[str, Any]) -> None:
+    ask = agents()
+    assert "error" in ask(**question)
+    assert abs(ask(do="time")["time_s"] - time.time()) < 60
