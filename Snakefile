@@ -21,6 +21,7 @@ include: "workflow/rules/goodput.smk"
 include: "workflow/rules/collect.smk"
 include: "workflow/rules/plot.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/provision.smk"
 
 
 # Snakemake takes the default target from this file only, never from an included one.

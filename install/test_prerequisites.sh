@@ -8,8 +8,9 @@ say() { printf 'test_prerequisites.sh: %s\n' "$*"; }
 
 # A line each: the program that a test looks for, its package, the tests.
 needs='
-sshd openssh-server tests/multinode
+sshd openssh-server tests/multinode, tests/cluster/provision
 ip iproute2 tests/multinode
+shellcheck shellcheck tests/test_install_preq_at_vm.py
 '
 
 PATH=$PATH:/usr/sbin:/sbin

@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash install.sh
+.venv/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r tests/requirements.txt
 exec .venv/bin/python -m pytest "$@"

@@ -13,6 +13,7 @@ __all__ = [
     "MismatchError",
     "NoCheckpoint",
     "NoGoodCheckpoint",
+    "ProvisionError",
     "StateError",
     "StorageError",
     "WaitTimeout",
@@ -60,6 +61,10 @@ class NoCheckpoint(CheckpointError):
 
 class NoGoodCheckpoint(CheckpointError):
     """There are whole checkpoints, and none may be restored: judged bad, or training failed from them too often."""
+
+
+class ProvisionError(LastgoodError):
+    """A cloud, Ansible or a host refused a provisioning: names where, what is left there, and how to go on or undo."""
 
 
 class CorruptCheckpoint(CheckpointError):

@@ -117,6 +117,13 @@ def used_data_kinds():
     return sorted(kind for kind in kinds if kind is not None)
 
 
+def configured_hostfile():
+    """The hostfile of the configuration. Refuses a configuration without one."""
+    if CONFIG.hostfile is None:
+        raise WorkflowError("provision needs hosts: snakemake provision --config hostfile=FILE (a DeepSpeed hostfile)")
+    return CONFIG.hostfile
+
+
 def native_sources():
     """Files that the native extension is built from."""
     return sorted(str(path) for path in Path(workflow.basedir, "native").rglob("*") if path.is_file())

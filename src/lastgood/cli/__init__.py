@@ -22,6 +22,7 @@ from lastgood.cli import (
     inspect,
     plan,
     plot,
+    provision,
     report,
     run,
     testbed,
@@ -58,6 +59,7 @@ app.add_typer(data.app, name="data", help="Small real data for the workloads: li
 app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
+app.add_typer(provision.app, name="provision")
 app.add_typer(trace.app, name="trace")
 
 

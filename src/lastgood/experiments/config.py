@@ -124,6 +124,9 @@ class Config(Part):
     knobs: dict[SystemName, dict[str, Any]] = Field(description="options by system")
     results_dir: FolderPath = Field(description="a folder for run records")
     figures_dir: FolderPath = Field(description="a folder for figures")
+    hostfile: UserPath | None = Field(
+        default=None, description="a DeepSpeed hostfile, as `snakemake provision` needs it, or null"
+    )
     simple: SimpleTest = Field(description="what test_simple runs")
     fig9: GoodputSection = Field(description="what figure 9 measures")
     fig11: PersistSection = Field(description="what figure 11 measures")

@@ -6,9 +6,11 @@ Only what is certain to fail is refused: every estimate here is a lower bound.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.registry import why_unavailable
+from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
 from lastgood.experiments.config_values import SWEPT
 from lastgood.experiments.machine import (
@@ -52,6 +54,11 @@ def check_machine(config: Config, sources: Sources) -> None:
     problems += _memory_problems(config, sources, devices)
     for system, reason in why_unavailable([config.simple.system]).items():
         problems.append(sources.problem(("simple", "system"), f"{system!r} cannot run here: {reason}"))
+    if config.hostfile is not None:
+        try:
+            read_hostfile(Path(config.hostfile))
+        except ConfigError as error:
+            problems.append(sources.problem(("hostfile",), str(error)))
     if problems:
         raise ConfigError("\n".join(problems))
 

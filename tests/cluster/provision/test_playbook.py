@@ -1,0 +1,248 @@
+"""`lastgood provision run` for real: Ansible, an sshd of its own on loopback, this machine as the host.
+
+The checkout that is provisioned is a small git repository with this one's install/ folder; its install.sh is a stand-in
+that makes .venv/bin/python, but for the slow test, which installs Lastgood itself. The prerequisites only print.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lastgood.processes import die_with_parent
+from tests.cluster.provision.git_helper import git
+
+ROOT = Path(__file__).resolve().parents[3]
+INSTALL = """#!/usr/bin/env bash
+set -eu
+cd "$(dirname "$0")"
+[ ! -x .venv/bin/python ] || { echo "== already installed in .venv"; exit 0; }
+mkdir -p .venv/bin
+ln -s "$(command -v "$PYTHON")" .venv/bin/python
+"""
+
+pytestmark = pytest.mark.root
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Sshd:
+    """An sshd with keys of its own, and the ssh configuration that leads to it as `node`; `dead` leads nowhere."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        program = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+        if os.geteuid() != 0:
+            pytest.skip("needs root: an sshd logs its users in")
+        if program is None or shutil.which("ssh-keygen") is None:
+            pytest.skip("there is no sshd (Debian: openssh-server)")
+        for name in ("host_key", "key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+            subprocess.run(command, check=True, timeout=60)
+        self.port, dead = free_port(), free_port()
+        (folder / "sshd_config").write_text(
+            f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {folder}/host_key\nPidFile none\nUsePAM no\n"
+            "StrictModes no\n"
+            f"AuthorizedKeysFile {folder}/key.pub\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+        )
+        host_key = (folder / "host_key.pub").read_text().strip()
+        (folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {host_key}\n")
+        common = (
+            f"HostName 127.0.0.1\nUser root\nIdentityFile {folder}/key\nIdentitiesOnly yes\nStrictHostKeyChecking yes\n"
+        )
+        common += f"UserKnownHostsFile {folder}/known_hosts\n"
+        self.config = folder / "ssh_config"
+        self.config.write_text(f"Host node\nPort {self.port}\n{common}Host dead\nPort {dead}\n{common}")
+        # Debian's package makes it as well; it stays, since another sshd may have found it by now.
+        Path("/run/sshd").mkdir(exist_ok=True)
+        parent = os.getpid()
+        self._log = (folder / "sshd.log").open("w")
+        self._process = subprocess.Popen(
+            [program, "-D", "-e", "-f", folder / "sshd_config"],
+            stdin=subprocess.DEVNULL,
+            stderr=self._log,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        self._wait()
+
+    def _wait(self):
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                assert self._process.poll() is None, (self.folder / "sshd.log").read_text()
+                assert time.monotonic() < deadline, "sshd does not listen"
+                time.sleep(0.05)
+            else:
+                return
+
+    def end(self):
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    server = Sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    server.end()
+
+
+@pytest.fixture(autouse=True)
+def needs_ansible():
+    if not Path(sys.executable).with_name("ansible-playbook").is_file() and shutil.which("ansible-playbook") is None:
+        pytest.skip("ansible-core is not installed")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / "install", folder / "install", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation" / "README.md").write_text("nothing\n")
+    (folder / "Snakefile").write_text("# nothing\n")
+    (folder / ".gitignore").write_text("/.venv/\n/logs/\n")
+    (folder / "install.sh").write_text(INSTALL)
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "first")
+    return folder
+
+
+class Provision:
+    """Calls of `lastgood provision run` in a checkout."""
+
+    def __init__(self, sshd, checkout, folder):
+        self.sshd, self.checkout, self.folder = sshd, checkout, folder
+        self.target = folder / "target"
+
+    def __call__(self, *arguments, hosts=("node",), prerequisites="dry-run"):
+        hostfile = self.folder / "hosts"
+        hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
+        command = [
+            sys.executable,
+            "-c",
+            "from lastgood.cli import main; main()",
+            "provision",
+            "run",
+            hostfile,
+            "--json",
+        ]
+        command += ["--ssh-config", self.sshd.config, "--target", self.target, "--prerequisites", prerequisites]
+        done = subprocess.run(
+            [*map(str, command), "--no-gpu", "--timeout-s", "240", *arguments],
+            cwd=self.checkout,
+            env={**os.environ, "ANSIBLE_HOME": str(self.folder / "ansible"), "ANSIBLE_NOCOLOR": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        reports = {report["host"]: report for report in json.loads(done.stdout)} if done.stdout else {}
+        return done, reports
+
+
+@pytest.fixture
+def provision(sshd, checkout, tmp_path):
+    return Provision(sshd, checkout, tmp_path)
+
+
+def test_a_host_is_brought_to_the_revision_and_the_second_call_changes_nothing(provision, checkout):
+    done, reports = provision(hosts=("node", "dead"))
+    assert done.returncode == 1, done.stderr
+    assert "1 of 2 hosts failed; mend that and call again:\n  dead: " in done.stderr
+    assert reports["dead"]["unreachable"] and reports["dead"]["facts"] is None
+    found = reports["node"]
+    assert found["failure"] is None and found["changed"] > 0, done.stderr
+    head = git(checkout, "rev-parse", "HEAD")
+    facts = found["facts"]
+    assert facts["revision"] == head == git(provision.target, "rev-parse", "HEAD")
+    assert facts["kernel"] == platform.release() and facts["cores"] == len(os.sched_getaffinity(0))
+    assert facts["memory_bytes"] > 0 and facts["disk_free_bytes"] > 0
+    assert facts["python"].startswith("3.") and facts["torch"] is None
+    assert json.loads((checkout / "logs/provision/node.json").read_text()) == found
+
+    done, reports = provision()
+    assert done.returncode == 0, done.stderr
+    assert reports["node"]["changed"] == 0, done.stderr
+    assert reports["node"]["facts"]["revision"] == head
+    assert not list(provision.target.parent.glob("target.provision/*.bundle"))
+
+
+@pytest.mark.slow
+def test_a_check_changes_nothing_and_says_what_would_change(provision):
+    done, reports = provision("--check")
+    assert done.returncode == 0, done.stderr
+    assert reports["node"]["changed"] > 0 and reports["node"]["facts"]["revision"] is None
+    assert not provision.target.exists()
+    assert provision()[1]["node"]["changed"] > 0
+    assert provision("--check")[1]["node"]["changed"] == 0
+
+
+@pytest.mark.slow
+def test_changes_are_carried_when_asked_for_and_never_overwritten_on_a_host(provision, checkout):
+    (checkout / "evaluation" / "README.md").write_text("changed\n")
+    done, _ = provision()
+    assert done.returncode == 2
+    assert "1 files differ from the commit" in done.stderr
+    done, _ = provision("--carry-changes")
+    assert done.returncode == 0, done.stderr
+    assert (provision.target / "evaluation" / "README.md").read_text() == "changed\n"
+    assert provision("--carry-changes")[1]["node"]["changed"] == 0
+    (provision.target / "Snakefile").write_text("# the host's own\n")
+    (checkout / "evaluation" / "README.md").write_text("changed again\n")
+    done, reports = provision("--carry-changes")
+    assert done.returncode == 1
+    assert "has changes of its own" in reports["node"]["failure"] and "Snakefile" in reports["node"]["failure"]
+    assert (provision.target / "Snakefile").read_text() == "# the host's own\n"
+
+
+@pytest.mark.slow
+def test_a_failing_installation_is_told_with_its_words(provision, checkout):
+    (checkout / "install.sh").write_text("echo no room here >&2; exit 7\n")
+    git(checkout, "commit", "--quiet", "-am", "broken")
+    done, reports = provision()
+    assert done.returncode == 1
+    assert "Run install.sh" in reports["node"]["failure"] and "no room here" in reports["node"]["failure"]
+    assert "node: Run install.sh" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_lastgood_itself_is_installed(sshd, tmp_path):
+    """The whole way: this very checkout, its own install.sh, into an empty folder."""
+    provision = Provision(sshd, ROOT, tmp_path)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node slots=1\n")
+    command = [
+        sys.executable,
+        "-c",
+        "from lastgood.cli import main; main()",
+        "provision",
+        "run",
+        str(hostfile),
+        "--json",
+    ]
+    command += ["--ssh-config", str(sshd.config), "--target", str(provision.target), "--prerequisites", "skip"]
+    command += ["--carry-changes", "--facts-dir", str(tmp_path / "facts"), "--timeout-s", "1500"]
+    environment = {**os.environ, "ANSIBLE_HOME": str(tmp_path / "ansible")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1600)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert found["facts"]["torch"] and found["changed"] > 0
+    doctor = [provision.target / ".venv" / "bin" / "lastgood", "plan", "fig8"]
+    assert subprocess.run(doctor, cwd=provision.target, capture_output=True, timeout=120).returncode == 0
