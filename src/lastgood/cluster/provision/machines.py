@@ -10,7 +10,7 @@ from lastgood.errors import ConfigError
 __all__ = ["MACHINE_TYPES", "PRICES_OF", "MachineType", "Price", "guard_price", "price_order"]
 
 PRICES_OF = "mid-2025"
-"""When the list prices below held, roughly. They are on-demand prices of a cheap US region, from memory, rounded and not
+"""When the list prices below held, roughly. They are on-demand prices of a cheap US region, from memory, rounded, not
 checked against the clouds' pages: good enough to stop a costly mistake, not to plan a budget."""
 
 _HOURS_OF_A_MONTH = 730
