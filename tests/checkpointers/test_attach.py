@@ -372,18 +372,18 @@ def test_a_chosen_step_and_what_cannot_be_resumed(tmp_path):
 
 def test_another_world_is_refused_with_both_sides(tmp_path):
     model = torch.nn.Linear(2, 2)
-    first = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4)
+    first = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4, control="off")
     first.attach(model=model)
     first.step()
     first.close()
     for kind in ({}, {"rank": 1, "world_size": 2}, {"rank": 0, "world_size": 4}):
-        other = PCcheck(tmp_path, interval_steps=1, **kind)
+        other = PCcheck(tmp_path, interval_steps=1, control="off", **kind)
         words = rf"rank 1 of 4.*rank {kind.get('rank', 0)} of {kind.get('world_size', 1)}"
         with pytest.raises(MismatchError, match=words):
             other.attach(model=model)
         with pytest.raises(MismatchError, match=words):
             other.restore({"model": model})
-    again = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4)
+    again = PCcheck(tmp_path, interval_steps=1, rank=1, world_size=4, control="off")
     assert again.attach(model=model) == 1
     again.close()
 

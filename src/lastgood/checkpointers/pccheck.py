@@ -9,29 +9,30 @@ superseded.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from pydantic import Field, field_validator, model_validator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement import rank_directory
+from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
-from lastgood.checkpointers.endings import EXIT_DRAIN_S, ends_by_error
+from lastgood.checkpointers.endings import ends_by_error
 from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
+from lastgood.checkpointers.pccheck_flight import Flight, Flights
+from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.checkpointers.recovery import Recovery
-from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemory, freeze
-from lastgood.errors import CheckpointError, StorageError, WaitTimeout
+from lastgood.checkpointers.snapshot import PinnedMemory
+from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import FlatState, flatten
-from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
 
+    from lastgood.checkpointers.agreement.job import JobOfRanks
     from lastgood.checkpointers.archive import Archive
     from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 else:
@@ -47,70 +48,8 @@ _STORE_CLOSE_S = 60.0
 """For a disk to let go of what was given up."""
 _LANDED_S = 10.0
 """For a thread whose checkpoint is finished to end."""
-
-
-class PCcheckOptions(BaseOptions):
-    """Knobs of PCcheck; N, p and b are the paper's names."""
-
-    max_in_flight: int = Field(default=2, ge=1, le=64)
-    """N: checkpoints under way at once."""
-    writer_threads: int = Field(default=2, ge=1, le=64)
-    """p: writer threads of each."""
-    chunk_bytes: int = Field(default=4 * MIB, ge=4096, multiple_of=4096, le=1 << 30)
-    """b: what one write takes."""
-    pool_bytes: int | None = Field(default=None, ge=2 * 4096)
-    """Host memory for copies on their way to storage; None for the size of one checkpoint."""
-    keep: int = Field(default=2, ge=1, le=64)
-    """K: whole checkpoints kept; 1 is the paper's setting."""
-    pressure: Literal["wait", "skip"] = "wait"
-    """What a save does when N are under way: wait for a place, as in the paper, or skip and be counted."""
-    medium: Literal["file", "pmem"] = "file"
-    """How slots are written: direct I/O, or stores into mapped persistent memory (a directory on a DAX file system)."""
-    writer_cpus: tuple[int, ...] = ()
-    """CPUs that writer threads stay on, in turn; none: wherever the kernel likes."""
-    rank: int = Field(default=0, ge=0)
-    """Whose part of a job of several ranks this is; each rank has a directory of its own."""
-    world_size: int = Field(default=1, ge=1)
-    """Ranks of the job; checkpoints of another number are refused."""
-    loss_spike: float | None = Field(default=8.0, gt=0)
-    """How many spreads above the median a loss given to step() is bad (`loss_watch`); None: only NaN and infinity."""
-    archive_every: int | None = Field(default=None, ge=1)
-    """M: every M-th checkpoint is exported to `archive_dir` in the background, and stays there; None: none is."""
-    archive_dir: str | None = None
-    """Directory of the archive (safetensors files), of this job and rank alone."""
-    max_failed_restarts: int | None = Field(default=3, ge=1)
-    """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
-    exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
-    """How long an ending process waits for checkpoints under way before it gives them up."""
-
-    @field_validator("writer_cpus")
-    @classmethod
-    def _cpus_exist(cls, cpus: tuple[int, ...]) -> tuple[int, ...]:
-        allowed = os.sched_getaffinity(0)
-        if not allowed.issuperset(cpus):
-            raise ValueError(f"this process may use CPUs {sorted(allowed)}, not {sorted(set(cpus) - allowed)}")
-        return cpus
-
-    @model_validator(mode="after")
-    def _archive_has_both(self) -> PCcheckOptions:
-        if (self.archive_every is None) != (self.archive_dir is None):
-            raise ValueError("archive_every and archive_dir go together")
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
-        return self
-
-    @property
-    def slots(self) -> int:
-        """Slot files: one for each checkpoint in flight, for each that is kept, and for one that is being archived."""
-        return self.max_in_flight + self.keep + (self.archive_every is not None)
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """All slots."""
-        return self.slots * state_bytes
-
-    def host_bytes(self, state_bytes: int) -> int:
-        """The pool."""
-        return state_bytes if self.pool_bytes is None else self.pool_bytes
+_SLICE_S = 0.2
+"""Between two looks at what a wait may be hopeless for."""
 
 
 class PCcheck(Checkpointer):
@@ -126,9 +65,8 @@ class PCcheck(Checkpointer):
         self._store: SlotStore | None = None
         self._capacity = 0
         self._pool_memory: PinnedMemory | None = None
-        self._in_flight: dict[int, _Flight] = {}
-        """By number of the save; guarded by `_landed`."""
-        self._landed = threading.Condition()
+        self._flights = Flights(self.knobs.max_in_flight)
+        self._job: JobOfRanks | None = None
         self._saves = 0
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
@@ -149,35 +87,81 @@ class PCcheck(Checkpointer):
 
     # -- life ------------------------------------------------------------------------------------------------------
 
+    def _world(self) -> tuple[int, int]:
+        """(rank, number of ranks)."""
+        given = self.knobs.model_fields_set & {"rank", "world_size"}
+        return (self.knobs.rank, self.knobs.world_size) if given else world_of_torch()
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether checkpoints count only once all ranks have them."""
+        return self.knobs.control != "off" and self._world()[1] > 1
+
+    def _of_rank(self, directory: Path | str) -> Path:
+        """A rank's own part of a directory that the job was given."""
+        return rank_directory(directory, self._world()[0]) if self._agrees else Path(directory)
+
     def _open(self) -> SlotStore:
+        if self._store is None:
+            if self._agrees:
+                self._begin_together(None, Wanted(restore=False))
+            else:
+                self._store = self._make_store(None)
+            self._open_archive()
+        return self._opened()
+
+    def _make_store(self, job_id: bytes | None) -> SlotStore:
         from lastgood.storage import SlotStore
 
-        if self._store is None:
-            self._store = SlotStore(
-                self.directory,
-                slots=self.knobs.slots,
-                keep=self.knobs.keep,
-                chunk_bytes=self.knobs.chunk_bytes,
-                writer_threads=self.knobs.writer_threads,
-                pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
-                rank=self.knobs.rank,
-                world_size=self.knobs.world_size,
-                medium=self.knobs.medium,
-                writer_cpus=self.knobs.writer_cpus,
-            )
-            self._open_archive()
-        return self._store
+        rank, world_size = self._world()
+        return SlotStore(
+            self._of_rank(self.directory),
+            slots=self.knobs.slots,
+            keep=self.knobs.keep,
+            chunk_bytes=self.knobs.chunk_bytes,
+            writer_threads=self.knobs.writer_threads,
+            pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
+            job_id=job_id,
+            rank=rank,
+            world_size=world_size,
+            medium=self.knobs.medium,
+            writer_cpus=self.knobs.writer_cpus,
+        )
 
     def _open_archive(self) -> None:
         from lastgood.checkpointers.archive import Archive
 
-        if self.knobs.archive_dir is not None and self.knobs.archive_every is not None:
-            self._archive = Archive(self.knobs.archive_dir, self.knobs.archive_every)
+        if self.knobs.archive_dir is not None and self.knobs.archive_every is not None and self._archive is None:
+            self._archive = Archive(self._of_rank(self.knobs.archive_dir), self.knobs.archive_every)
+
+    def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
+        """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
+        from lastgood.checkpointers.agreement.job import JobOfRanks, Settings
+
+        if self._store is not None:
+            raise CheckpointError(
+                f"{self.directory}: ranks restore together, before they start; close() and attach() again on all ranks"
+            )
+        knobs = self.knobs
+        settings = Settings(*self._world(), knobs.control, knobs.join_timeout_s, knobs.agreement_timeout_s)
+        job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
+
+        def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
+            return self._recovery().read(store, info, {} if state is None else state)
+
+        self._store, info = job.begin(self._make_store, read, wanted)
+        self._job = job
+        return info
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
-        store = self._open()
         limit = self.knobs.max_failed_restarts
-        self._began_at = self._recovery().restore(store, state, step, max_failed_restarts=limit)
+        if self._agrees:
+            self._began_at = self._begin_together(state, Wanted(step=step, max_failed_restarts=limit))
+            self._open_archive()
+            if self._began_at is None:
+                raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
+        else:
+            self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
 
     def _begun(self) -> None:
         if self._began_at is not None and self._store is not None:
@@ -199,14 +183,18 @@ class PCcheck(Checkpointer):
         store = self._store
         if store is None:
             return
+        failed = ends_by_error(exiting=self._exiting)
         try:
             self.drain(self._close_s)
             self._judge_by(self._watch.finish())
-            if not ends_by_error(exiting=self._exiting):
+            if not failed:
                 store.forget_restarts()  # this life ended in order
         except (StorageError, WaitTimeout) as error:
             _log.warning("%s", error)
         finally:
+            job, self._job = self._job, None
+            if job is not None:
+                job.close(self._close_s, "it ended by an error, or without close()" if failed else "")
             self._close_archive()
             self._store = None
             self._capacity = 0
@@ -227,9 +215,7 @@ class PCcheck(Checkpointer):
         return self.knobs.exit_drain_s
 
     def _abandon(self) -> None:
-        with self._landed:
-            flights = list(self._in_flight.values())
-        for flight in flights:
+        for flight in self._flights.all():
             flight.give_up()
 
     def storage_facts(self) -> dict[str, Any]:
@@ -247,6 +233,14 @@ class PCcheck(Checkpointer):
         """Take a place, copy at once what may change at once, and return."""
         event = self._request(step)
         try:
+            against = None if self._job is None else self._job.admit(step)
+        except CheckpointError as error:
+            super()._fail(event, error)  # this call failed; the checkpoint of that step may go on
+            return
+        if against is not None:
+            self._end_as(event, against)
+            return
+        try:
             self._begin(event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
@@ -257,28 +251,21 @@ class PCcheck(Checkpointer):
         meta = flat.layout.to_json()
         self._make_room(flat, len(meta))
         stream_bytes = flat.layout.stream_bytes + len(meta)
-        if self.knobs.pressure == "skip":
-            slot = store.try_begin(event.step, stream_bytes) if self._has_place(0.0) else None
-            if slot is None:
-                event.outcome = Outcome.SKIPPED
-                event.finished_s = time.perf_counter()
-                return
-        else:
-            waits_s = time.perf_counter()
-            place = self._has_place(self._timeout_s())
-            event.phases.append(("wait", waits_s, time.perf_counter()))
-            if not place:
-                raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
-            slot = store.begin(event.step, stream_bytes, self._timeout_s())
+        slot = self._take_slot(store, event, stream_bytes)
+        if slot is None:
+            if self._job is not None:
+                self._job.refuse(event.step, Fate.SKIPPED, f"{self.knobs.max_in_flight} checkpoints were under way")
+            event.outcome = Outcome.SKIPPED
+            event.finished_s = time.perf_counter()
+            return
         self._saves += 1
         number = self._saves
         self._how = slot.how
         flight = None
         try:
             pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
-            flight = _Flight(event, slot, flat, meta, pool_memory, self._timeout_s())
-            with self._landed:
-                self._in_flight[number] = flight
+            flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s())
+            self._flights.add(number, flight)
             # A daemon: an ending process waits for it for a bounded time, in `end`.
             name = f"pccheck-step-{event.step}"
             thread = threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True)
@@ -286,39 +273,93 @@ class PCcheck(Checkpointer):
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         except BaseException:
             # No thread will ever finish this one.
-            with self._landed:
-                self._in_flight.pop(number, None)
+            self._flights.remove(number)
             slot.abort()
             if flight is not None:
                 flight.dismiss()
             raise
+        if self._job is not None:
+            self._job.begun(event.step, flight.sequence)
 
-    def _has_place(self, timeout_s: float) -> bool:
-        """Wait until fewer than N are under way. Slots alone do not tell: one may be there for the archive."""
-        with self._landed:
-            return self._landed.wait_for(lambda: len(self._in_flight) < self.knobs.max_in_flight, timeout_s)
+    def _take_slot(self, store: SlotStore, event: CheckpointEvent, stream_bytes: int) -> SlotWrite | None:
+        """A place among those under way, and a slot; None where the pressure rule says to skip.
+
+        Slots alone do not tell: one may be there for the archive. Raises WaitTimeout, and CheckpointError at once where
+        none can come free because the ranks have lost touch.
+        """
+        job = self._job
+        hopeless = None if job is None else job.trouble
+        if self.knobs.pressure == "skip":
+            return store.try_begin(event.step, stream_bytes) if self._flights.wait_for_place(0.0) else None
+        waits_s = time.perf_counter()
+        deadline = time.monotonic() + self._timeout_s()
+        place = self._flights.wait_for_place(self._timeout_s(), hopeless)
+        event.phases.append(("wait", waits_s, time.perf_counter()))
+        if not place:
+            if job is not None and (why := job.trouble()):
+                raise CheckpointError(f"{self.knobs.max_in_flight} checkpoints wait for other ranks already: {why}")
+            raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
+        if job is None:
+            return store.begin(event.step, stream_bytes, self._timeout_s())
+        while True:
+            try:
+                return store.begin(event.step, stream_bytes, _SLICE_S)
+            except WaitTimeout as error:
+                why = job.trouble()
+                if why or time.monotonic() >= deadline:
+                    raise CheckpointError(f"{error}; {why or 'its checkpoints wait for other ranks'}") from error
 
     def _timeout_s(self) -> float:
         """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
         return DEFAULT_TIMEOUT_S + self._capacity / 1e7
 
-    def _fly(self, number: int, flight: _Flight) -> None:
+    def _fly(self, number: int, flight: Flight) -> None:
+        event = flight.event
         try:
-            info = flight.run()
-            if info is not None and self._archive is not None and self._store is not None:
-                self._archive.offer(self._store, info)
+            self._land(event, flight.run())
         except Exception as error:  # this thread has no caller: the event and the log carry the failure
-            self._fail(flight.event, error)
+            job = self._job
+            against = None if job is None else job.decided_against(event.step)
+            if against is not None:
+                self._end_as(event, against)
+            else:
+                self._fail(event, error)
         finally:
-            with self._landed:
-                del self._in_flight[number]
-                self._landed.notify_all()
+            self._flights.remove(number)
+
+    def _land(self, event: CheckpointEvent, info: SlotInfo | None) -> None:
+        """It is durable here, or superseded if None; of several ranks, all must have it."""
+        job = self._job
+        if info is not None and job is not None:
+            asks_s = time.perf_counter()
+            decided = job.landed(info, self._timeout_s())
+            event.phases.append(("agree", asks_s, time.perf_counter()))
+            if decided.fate is not Fate.GLOBAL:
+                self._end_as(event, decided)
+                return
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
+        if info is not None and self._archive is not None and self._store is not None:
+            self._archive.offer(self._store, info)
+
+    def _end_as(self, event: CheckpointEvent, decided: Decided) -> None:
+        """End a checkpoint as the job decided."""
+        if decided.fate is Fate.FAILED:
+            super()._fail(event, CheckpointError(decided.why))
+            return
+        event.error = decided.why or None
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.SKIPPED if decided.fate is Fate.SKIPPED else Outcome.SUPERSEDED
+
+    def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
+        super()._fail(event, error)
+        job = self._job
+        if job is not None:
+            job.refuse(event.step, Fate.FAILED, event.error or "")
 
     def before_update(self) -> None:
         """Wait until every checkpoint under way has left the training's memory."""
-        with self._landed:
-            flights = list(self._in_flight.values())
-        for flight in flights:
+        for flight in self._flights.all():
             try:
                 self._wait_for(flight.fence, self._timeout_s())
             except WaitTimeout as error:
@@ -328,10 +369,9 @@ class PCcheck(Checkpointer):
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until nothing is under way."""
-        with self._landed:
-            if not self._landed.wait_for(lambda: not self._in_flight, timeout_s):
-                steps = sorted(flight.event.step for flight in self._in_flight.values())
-                raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
+        steps = self._flights.wait_for_none(timeout_s)
+        if steps:
+            raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
         # They have landed, but a thread inside native code must not meet the interpreter's end.
         deadline = time.monotonic() + min(_LANDED_S, timeout_s)
         for thread in self._threads:
@@ -383,12 +423,17 @@ class PCcheck(Checkpointer):
         from lastgood.storage import Verdict
 
         store = self._opened()
-        with self._landed:
-            found = [flight.sequence for flight in self._in_flight.values() if flight.event.step == step]
-        found += [info.sequence for info in store.committed() if info.step == step]
+        under_way = self._flights.sequence_of(step)
+        found = [] if under_way is None else [(under_way, store.incarnation)]
+        found += [(info.sequence, info.incarnation) for info in store.committed() if info.step == step]
         if not found:
             return False
-        store.judge(max(found), Verdict(step, ok, reason))
+        sequence, incarnation = max(found)
+        try:
+            store.judge(sequence, Verdict(step, ok, reason))
+        finally:
+            if self._job is not None:
+                self._job.judge((incarnation, step), ok, reason)
         if not ok:
             _log.warning("%s: the checkpoint of step %d is judged bad: %s", self.directory, step, reason or "no reason")
         return True
@@ -409,8 +454,8 @@ class PCcheck(Checkpointer):
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint that was not judged bad."""
-        return self._recovery().latest(self._store)
+        """Step of the newest committed checkpoint (of all ranks, as far as this one knows) that was not judged bad."""
+        return self._recovery().latest(self._store, of_all_ranks=self._agrees)
 
     def restore(self, state: Mapping[str, Any], step: int | None = None, *, good_only: bool = True) -> int:
         """Read the newest good checkpoint whose checksums hold (or that of `step`, whatever its verdict) into `state`.
@@ -419,96 +464,13 @@ class PCcheck(Checkpointer):
         are judged bad), CorruptCheckpoint (some are there, and none can be read), MismatchError.
         """
         self.drain()  # a copy under way reads what a restore overwrites
+        if self._agrees:
+            info = self._begin_together(state, Wanted(step=step, good_only=good_only))
+            if info is None:
+                raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
+            return info.step
         return self._recovery().restore(self._store, state, step, good_only=good_only).step
 
     def _recovery(self) -> Recovery:
-        return Recovery(
-            self.directory, max(READ_THREADS, self.knobs.writer_threads), (self.knobs.rank, self.knobs.world_size)
-        )
-
-
-class _Flight:
-    """One checkpoint on its way from the training's memory to its slot."""
-
-    def __init__(
-        self,
-        event: CheckpointEvent,
-        slot: SlotWrite,
-        flat: FlatState,
-        meta: bytes,
-        pool_memory: torch.Tensor | None,
-        timeout_s: float,
-    ) -> None:
-        self.event = event
-        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat)
-        self.sequence = slot.sequence
-        self._slot = slot
-        self._layout = flat.layout
-        self._deferred = flat.deferred
-        self._frozen = freeze(flat.immediate)
-        self._timeout_s = timeout_s
-        self._meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-        self._pool_memory = pool_memory
-        # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
-        self._streams = DeviceStreams([*flat.deferred, *self._frozen])
-        self._lander = None if pool_memory is None else Lander(slot, timeout_s)
-
-    def dismiss(self) -> None:
-        """This flight will never run: end what was started for it."""
-        if self._lander is not None:
-            self._lander.finish()
-
-    def give_up(self) -> None:
-        """Make sure that this checkpoint never commits. Called by the training's thread."""
-        self._slot.abort()
-
-    def run(self) -> SlotInfo | None:
-        """Copy, write and commit; called in a thread of its own. Returns what is durable now, if it is."""
-        slot = self._slot
-        try:
-            try:
-                self._copy()
-            finally:
-                self.fence.open()
-            slot_outcome = slot.commit(
-                meta_offset=self._layout.stream_bytes,
-                meta_bytes=self._meta.numel(),
-                layout_digest=self._layout.digest(),
-                timeout_s=self._timeout_s,
-            )
-        except BaseException:
-            slot.abort()
-            raise
-        finally:
-            self.event.phases += slot.phases
-        self.event.bytes_written = slot.bytes_written
-        self.event.finished_s = time.perf_counter()
-        self.event.outcome = Outcome.DURABLE if slot_outcome == "durable" else Outcome.SUPERSEDED
-        return slot.info
-
-    def _copy(self) -> None:
-        blocks = [*self._deferred, *self._frozen]
-        if self._pool_memory is not None and self._lander is not None:
-            copy_through_pool(
-                self._slot,
-                self._layout,
-                blocks,
-                self._meta,
-                self._pool_memory,
-                self._streams,
-                self.fence,
-                self._lander,
-                self._timeout_s,
-            )
-        else:
-            count = self._layout.deferred_blocks
-            sizes = self._layout.block_bytes
-            padding = padding_block()
-            self._slot.copy_host(host_ranges(blocks[:count], sizes[:count], padding), self._timeout_s)
-            self.fence.settle()
-            self.fence.open()
-            self.event.copied_s = time.perf_counter()
-            rest = host_ranges(blocks[count:], sizes[count:], padding)
-            self._slot.copy_host([*rest, (self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
-        if self.event.copied_s is None:
-            self.event.copied_s = time.perf_counter()
+        threads = max(READ_THREADS, self.knobs.writer_threads)
+        return Recovery(self._of_rank(self.directory), threads, self._world())

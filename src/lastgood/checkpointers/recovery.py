@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from lastgood.errors import (
 )
 
 if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
+    from lastgood.storage import SlotInfo, SlotStore, SlotView
 
 __all__ = ["Recovery"]
 
@@ -37,13 +37,33 @@ class Recovery:
         self._threads = threads
         self._world = world
 
-    def latest(self, store: SlotView | None) -> int | None:
-        """Step of the newest whole checkpoint that was not judged bad, or None."""
+    def latest(self, store: SlotStore | None, *, of_all_ranks: bool = False) -> int | None:
+        """Step of the newest whole checkpoint that was not judged bad (and is one of all ranks), or None."""
         view = self._view(store)
         if view is None:
             return None
+        found = view.committed()
+        if of_all_ranks:
+            mark = None if store is not None else view.mark()
+            known = (-1, -1) if mark is None else (mark.incarnation, mark.step)
+            found = (
+                [info for info in found if (info.incarnation, info.step) <= known]
+                if store is None
+                else store.everywhere()
+            )
         book = view.book()
-        return next((info.step for info in view.committed() if not book.is_bad(info.sequence)), None)
+        return next((info.step for info in found if not book.is_bad(info.sequence)), None)
+
+    def read(self, store: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Read one checkpoint of this directory; what is returned loads it into `state`.
+
+        Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors may then hold parts of it. MismatchError.
+        """
+        self._check_world(info)
+        with store.hold(info):
+            reading = InPlace(store, info, read_layout(store, info), state)
+            reading.read(self._threads)
+        return reading.load
 
     def restore(
         self,

@@ -15,7 +15,7 @@ from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
     from lastgood.state import Layout
-    from lastgood.storage import SlotInfo, SlotStatus, SlotView, Verdict
+    from lastgood.storage import GlobalMark, SlotInfo, SlotStatus, SlotView, Verdict
 
 __all__ = ["inspect"]
 
@@ -38,6 +38,27 @@ def inspect(
     Reads records and layouts, not the data; `lastgood verify` does. Exit 1 if something that was asked for is not
     readable; all else is shown before.
     """
+    from lastgood.checkpointers.agreement import rank_directories
+
+    ranks = rank_directories(directory)
+    shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
+    if json:
+        found = {"directory": str(directory), "ranks": [one for one, _ in shown]} if ranks else shown[0][0]
+        emit_json(found)
+    else:
+        for one, contents in shown:
+            mark = one.get("global")
+            marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
+            _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}", one["slots"])
+            if contents is not None:
+                _show_contents(contents)
+    troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
+    if troubles:
+        raise CheckpointError("; ".join(troubles))
+
+
+def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What one rank's directory holds, and the contents of the checkpoint that was asked for."""
     from lastgood.checkpointers.stored import look_at_slots
     from lastgood.storage import SlotStore
     from lastgood.storage.reader import newest_first
@@ -51,31 +72,34 @@ def inspect(
         except CheckpointError as error:
             verdicts = {}
             troubles.append(str(error))
-        described = [_describe(status, newest, verdicts) for status in statuses]
+        mark = None
+        try:
+            mark = view.mark()
+        except CheckpointError as error:
+            troubles.append(str(error))
+        described = [_describe(status, newest, verdicts, mark) for status in statuses]
         contents = None
         if layout or step is not None:
             try:
                 contents = _contents(view, step)
             except CheckpointError as error:
                 troubles.append(str(error))
-    if json:
-        found: dict[str, Any] = {"directory": str(directory), "in_use": held, "slots": described}
-        if layout or step is not None:
-            found["layout"] = contents
-        emit_json({**found, "trouble": troubles})
-    else:
-        _show_slots(f"{directory}{' (in use)' if held else ''}", described)
-        if contents is not None:
-            _show_contents(contents)
-    if troubles:
-        raise CheckpointError("; ".join(troubles))
+    found: dict[str, Any] = {"directory": str(directory), "in_use": held, "slots": described}
+    if mark is not None:
+        found["global"] = mark._asdict()
+    if layout or step is not None:
+        found["layout"] = contents
+    return {**found, "trouble": troubles}, contents
 
 
 def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = [
         (
             slot["file"],
-            slot["state"] + (", newest" if slot["newest"] else "") + (", bad" if slot["good"] is False else ""),
+            slot["state"]
+            + (", newest" if slot["newest"] else "")
+            + (", on all ranks" if slot["global"] else "")
+            + (", bad" if slot["good"] is False else ""),
             slot["step"],
             slot["incarnation"],
             slot["sequence"],
@@ -180,13 +204,19 @@ def _print_lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any
     sys.stdout.write("\n".join([title, *lines]) + "\n")
 
 
-def _describe(status: SlotStatus, newest: SlotInfo | None, verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
+def _describe(
+    status: SlotStatus, newest: SlotInfo | None, verdicts: Mapping[int, Verdict], mark: GlobalMark | None
+) -> dict[str, Any]:
     record = status.record
+    whole = status.info
     verdict = None if record is None or status.info is None else verdicts.get(record.sequence)
     return {
         "file": status.path.name,
         "state": status.state.value,
         "newest": newest is not None and status.info == newest,
+        "global": whole is not None
+        and mark is not None
+        and (whole.incarnation, whole.step) == (mark.incarnation, mark.step),
         "good": None if verdict is None else verdict.ok,
         "verdict": "" if verdict is None else verdict.reason,
         "step": None if record is None else record.step,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
-from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StorageError
+from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError
 from lastgood.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +28,26 @@ def verify(
 
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
+    from lastgood.checkpointers.agreement import rank_directories
+
+    ranks = rank_directories(directory)
+    looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
+    found = [one for one, _ in looked]
+    if as_json:
+        emit_json({"directory": str(directory), "ranks": found} if ranks else found[0])
+    else:
+        for one in found:
+            _show(one)
+    if any(one["trouble"] or any(slot["damaged"] for slot in one["slots"]) for one in found):
+        raise typer.Exit(1)
+    for one, steps in looked:
+        if not any(slot["result"] == "whole" for slot in one["slots"]):
+            asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+            raise NoCheckpoint(f"{one['directory']}: no {asked}; whole ones are there of steps {steps or 'none'}")
+
+
+def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+    """What became of the slots of one rank's directory, and the steps that looked whole before any was read."""
     from lastgood.checkpointers.stored import look_at_slots
     from lastgood.storage import SlotStore
 
@@ -37,29 +57,34 @@ def verify(
     for status in statuses:
         if step is None or (status.record is not None and status.record.step == step):
             results.append(_check(view, status, threads))
-    if as_json:
-        emit_json({"directory": str(directory), "trouble": troubles, "slots": results})
-    else:
-        rows = (
-            (
-                found["file"],
-                found["step"],
-                found["result"],
-                None if found["stream_bytes"] is None else format_bytes(found["stream_bytes"]),
-                None if found["bytes_per_s"] is None else f"{found['bytes_per_s'] / GIB:.3g}",
-                found["detail"],
-            )
-            for found in results
+    found: dict[str, Any] = {"directory": str(directory), "trouble": troubles, "slots": results}
+    try:
+        mark = view.mark()
+    except CheckpointError as error:
+        troubles.append(str(error))
+        mark = None
+    if mark is not None:
+        found["global"] = mark._asdict()
+    return found, sorted({status.info.step for status in statuses if status.info is not None})
+
+
+def _show(found: dict[str, Any]) -> None:
+    rows = (
+        (
+            slot["file"],
+            slot["step"],
+            slot["result"],
+            None if slot["stream_bytes"] is None else format_bytes(slot["stream_bytes"]),
+            None if slot["bytes_per_s"] is None else f"{slot['bytes_per_s'] / GIB:.3g}",
+            slot["detail"],
         )
-        emit_table(str(directory), ("file", "step", "result", "size", "GiB/s", "detail"), rows)
-        for trouble in troubles:
-            console.print(trouble)
-    if troubles or any(found["damaged"] for found in results):
-        raise typer.Exit(1)
-    if not any(found["result"] == "whole" for found in results):
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        steps = sorted({status.info.step for status in statuses if status.info is not None})
-        raise NoCheckpoint(f"{directory}: no {asked}; whole ones are there of steps {steps or 'none'}")
+        for slot in found["slots"]
+    )
+    mark = found.get("global")
+    marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
+    emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
+    for trouble in found["trouble"]:
+        console.print(trouble)
 
 
 def _check(view: SlotView, status: SlotStatus, threads: int) -> dict[str, Any]:

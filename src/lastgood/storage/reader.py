@@ -19,6 +19,7 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, Stor
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block, storage_error
+from lastgood.storage.marks import GlobalMark, read_mark
 from lastgood.storage.verdicts import VerdictBook
 
 if TYPE_CHECKING:
@@ -340,6 +341,10 @@ class SlotView:
     def book(self) -> VerdictBook:
         """Verdicts and restart counts, as they are on the disk now. Raises StorageError, MismatchError."""
         return VerdictBook(self.directory)
+
+    def mark(self) -> GlobalMark | None:
+        """The newest checkpoint that all ranks of a job are known to hold, if it has several. Raises MismatchError."""
+        return read_mark(self.directory)
 
     def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the whole stream and check it. Raises as `read_into` does."""

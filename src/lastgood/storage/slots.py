@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood import _native
@@ -16,9 +15,10 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
+from lastgood.storage.kept import KeptSlots, Slot
 from lastgood.storage.medium import Medium
 from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
-from lastgood.storage.verdicts import Verdict, VerdictBook
+from lastgood.storage.verdicts import VerdictBook
 from lastgood.storage.write import WRITE_TIMEOUT_S, SlotWrite
 from lastgood.units import MIB
 
@@ -29,21 +29,7 @@ log = logging.getLogger("lastgood.storage")
 _CLOSE_S = 60.0
 
 
-@dataclass
-class _Slot:
-    """What the store knows of one slot file. `busy` says who uses it for writing, in words for messages."""
-
-    number: int
-    path: Path
-    file_bytes: int = 0
-    header_ok: bool = False
-    info: SlotInfo | None = None
-    busy: str = ""
-    readers: int = 0
-    damaged: bool = False
-
-
-class SlotStore(SlotView):
+class SlotStore(KeptSlots):
     """Up to `slots` slot files, of which `keep` whole checkpoints are never touched.
 
     These are the newest one that was not judged bad, and the newest of the others. So `slots - keep` checkpoints can be
@@ -89,26 +75,20 @@ class SlotStore(SlotView):
         writer_cpus: Sequence[int] = (),
         crc32c_variant: str = "",
     ) -> None:
-        super().__init__(directory)
+        super().__init__(directory, keep)
         _check_arguments(slots, keep, chunk_bytes, writer_threads, pool, pool_bytes, job_id)
         self.slots = slots
-        self.keep = keep
         self.chunk_bytes = chunk_bytes
         self.writer_threads = writer_threads
         self.writer_cpus = tuple(writer_cpus)
         self.crc32c_variant = crc32c_variant
         self.medium = medium
         self.commit_lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._book_lock = threading.Lock()
-        """Held while the book is written: its flush may take long, and saves must not wait for it."""
         self._writes: set[SlotWrite] = set()
-        self._stuck: list[tuple[SlotWrite, _Slot]] = []
+        self._stuck: list[tuple[SlotWrite, Slot]] = []
         self._wanted_bytes = 0
-        self._closed = False
         self._pool = pool
         self._pool_bytes = pool_bytes
-        self._all: list[_Slot] = []
         self._newest = -1
         self._next_sequence = 1
         self._lock = FileLock(
@@ -206,11 +186,6 @@ class SlotStore(SlotView):
         """As `begin`, but None at once where no slot is free."""
         return self._begin(step, stream_bytes, 0.0)
 
-    def committed(self) -> list[SlotInfo]:
-        """The whole checkpoints, newest first; those found corrupt by this store are left out."""
-        with self._changed:
-            return self._committed()
-
     def statuses(self) -> list[SlotStatus]:
         """A look at every slot file, in the order of their numbers."""
         return [
@@ -259,46 +234,12 @@ class SlotStore(SlotView):
                 slot.readers -= 1
                 self._changed.notify_all()
 
-    # -- judging ---------------------------------------------------------------------------------------------------
-
-    def book(self) -> VerdictBook:
-        """Verdicts and restart counts; changed only through this store."""
-        return self._book
-
-    def judge(self, sequence: int, verdict: Verdict) -> None:
-        """Judge a checkpoint, durable or still under way; a later verdict replaces it. Raises StorageError."""
-        try:
-            with self._writing_the_book():
-                self._book.judge(sequence, verdict)
-        finally:
-            with self._changed:
-                self._changed.notify_all()
-
-    def count_restart(self, info: SlotInfo) -> int:
-        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError."""
-        with self._writing_the_book():
-            return self._book.count_restart(info.sequence)
-
-    def forget_restarts(self) -> None:
-        """Training got on, or ended in order. Raises StorageError."""
-        if self._book.restarts:
-            with self._writing_the_book():
-                self._book.forget_restarts()
-
-    @contextlib.contextmanager
-    def _writing_the_book(self) -> Iterator[None]:
-        with self._book_lock:
-            # Another process may have opened the directory since.
-            if self._closed:
-                raise CheckpointError(f"{self.directory}: the store is closed")
-            yield
-
     # -- for SlotWrite ---------------------------------------------------------------------------------------------
 
     def newest_sequence(self) -> int:
-        """Sequence of the newest durable checkpoint; -1 if there is none."""
+        """Sequence of the newest durable checkpoint (that all ranks hold, where there are several); -1 if none."""
         with self._changed:
-            return self._newest
+            return self._newest if self._everywhere is None else max(self._everywhere, default=-1)
 
     def header(self, slot: int) -> fmt.SlotHeader:
         """The header that slot file must have."""
@@ -323,7 +264,9 @@ class SlotStore(SlotView):
     def settle(self) -> None:
         """Called after a commit; trouble is only logged, since that checkpoint is durable and begin() will meet it."""
         try:
-            self.forget_restarts()
+            # Of several ranks, one alone has not got on.
+            if self._everywhere is None or self._newest_marked > self._newest_at_opening:
+                self.forget_restarts()
             self._settle()
         except CheckpointError as error:
             log.warning("%s", error)
@@ -355,12 +298,13 @@ class SlotStore(SlotView):
         self._next_sequence = max(highest, self._book.highest_sequence) + 1
         whole = {info.slot: info for info in reader.newest_first(statuses)}
         self._newest = max((info.sequence for info in whole.values()), default=-1)
+        self._newest_at_opening = highest
         self._all = [
-            _Slot(status.slot, status.path, status.file_bytes, status.header_ok, whole.get(status.slot))
+            Slot(status.slot, status.path, status.file_bytes, status.header_ok, whole.get(status.slot))
             for status in statuses
         ]
         missing = set(range(self.slots)) - found.keys()
-        self._all += [_Slot(number, self.directory / fmt.slot_name(number)) for number in sorted(missing)]
+        self._all += [Slot(number, self.directory / fmt.slot_name(number)) for number in sorted(missing)]
         for status in statuses:
             if status.state is SlotState.TORN:
                 # An unfinished write is what every killed process leaves; anything else is damage.
@@ -428,18 +372,7 @@ class SlotStore(SlotView):
             raise CheckpointError(f"{self.directory}: the store was closed")
         return write
 
-    def _committed(self) -> list[SlotInfo]:
-        found = [slot.info for slot in self._all if slot.info is not None and not slot.damaged]
-        return sorted(found, key=lambda info: info.sequence, reverse=True)
-
-    def _kept(self) -> set[int]:
-        """Sequences of the checkpoints that stay: the newest good one first of all."""
-        whole = self._committed()
-        good = [info for info in whole if not self._book.is_bad(info.sequence)][:1]
-        others = [info for info in whole if info not in good]
-        return {info.sequence for info in (good + others)[: self.keep]}
-
-    def _free_slots(self) -> list[_Slot]:
+    def _free_slots(self) -> list[Slot]:
         """Slots that may be overwritten: void ones first, then from the oldest checkpoint on."""
         self._reap()
         kept = self._kept()
@@ -459,11 +392,11 @@ class SlotStore(SlotView):
                 self._stuck.remove((write, slot))
                 self._free(slot)
 
-    def _busy(self) -> list[_Slot]:
+    def _busy(self) -> list[Slot]:
         self._reap()
         return [slot for slot in self._all if slot.busy]
 
-    def _pick(self, file_bytes: int) -> _Slot | None:
+    def _pick(self, file_bytes: int) -> Slot | None:
         free = [slot for slot in self._free_slots() if slot.number < self.slots]
         return next((slot for slot in free if slot.file_bytes >= file_bytes), free[0] if free else None)
 
@@ -489,7 +422,7 @@ class SlotStore(SlotView):
                 with self._changed:
                     self._free(slot)
 
-    def _resize(self, slot: _Slot, file_bytes: int) -> None:
+    def _resize(self, slot: Slot, file_bytes: int) -> None:
         header = self.header(slot.number)
         if slot.path.exists():
             files.grow_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
@@ -497,7 +430,7 @@ class SlotStore(SlotView):
             files.make_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
         slot.header_ok = True
 
-    def _remove(self, slot: _Slot) -> None:
+    def _remove(self, slot: Slot) -> None:
         try:
             slot.path.unlink(missing_ok=True)
             files.sync_directory(self.directory)
@@ -506,7 +439,7 @@ class SlotStore(SlotView):
         with self._changed:
             self._all.remove(slot)
 
-    def _free(self, slot: _Slot) -> None:
+    def _free(self, slot: Slot) -> None:
         """Give a slot back; its file is looked at again, since it may have grown, failed to, or gone."""
         slot.busy = ""
         try:

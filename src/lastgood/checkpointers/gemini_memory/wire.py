@@ -27,6 +27,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
 
 __all__ = [
+    "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
     "Address",
     "Frame",
@@ -34,6 +35,10 @@ __all__ = [
     "Wire",
     "available_memory_bytes",
     "chunk_checksum",
+    "message_frame",
+    "parse_header",
+    "parse_message",
+    "proof",
     "prove_peer",
     "prove_trainer",
 ]
@@ -42,6 +47,7 @@ MAX_CHUNK_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = 64 << 10
 _MAX_ADDRESS_BYTES = 4096
 _HEADER = struct.Struct("<4sB3xIQQ")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGM1"
 _GREETING = b"lastgood peer 1\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -77,6 +83,38 @@ def available_memory_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise StorageError("/proc/meminfo holds no MemAvailable; give gemini's peer a limit (peer_memory_bytes)")
+
+
+def message_frame(content: dict[str, Any]) -> bytes:
+    """Header and body of a message."""
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return _HEADER.pack(_MAGIC, Kind.MESSAGE, _native.crc32c(body), 0, len(body)) + body
+
+
+def parse_header(content: bytes | bytearray, other: str, what: str) -> Frame:
+    """Read HEADER_BYTES that `other` sent. Raises CorruptCheckpoint where they are none, or declare too much."""
+    magic, kind, checksum, offset, length = _HEADER.unpack(content)
+    limits = {Kind.MESSAGE: _MAX_MESSAGE_BYTES, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
+    if magic != _MAGIC or kind not in limits:
+        raise CorruptCheckpoint(f"{other} sent no frame of this protocol, waiting for {what}")
+    if length > limits[Kind(kind)]:
+        raise CorruptCheckpoint(
+            f"{other} declared {length} bytes, over the limit of {limits[Kind(kind)]}, waiting for {what}"
+        )
+    return Frame(Kind(kind), checksum, offset, length)
+
+
+def parse_message(frame: Frame, body: bytes | bytearray, other: str) -> dict[str, Any]:
+    """The content of a message. Raises CorruptCheckpoint where it cannot be read."""
+    try:
+        if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
+            raise ValueError("no message, or damaged")
+        content = json.loads(body)
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{other} sent a message that cannot be read: {error}") from error
+    return content
 
 
 class Wire:
@@ -136,9 +174,7 @@ class Wire:
 
     def send_message(self, **content: Any) -> None:
         """Send one message."""
-        body = json.dumps(content, separators=(",", ":")).encode()
-        header = _HEADER.pack(_MAGIC, Kind.MESSAGE, _native.crc32c(body), 0, len(body))
-        self.write("a message", header, body)
+        self.write("a message", message_frame(content))
 
     def send_chunk(self, data: memoryview, offset: int, checksum: int) -> None:
         """Send the bytes of a checkpoint from `offset` on."""
@@ -153,29 +189,13 @@ class Wire:
         """Read a header. Raises CorruptCheckpoint where it is none, or declares more than a frame may hold."""
         content = bytearray(_HEADER.size)
         self.read_into(memoryview(content), what)
-        magic, kind, checksum, offset, length = _HEADER.unpack(content)
-        limits = {Kind.MESSAGE: _MAX_MESSAGE_BYTES, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
-        if magic != _MAGIC or kind not in limits:
-            raise CorruptCheckpoint(f"{self.other} sent no frame of this protocol, waiting for {what}")
-        if length > limits[Kind(kind)]:
-            raise CorruptCheckpoint(
-                f"{self.other} declared {length} bytes, over the limit of {limits[Kind(kind)]}, waiting for {what}"
-            )
-        return Frame(Kind(kind), checksum, offset, length)
+        return parse_header(content, self.other, what)
 
     def read_message(self, frame: Frame) -> dict[str, Any]:
         """The content of a message whose header is `frame`."""
         body = bytearray(frame.length)
         self.read_into(memoryview(body), "a message")
-        try:
-            if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
-                raise ValueError("no message, or damaged")
-            content = json.loads(body)
-            if not isinstance(content, dict):
-                raise ValueError("not a JSON object")
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{self.other} sent a message that cannot be read: {error}") from error
-        return content
+        return parse_message(frame, body, self.other)
 
     def receive_message(self, what: str) -> dict[str, Any]:
         """Read a whole message."""
@@ -220,10 +240,10 @@ def prove_trainer(wire: Wire, token: bytes) -> None:
     wire.write("a greeting to go out", _GREETING, ours)
     answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
     wire.read_into(memoryview(answer), "the peer's proof")
-    theirs, proof = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
-    if not hmac.compare_digest(proof, _proof(token, b"peer", ours, theirs)):
+    theirs, shown = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
+    if not hmac.compare_digest(shown, proof(token, b"peer", ours, theirs)):
         raise MismatchError(f"{wire.other} does not know this job's token: it is not the peer that was started here")
-    wire.write("a proof to go out", _proof(token, b"trainer", ours, theirs))
+    wire.write("a proof to go out", proof(token, b"trainer", ours, theirs))
 
 
 def prove_peer(wire: Wire, token: bytes) -> None:
@@ -233,14 +253,15 @@ def prove_peer(wire: Wire, token: bytes) -> None:
     if not hmac.compare_digest(bytes(opening[: len(_GREETING)]), _GREETING):
         raise MismatchError(f"{wire.other} does not speak this protocol")
     theirs, ours = bytes(opening[len(_GREETING) :]), secrets.token_bytes(_NONCE_BYTES)
-    wire.write("a proof to go out", ours, _proof(token, b"peer", theirs, ours))
+    wire.write("a proof to go out", ours, proof(token, b"peer", theirs, ours))
     answer = bytearray(_PROOF_BYTES)
     wire.read_into(memoryview(answer), "the trainer's proof")
-    if not hmac.compare_digest(bytes(answer), _proof(token, b"trainer", theirs, ours)):
+    if not hmac.compare_digest(bytes(answer), proof(token, b"trainer", theirs, ours)):
         raise MismatchError(f"{wire.other} does not know the token")
 
 
-def _proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
+def proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
+    """What shows that `side` knows `token`, for one connection only."""
     return hmac.new(token, side + trainer_nonce + peer_nonce, hashlib.sha256).digest()
 
 

@@ -1,0 +1,28 @@
+"""One checkpoint for all ranks of a job: which they go on from, and which of a running job's saves count.
+
+Each rank commits to a directory of its own. Rank 0's process runs a coordinator (`coordinator`), every rank a member
+(`member`) that talks to it over TCP (`channel`). What is decided, and from what, is `decide`: it does no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["rank_directories", "rank_directory"]
+
+_NAME = re.compile(r"rank-(\d{5,7})")
+
+
+def rank_directory(job: Path | str, rank: int) -> Path:
+    """Where a rank keeps its checkpoints, in the directory of its job."""
+    return Path(job, f"rank-{rank:05d}")
+
+
+def rank_directories(job: Path | str) -> dict[int, Path]:
+    """The ranks' directories that are here, by rank; none where `job` is no directory of several ranks."""
+    folder = Path(job)
+    if not folder.is_dir():
+        return {}
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))

@@ -1,0 +1,133 @@
+"""Where the coordinator of a job is found, and which rank of how many this process is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.member import Address
+from lastgood.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["TOKEN_VARIABLE", "check_control", "find_address", "world_of_torch"]
+
+TOKEN_VARIABLE = "LASTGOOD_JOB_TOKEN"
+_BACKLOG = 1024
+_POLL_S = 0.1
+
+
+def world_of_torch() -> tuple[int, int]:
+    """(rank, number of ranks) of torch.distributed where it is initialised, else (0, 1)."""
+    # Whoever has initialised it has imported it; asking must not cost the import of torch.
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        return group.get_rank(), group.get_world_size()
+    return 0, 1
+
+
+def check_control(control: str) -> str:
+    """``HOST:PORT`` or ``HOST:PORT/TOKEN``, or "off", as it was given. Raises ValueError."""
+    if control != "off":
+        host, port, _ = _parts(control)
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"control must be HOST:PORT, HOST:PORT/TOKEN or off, not {control!r}")
+    return control
+
+
+def _parts(control: str) -> tuple[str, str, str]:
+    place, _, token = control.partition("/")
+    host, _, port = place.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port, token
+
+
+def find_address(control: str | None, rank: int, timeout_s: float) -> tuple[Address, socket.socket | None]:
+    """The coordinator's address, and on rank 0 the socket that listens there.
+
+    With `control` None, rank 0 of torch.distributed takes a free port and tells the others: all ranks must call this.
+    Raises ConfigError (no way to find it), CheckpointError (the port is not to be had within `timeout_s`).
+    """
+    if control is not None:
+        host, port, given = _parts(control)
+        token = given or os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise ConfigError(
+                f"control={control!r} needs a secret that all ranks of this job share and no other job has: set "
+                f"{TOKEN_VARIABLE} to one random text on all ranks"
+            )
+        address = Address(host, int(port), token.encode())
+        return address, _listen(host, address.port, timeout_s) if rank == 0 else None
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()):
+        raise ConfigError(
+            "several ranks must agree on their checkpoints: initialise torch.distributed before this, or give "
+            'control="HOST:PORT", a free port of rank 0\'s host (control="off": they do not agree)'
+        )
+    return _told_by_torch(group, timeout_s)
+
+
+def _told_by_torch(group: Any, timeout_s: float) -> tuple[Address, socket.socket | None]:
+    said: list[Any] = [None]
+    listener = None
+    if group.get_rank() == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        try:
+            listener = _listen(host, 0, timeout_s)
+            said = [(host, listener.getsockname()[1], secrets.token_hex(16))]
+        except CheckpointError as error:  # the others wait for an answer, whatever it is
+            said = [str(error)]
+    group.broadcast_object_list(said, src=0)
+    if isinstance(said[0], str):
+        raise CheckpointError(said[0])
+    host, port, token = said[0]
+    return Address(host, port, token.encode()), listener
+
+
+def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Listen on `host`, or on all addresses where its name is none of this machine's (behind a translation, say).
+
+    A port that is in use is asked for again until `timeout_s` is over: the life before may be about to end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"rank 0 cannot listen on {host}:{port} for the other ranks: {error}; use a free port of this "
+                    "host (control=HOST:PORT)"
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return _bound_to(found[0][0], found[0][4])
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            return _bound_to(socket.AF_INET, ("", port))
+        raise
+
+
+def _bound_to(family: int, where: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of a life that has ended may linger; two listeners of one port are still refused.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

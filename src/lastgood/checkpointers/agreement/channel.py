@@ -1,0 +1,201 @@
+"""One connection between a member and the coordinator: frames of bounded length, never blocking, and a mutual proof.
+
+The frames and the proof are those of Gemini's peers (`gemini_memory.wire`). Both sides prove that they know the job's
+token, which is not sent, so a foreign process on a port of ours, and ours on a foreign port, is refused by name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from lastgood.checkpointers.gemini_memory.wire import HEADER_BYTES, message_frame, parse_header, parse_message, proof
+from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
+
+__all__ = ["Channel", "close_in_forks", "open_channel", "prove_coordinator", "whole_number"]
+
+_GREETING = "lastgood agreement 1"
+_NONCE_BYTES = 32
+_STRANGER_BYTES = 1024
+"""Longest message of a side that has not proved itself."""
+_MOST_UNSENT_BYTES = 4 << 20
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """Messages in and out of a non-blocking socket; for one thread.
+
+    `other` names the other side in errors. Raises CheckpointError where the connection ends, CorruptCheckpoint where
+    what arrives is no message.
+    """
+
+    def __init__(self, connection: socket.socket, other: str) -> None:
+        self.other = other
+        self.proved = False
+        self.heard_s = time.monotonic()
+        """When the last byte came, on the monotonic clock."""
+        self._socket = connection
+        self._in = bytearray()
+        self._out = bytearray()
+        close_in_forks(connection)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something still has to go out."""
+        return bool(self._out)
+
+    def send(self, **message: Any) -> None:
+        """Send a message, or keep it until the connection takes it."""
+        if len(self._out) > _MOST_UNSENT_BYTES:
+            raise CheckpointError(f"{self.other} takes no messages any more")
+        self._out += message_frame(message)
+        self.push()
+
+    def push(self) -> None:
+        """Send what the connection takes now."""
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise CheckpointError(f"{self.other}: the connection broke: {error}") from error
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages that have arrived. One at a time: what the first says may decide what may follow it."""
+        try:
+            content = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise CheckpointError(f"{self.other}: the connection broke: {error}") from error
+        if not content:
+            raise CheckpointError(f"{self.other} closed the connection")
+        self.heard_s = time.monotonic()
+        self._in += content
+        while len(self._in) >= HEADER_BYTES:
+            frame = parse_header(self._in[:HEADER_BYTES], self.other, "a message")
+            if frame.length > _STRANGER_BYTES and not self.proved:
+                raise CorruptCheckpoint(f"{self.other} sent {frame.length} bytes before it proved itself")
+            if len(self._in) < HEADER_BYTES + frame.length:
+                break
+            body = self._in[HEADER_BYTES : HEADER_BYTES + frame.length]
+            del self._in[: HEADER_BYTES + frame.length]
+            yield parse_message(frame, body, self.other)
+
+    def close(self) -> None:
+        """Close the connection. Safe to call twice."""
+        self._socket.close()
+
+
+_not_shared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_forks(end: socket.socket) -> None:
+    """A data loader's worker that outlives a killed training must hold neither its port nor its connections."""
+    _not_shared.add(end)
+
+
+def _close_in_child() -> None:
+    for end in list(_not_shared):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def whole_number(message: dict[str, Any], key: str, below: int = 1 << 63) -> int:
+    """A number of a message. Raises CorruptCheckpoint where it is none, or out of bounds."""
+    value = message.get(key)
+    if type(value) is not int or not 0 <= value < below:
+        raise CorruptCheckpoint(f"{key} is {value!r:.80} in a message")
+    return value
+
+
+# -- proof -------------------------------------------------------------------------------------------------------------
+
+
+def _hexadecimal(message: dict[str, Any], key: str) -> bytes:
+    try:
+        return bytes.fromhex(message[key])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"a proof without {key}") from error
+
+
+def prove_coordinator(channel: Channel, message: dict[str, Any], token: bytes, nonces: list[bytes]) -> None:
+    """The coordinator's side: one step of the proof per message; `channel.proved` says when it is done.
+
+    Raises MismatchError where the other side does not know `token`.
+    """
+    if not nonces:
+        if message.get("kind") != _GREETING:
+            raise MismatchError(f"{channel.other} does not speak this protocol")
+        nonces += [_hexadecimal(message, "nonce"), secrets.token_bytes(_NONCE_BYTES)]
+        shown = proof(token, b"coordinator", *nonces)
+        channel.send(kind="proof", nonce=nonces[1].hex(), proof=shown.hex())
+        return
+    if not hmac.compare_digest(_hexadecimal(message, "proof"), proof(token, b"member", *nonces)):
+        raise MismatchError(f"{channel.other} does not know this job's token")
+    channel.proved = True
+
+
+def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channel:
+    """The member's side: connect, and prove both ways, within `timeout_s`.
+
+    Raises CheckpointError (not reachable), WaitTimeout, MismatchError (another job, or no coordinator at all).
+    """
+    where = f"the coordinator of rank 0 at {host}:{port}"
+    deadline = time.monotonic() + timeout_s
+    try:
+        connection = socket.create_connection((host, port), timeout_s)
+    except TimeoutError:
+        raise WaitTimeout(f"waited {timeout_s:g} s for {where} to take a connection") from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be reached: {error}") from error
+    channel = Channel(connection, where)
+    try:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        channel.send(kind=_GREETING, nonce=nonce.hex())
+        try:
+            answer = _one_message(channel, deadline, timeout_s)
+            theirs = _hexadecimal(answer, "nonce")
+            known = hmac.compare_digest(_hexadecimal(answer, "proof"), proof(token, b"coordinator", nonce, theirs))
+        except CorruptCheckpoint as error:
+            raise MismatchError(f"{host}:{port} is not {where}: another program listens there ({error})") from error
+        if not known:
+            raise MismatchError(
+                f"{where} does not know this job's token: it is another job's, or the token is not the same on all "
+                "ranks (LASTGOOD_JOB_TOKEN)"
+            )
+        channel.proved = True
+        channel.send(kind="proof", proof=proof(token, b"member", nonce, theirs).hex())
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _one_message(channel: Channel, deadline: float, timeout_s: float) -> dict[str, Any]:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WaitTimeout(f"waited {timeout_s:g} s for {channel.other} to prove itself")
+        if poll.poll(left * 1e3):
+            for message in channel.receive():
+                return message

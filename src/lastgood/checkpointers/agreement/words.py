@@ -1,0 +1,83 @@
+"""Reports and decisions as messages, and back: every field is checked, since they come from another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lastgood.checkpointers.agreement.channel import whole_number
+from lastgood.checkpointers.agreement.decide import Held, Identity, Report, Wanted
+from lastgood.errors import CorruptCheckpoint
+from lastgood.storage.format import JOB_ID_BYTES, MAX_WORLD_SIZE
+
+__all__ = ["cut", "identity_of", "report_of", "said_report", "short_reason"]
+
+_MOST_TEXT = 300
+_MOST_HELD = 160
+"""More than a rank can have slots."""
+_MOST_DAMAGED = 8
+_DAMAGED_LETTERS = 200
+_REASON_LETTERS = 80
+
+
+def cut(value: object, most: int = _MOST_TEXT) -> str:
+    """A text of bounded length, of one line."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def short_reason(value: object) -> str:
+    """A verdict's reason where one message has many: a message holds 64 KiB, and other letters take up to 12 bytes."""
+    return cut(str(value).encode("ascii", "replace").decode(), _REASON_LETTERS)
+
+
+def said_report(report: Report) -> dict[str, Any]:
+    """The report as a message's content."""
+    return {
+        **dataclasses.asdict(report),
+        "held": [
+            [one.incarnation, one.step, one.bad, short_reason(one.reason), one.restarts]
+            for one in report.held[:_MOST_HELD]
+        ],
+        "damaged": [cut(text, _DAMAGED_LETTERS) for text in report.damaged[:_MOST_DAMAGED]],
+        "host": cut(report.host, 100),
+        "directory": cut(report.directory),
+    }
+
+
+def identity_of(value: object) -> Identity:
+    """A life and a step. Raises CorruptCheckpoint."""
+    if isinstance(value, (list, tuple)) and len(value) >= 2:
+        life, step = value[0], value[1]
+        if type(life) is int and type(step) is int and 0 <= life < 1 << 63 and 0 <= step < 1 << 63:
+            return life, step
+    raise CorruptCheckpoint(f"{value!r:.80} names no checkpoint")
+
+
+def report_of(message: dict[str, Any]) -> Report:
+    """Read a report. Raises CorruptCheckpoint."""
+    try:
+        world_size = whole_number(message, "world_size", MAX_WORLD_SIZE + 1)
+        job_id = message["job_id"]
+        if job_id is not None and len(bytes.fromhex(job_id)) != JOB_ID_BYTES:
+            raise ValueError("a job id of another length")
+        held = []
+        for entry in message["held"][:_MOST_HELD]:
+            held.append(Held(*identity_of(entry), bool(entry[2]), short_reason(entry[3]), min(int(entry[4]), 1 << 31)))
+        wanted = message["wanted"]
+        step = whole_number(wanted, "step") if wanted["step"] is not None else None
+        limit = whole_number(wanted, "max_failed_restarts") if wanted["max_failed_restarts"] is not None else None
+        return Report(
+            rank=whole_number(message, "rank", MAX_WORLD_SIZE),
+            world_size=world_size,
+            host=cut(message["host"], 100),
+            directory=cut(message["directory"]),
+            job_id=job_id,
+            highest=identity_of(message["highest"]),
+            held=tuple(held),
+            damaged=tuple(cut(text, _DAMAGED_LETTERS) for text in message["damaged"][:_MOST_DAMAGED]),
+            mark=None if message["mark"] is None else identity_of(message["mark"]),
+            wanted=Wanted(bool(wanted["restore"]), step, bool(wanted["good_only"]), limit),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise CorruptCheckpoint(f"a report that cannot be read: {error!r:.200}") from error

@@ -1,0 +1,164 @@
+"""Which checkpoints of an open directory stay: what was judged, what was restarted from, what all ranks hold."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood.errors import CheckpointError
+from lastgood.storage import format as fmt
+from lastgood.storage.marks import GlobalMark, kept_sequences, write_mark
+from lastgood.storage.reader import SlotInfo, SlotView
+from lastgood.storage.verdicts import Verdict, VerdictBook
+
+__all__ = ["KeptSlots", "Slot"]
+
+
+@dataclass
+class Slot:
+    """What the store knows of one slot file. `busy` says who uses it for writing, in words for messages."""
+
+    number: int
+    path: Path
+    file_bytes: int = 0
+    header_ok: bool = False
+    info: SlotInfo | None = None
+    busy: str = ""
+    readers: int = 0
+    damaged: bool = False
+
+
+class KeptSlots(SlotView, ABC):
+    """The part of a slot store that knows which checkpoints must not be overwritten. Safe to use from several threads.
+
+    All that is guarded is guarded by `_changed`, but for the files beside the slots.
+    """
+
+    job: fmt.Job
+    incarnation: int
+    """Which life of the job writes here."""
+    _book: VerdictBook
+
+    def __init__(self, directory: Path | str, keep: int) -> None:
+        super().__init__(directory)
+        self.keep = keep
+        self._changed = threading.Condition()
+        self._closed = False
+        self._all: list[Slot] = []
+        self._book_lock = threading.Lock()
+        """Held while the book or the mark is written: a flush may take long, and saves must not wait for it."""
+        self._everywhere: set[int] | None = None
+        """Sequences of what all ranks of the job are known to hold; None for a job of one rank."""
+        self._newest_marked = -1
+        self._newest_at_opening = -1
+
+    @abstractmethod
+    def newest_sequence(self) -> int:
+        """Sequence of the newest durable checkpoint."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """An older slot may have become free."""
+
+    def committed(self) -> list[SlotInfo]:
+        """The whole checkpoints, newest first; those found corrupt by this store are left out."""
+        with self._changed:
+            return self._committed()
+
+    def _committed(self) -> list[SlotInfo]:
+        found = [slot.info for slot in self._all if slot.info is not None and not slot.damaged]
+        return sorted(found, key=lambda info: info.sequence, reverse=True)
+
+    def _kept(self) -> set[int]:
+        """Sequences of the checkpoints that stay: the newest good one first of all."""
+        return kept_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere)
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def book(self) -> VerdictBook:
+        """Verdicts and restart counts; changed only through this store."""
+        return self._book
+
+    def judge(self, sequence: int, verdict: Verdict) -> None:
+        """Judge a checkpoint, durable or still under way; a later verdict replaces it. Raises StorageError."""
+        try:
+            with self._writing_the_book():
+                self._book.judge(sequence, verdict)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def count_restart(self, info: SlotInfo) -> int:
+        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError."""
+        with self._writing_the_book():
+            return self._book.count_restart(info.sequence)
+
+    def forget_restarts(self) -> None:
+        """Training got on, or ended in order. Raises StorageError."""
+        if self._book.restarts:
+            with self._writing_the_book():
+                self._book.forget_restarts()
+
+    # -- several ranks ---------------------------------------------------------------------------------------------
+
+    def share(self, incarnation: int, everywhere: Collection[int]) -> None:
+        """From now on a checkpoint counts once `confirm` says that all ranks hold it; call it before the first `begin`.
+
+        `everywhere` are the sequences of which that is known; all others are dropped. The store's life has the number
+        `incarnation`, which all ranks agree on. Until a newer one is confirmed, a confirmed checkpoint stays, and so do
+        all newer ones. Raises StorageError.
+        """
+        known = [info for info in self.committed() if info.sequence in everywhere]
+        if known:
+            self._mark(known[0])
+        with self._changed:
+            self.incarnation = incarnation
+            self._everywhere = set(everywhere)
+            for slot in self._all:
+                if slot.info is not None and slot.info.sequence not in everywhere:
+                    slot.info = None
+            self._changed.notify_all()
+
+    def confirm(self, info: SlotInfo) -> None:
+        """All ranks hold this checkpoint: note it durably; older ones may go. Raises StorageError; then they stay."""
+        if info.sequence > self.newest_sequence():
+            self._mark(info)
+        with self._changed:
+            if self._everywhere is not None:
+                self._everywhere = {*self._everywhere, info.sequence} & {one.sequence for one in self._committed()}
+            self._changed.notify_all()
+        self.settle()
+
+    def drop(self, info: SlotInfo) -> None:
+        """Other ranks do not hold this checkpoint and never will: its slot may be used again."""
+        with self._changed:
+            for slot in self._all:
+                if slot.info == info:
+                    slot.info = None
+            self._changed.notify_all()
+
+    def everywhere(self) -> list[SlotInfo]:
+        """The whole checkpoints that count, newest first: all of a job of one rank, else those that all ranks hold."""
+        with self._changed:
+            whole = self._committed()
+            return whole if self._everywhere is None else [one for one in whole if one.sequence in self._everywhere]
+
+    def _mark(self, info: SlotInfo) -> None:
+        mark = GlobalMark(info.incarnation, info.step, info.sequence)
+        with self._writing_the_book():
+            # Two threads may confirm two checkpoints in either order; at its opening the store may fall back.
+            if self._everywhere is None or mark.sequence > self._newest_marked:
+                write_mark(self.directory, self.job, mark)
+                self._newest_marked = mark.sequence
+
+    @contextlib.contextmanager
+    def _writing_the_book(self) -> Iterator[None]:
+        with self._book_lock:
+            # Another process may have opened the directory since.
+            if self._closed:
+                raise CheckpointError(f"{self.directory}: the store is closed")
+            yield

@@ -1,0 +1,101 @@
+"""What a job of several ranks knows of one rank's checkpoints: which of them every rank holds.
+
+A rank's own commit record says that its part is whole. A checkpoint counts once all ranks have committed theirs; the
+newest that did is named by one small sealed file beside the slots, and only then may older slots be used again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from lastgood.errors import MismatchError
+from lastgood.storage import format as fmt
+from lastgood.storage.files import storage_error, write_atomically
+
+__all__ = ["GLOBAL_FILE", "GlobalMark", "kept_sequences", "read_mark", "write_mark"]
+
+log = logging.getLogger("lastgood.storage")
+
+GLOBAL_FILE = "global.json"
+_FORMAT = "lastgood-global"
+_MAX_BYTES = 4096
+
+
+class GlobalMark(NamedTuple):
+    """The newest checkpoint that all ranks are known to hold; `sequence` is that of this directory."""
+
+    incarnation: int
+    step: int
+    sequence: int
+
+
+class _Whole(Protocol):
+    @property
+    def sequence(self) -> int:
+        """Place in the order of the directory's checkpoints."""
+
+
+def read_mark(directory: Path) -> GlobalMark | None:
+    """The mark of a rank's directory; None where there is none, or none that can be read (a warning says why).
+
+    Raises MismatchError for another format version.
+    """
+    path = directory / GLOBAL_FILE
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise fmt.RecordError(f"longer than {_MAX_BYTES} bytes")
+        described = fmt.unseal_json(content)
+        mark = GlobalMark(*(int(described[key]) for key in GlobalMark._fields))
+        if described.get("format") != _FORMAT or min(mark) < 0:
+            raise fmt.RecordError(f"not a {_FORMAT} document")
+    except FileNotFoundError:
+        return None
+    except fmt.OtherVersionError as error:
+        raise MismatchError(f"{path}: {error}") from error
+    except OSError as error:
+        log.warning("%s; which checkpoints all ranks hold is not known", storage_error(error, path, "reading"))
+    except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
+        log.warning("%s is damaged (%s): which checkpoints all ranks hold is not known", path, error)
+    else:
+        return mark
+    return None
+
+
+def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark) -> None:
+    """Replace the mark; durable at return. Raises StorageError."""
+    path = directory / GLOBAL_FILE
+    described = {
+        "format": _FORMAT,
+        "version": fmt.FORMAT_VERSION,
+        "job_id": job.job_id.hex(),
+        "world_size": job.world_size,
+        **mark._asdict(),
+    }
+    try:
+        write_atomically(path, fmt.seal_json(described))
+    except OSError as error:
+        raise storage_error(error, path, "writing") from error
+
+
+def kept_sequences(
+    whole: Sequence[_Whole], is_bad: Callable[[int], bool], keep: int, everywhere: Collection[int] | None = None
+) -> set[int]:
+    """Sequences of the checkpoints that stay, of those that are whole here (newest first).
+
+    Of a job of one rank (`everywhere` is None): the newest good one, and the newest others, `keep` in all. Of several:
+    the same among those that all ranks are known to hold, whose sequences are `everywhere`; and beside them all newer
+    ones, since the other ranks may have gone on to them already.
+    """
+    counted = [one for one in whole if everywhere is None or one.sequence in everywhere]
+    good = [one for one in counted if not is_bad(one.sequence)][:1]
+    others = [one for one in counted if one not in good]
+    stay = {one.sequence for one in (good + others)[:keep]}
+    if everywhere is not None:
+        newest = max(everywhere, default=-1)
+        stay |= {one.sequence for one in whole if one.sequence > newest}
+    return stay

@@ -1,0 +1,345 @@
+"""The coordinator's port and its ranks without a training: strangers, garbage, tokens, ranks that do not come."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from contextlib import closing, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastgood.checkpointers.agreement.address import check_control, find_address
+from lastgood.checkpointers.agreement.channel import Channel, open_channel
+from lastgood.checkpointers.agreement.coordinator import Coordinator
+from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
+from lastgood.checkpointers.agreement.member import Address, Member
+from lastgood.checkpointers.gemini_memory.wire import HEADER_BYTES, message_frame
+from lastgood.checkpointers.pccheck_options import PCcheckOptions
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+
+TOKEN = b"secret"
+SILENCE_S = 1.0
+
+
+class Port:
+    """A coordinator and where it is."""
+
+    def __init__(self, world):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.coordinator = Coordinator(listener, TOKEN, world, SILENCE_S)
+        self.members = []
+
+    def member(self, rank, world, token=TOKEN, port=None):
+        heard = []
+        report = Report(rank, world, f"host{rank}", f"/d/{rank}", None, wanted=Wanted())
+        address = Address("127.0.0.1", port or self.port, token)
+        member = Member(address, report, SILENCE_S, heard.append, lambda *verdict: heard.append(verdict))
+        self.members.append(member)
+        return member, heard
+
+    def running(self, world):
+        """A life of `world` ranks."""
+        both = [self.member(rank, world) for rank in range(world)]
+        offers = [member.wait_for_offer(0, 20) for member, _ in both]
+        for (member, _), offer in zip(both, offers, strict=True):
+            member.answer(offer)
+        assert [member.wait_for_offer(offer.number, 20) for (member, _), offer in zip(both, offers, strict=True)] == [
+            None
+        ] * world
+        assert len({(offer.job_id, offer.incarnation) for offer in offers}) == 1
+        return both
+
+    def end(self):
+        for member in self.members:
+            member.close(5)
+        self.coordinator.close(0.0)
+
+
+@pytest.fixture
+def port():
+    made = []
+
+    def make(world):
+        made.append(Port(world))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def wait_until(true, what, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.01)
+
+
+def test_a_step_is_global_once_all_have_committed_it(port):
+    both = port(3).running(3)
+    for rank in (2, 0):
+        both[rank][0].committed(10)
+    time.sleep(0.2)
+    assert not any(heard for _, heard in both)
+    both[1][0].committed(10)
+    wait_until(lambda: all(heard for _, heard in both), "the fate of step 10")
+    assert {(heard[0].step, heard[0].fate) for _, heard in both} == {(10, Fate.GLOBAL)}
+    both[1][0].void(20, Fate.SKIPPED, "no place")
+    both[2][0].judge((1, 10), False, "a spike")
+    wait_until(lambda: all(len(heard) == 3 for _, heard in both), "a skip and a verdict")
+    for _, heard in both:
+        assert next(one for one in heard if one != heard[0] and not isinstance(one, tuple)).why == (
+            "rank 1 on host1: no place"
+        )
+        assert ((1, 10), False, "a spike") in heard
+
+
+def test_a_missing_rank_is_named_in_bounded_time(port):
+    one = port(3)
+    member, _ = one.member(0, 3)
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"ranks? 1, 2 did not come.*world_size=1"):
+        member.wait_for_offer(0, 1.0)
+    assert time.monotonic() - began < 5
+    with pytest.raises(WaitTimeout, match=rf"127.0.0.1:{one.port}"):
+        member.wait_for_offer(0, 0.1)
+
+
+def test_where_nobody_listens_that_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = probe.getsockname()[1]
+    member = Member(
+        Address("127.0.0.1", free, TOKEN), Report(1, 2, "h", "/d", None), SILENCE_S, print, lambda *verdict: None
+    )
+    with pytest.raises(WaitTimeout, match=rf"rank 1 of 2.*127.0.0.1:{free} cannot be reached.*refused"):
+        member.wait_for_offer(0, 0.5)
+    member.close(5)
+
+
+def test_a_rank_with_another_token_is_refused_and_does_not_count(port):
+    one = port(2)
+    first, _ = one.member(0, 2)
+    stranger, _ = one.member(1, 2, token=b"another job's")
+    with pytest.raises(WaitTimeout, match="does not know this job's token: it is another job's"):
+        stranger.wait_for_offer(0, 1.0)
+    with pytest.raises(WaitTimeout, match="rank 1 did not come"):
+        first.wait_for_offer(0, 0.1)
+
+
+def test_a_rank_of_another_world_is_refused(port):
+    one = port(2)
+    member, _ = one.member(1, 4)
+    with pytest.raises(MismatchError, match=r"rank 1 on host1.*4 ranks.*rank 0 that it has 2"):
+        member.wait_for_offer(0, 10)
+
+
+def test_a_foreign_program_at_the_port_is_no_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(MismatchError, match="another program listens there"):
+            open_channel("127.0.0.1", server.getsockname()[1], TOKEN, 5.0)
+        thread.join(10)
+
+
+def test_a_silent_program_at_the_port_is_not_waited_for_long():
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(WaitTimeout, match=r"0.3 s.*prove itself"):
+        open_channel("127.0.0.1", server.getsockname()[1], TOKEN, 0.3)
+
+
+def test_a_second_process_of_a_rank_and_a_late_one_are_refused(port):
+    one = port(2)
+    one.member(0, 2)
+    time.sleep(0.3)
+    second, _ = one.member(0, 2)
+    with pytest.raises(WaitTimeout, match=r"rank 0 on host0 \(/d/0\) has joined as this rank already"):
+        second.wait_for_offer(0, 1.0)
+    second.close(5)
+    both = port(2)
+    both.running(2)
+    late, _ = both.member(1, 2)
+    with pytest.raises(WaitTimeout, match="this life of the job is running already; end all its ranks"):
+        late.wait_for_offer(0, 1.0)
+
+
+def test_a_process_of_a_dead_life_is_refused_for_good(port):
+    one = port(1)
+    ((old, _),) = one.running(1)
+    one.coordinator.close(0.0)
+    wait_until(lambda: old.trouble()[0], "the loss to be noticed")
+    new = Port(1)
+    try:
+        new.running(1)
+        old.address = Address("127.0.0.1", new.port, TOKEN)
+        wait_until(lambda: "a life of the job that is over" in old.trouble()[0], "the refusal")
+    finally:
+        new.end()
+
+
+def test_a_rank_that_leaves_is_named_with_its_reason(port):
+    (first, _), (second, _) = port(2).running(2)
+    second.close(5, why="RuntimeError: out of memory")
+    wait_until(lambda: first.trouble()[0], "the loss to be told")
+    assert "rank 1 on host1 is missing (it failed: RuntimeError: out of memory)" in first.trouble()[0]
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def still_works(one):
+    """A life can begin and go on at the port."""
+    ((member, heard),) = one.running(1)
+    member.committed(1)
+    wait_until(lambda: heard, "a fate after the strangers")
+
+
+def test_garbage_at_the_port_disturbs_nobody(port, caplog):
+    one = port(1)
+    chance = random.Random(7)
+    frame = message_frame({"kind": "lastgood agreement 1", "nonce": "00" * 32})
+    contents = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01" + os.urandom(200),
+        frame[:10],
+        frame[: HEADER_BYTES - 1] + b"\xff" + frame[HEADER_BYTES:],
+        message_frame({"kind": "join"}),
+        message_frame({"kind": "lastgood agreement 1"}),
+        message_frame({"kind": "lastgood agreement 1", "nonce": 5}),
+        message_frame({"kind": "x" * 5000}),
+        frame + message_frame({"proof": "00"}),
+        frame + frame,
+        b"",
+    ]
+    for _ in range(60):
+        spoilt = bytearray(frame)
+        spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
+        contents.append(bytes(spoilt))
+    for content in contents:
+        with socket.create_connection(("127.0.0.1", one.port), 5) as stranger, suppress(OSError):
+            stranger.sendall(content)
+    still_works(one)
+    refused = [line for line in caplog.messages if "control port" in line]
+    assert 0 < len(refused) <= 20
+    assert any("does not speak this protocol" in line or "no frame of this protocol" in line for line in refused)
+
+
+def test_many_silent_strangers_leave_room(port):
+    one = port(1)
+    strangers = [socket.create_connection(("127.0.0.1", one.port), 5) for _ in range(60)]
+    still_works(one)
+    for stranger in strangers:
+        stranger.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300), st.booleans())
+def test_no_bytes_break_a_channel_or_are_taken_for_a_message(content, behind_a_message):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), 5)
+        ours, _ = server.accept()
+    with closing(theirs), closing(ours):
+        if behind_a_message:
+            theirs.sendall(message_frame({"kind": "ping"}))
+        theirs.sendall(content)
+        theirs.shutdown(socket.SHUT_WR)
+        channel = Channel(ours, "a stranger")
+        messages = []
+        with pytest.raises((CheckpointError, CorruptCheckpoint)):
+            while True:
+                messages += channel.receive()
+        assert messages in ([], [{"kind": "ping"}])
+
+
+def test_fields_of_proved_members_are_checked_too(port):
+    one = port(1)
+    for message in (
+        {"kind": "join"},
+        {"kind": "join", "rank": -1},
+        {"kind": "resume", "rank": 1 << 40},
+        {"kind": "committed", "step": 1},
+        {"kind": ["list"]},
+        {},
+    ):
+        channel = open_channel("127.0.0.1", one.port, TOKEN, 5.0)
+        channel.send(**message)
+        deadline = time.monotonic() + 10
+        with pytest.raises(CheckpointError, match=r"closed|broke"):
+            while time.monotonic() < deadline:
+                list(channel.receive())
+                time.sleep(0.01)
+        channel.close()
+    still_works(one)
+
+
+def test_a_forked_child_holds_neither_the_port_nor_the_connections(port):
+    """As a data loader's worker does that outlives the training."""
+    import multiprocessing
+
+    one = port(1)
+    one.running(1)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        one.end()
+        _, listener = find_address(f"127.0.0.1:{one.port}/t", 0, 10)  # as soon as the child has run
+        listener.close()
+    finally:
+        worker.kill()
+        worker.join(20)
+
+
+def test_options_of_before_keep_the_names_of_their_records():
+    dumped = PCcheckOptions().model_dump(mode="json")
+    assert not dumped.keys() & {"control", "join_timeout_s", "agreement_timeout_s"}
+    assert (dumped["rank"], dumped["world_size"]) == (0, 1)
+    given = PCcheckOptions(control="off", agreement_timeout_s=5, rank=1, world_size=2)
+    assert PCcheckOptions.model_validate(given.model_dump()) == given
+    assert given.model_dump()["control"] == "off"
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_named_in_bounded_time():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(CheckpointError, match=rf"rank 0 cannot listen on 127.0.0.1:{number}.*in use.*free port"):
+            find_address(f"127.0.0.1:{number}/t", 0, 0.3)
+
+
+def test_a_port_is_taken_as_soon_as_it_is_free():
+    taken = socket.create_server(("127.0.0.1", 0))
+    number = taken.getsockname()[1]
+    threading.Timer(0.3, taken.close).start()
+    address, listener = find_address(f"127.0.0.1:{number}/t", 0, 20)
+    assert (address.port, address.token) == (number, b"t")
+    listener.close()
+
+
+def test_the_token_is_needed_and_may_come_from_the_environment(monkeypatch):
+    monkeypatch.delenv("LASTGOOD_JOB_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="LASTGOOD_JOB_TOKEN"):
+        find_address("127.0.0.1:1234", 1, 0.1)
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", "from outside")
+    address, listener = find_address("127.0.0.1:1234", 1, 0.1)
+    assert (address.token, listener) == (b"from outside", None)
+    assert "outside" not in str(address)
+
+
+@pytest.mark.parametrize("control", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x/t"])
+def test_addresses_that_are_none_are_refused(control):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        check_control(control)
