@@ -6,13 +6,13 @@ is what the training was given, and a restart replays the epoch's order from the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import DataError
-from lastgood.state import RngState, is_stateful
+from lastgood.errors import DataError, MismatchError
+from lastgood.state import NewWorld, RngState, is_stateful, state_digest
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,9 @@ class CountedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
         own = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
-        return {
+        replicas = self._replicas()
+        # Only where a sampler deals its order out to ranks: other states keep the layout that they always had.
+        return ({} if replicas is None else {"replicas": replicas}) | {
             "epoch": self.epoch,
             "batches": self.batches,
             "total_batches": self.total_batches,
@@ -132,6 +134,58 @@ class CountedLoader:
             # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
             for generator, saved in zip(own, state["generators"], strict=True):
                 generator.set_state(saved)
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
+        """Go on behind what all ranks together have consumed, with another number of ranks.
+
+        Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on behind its share of the
+        consumed batches; batches must be of the same size as before. Where every rank goes through the data in the same
+        order, the place stays. Raises MismatchError where no place is the same for the new ranks.
+        """
+        first = states[0]
+        saved, live = first.get("replicas"), self._replicas()
+        # An order that is dealt out depends on seed and epoch alone, not on the ranks' own generators.
+        own = () if saved is None else ("epoch_start", "generators")
+        digests = {state_digest({key: value for key, value in state.items() if key not in own}) for state in states}
+        if len(digests) > 1:
+            places = [(int(state["epoch"]), int(state["batches"])) for state in states]
+            raise MismatchError(
+                f"data: the ranks of step {world.step} are at different places in their data or drew their orders from "
+                f"different generators ((epoch, batch): {places[:8]}), so no place is right for {world.world_size} "
+                "ranks; restore with as many ranks as before, or without data"
+            )
+        if saved is None and live is None:
+            self.load_state_dict(dict(first))
+            return
+        if first["batches"] and (saved is None or live is None or first["loader"] is not None):
+            dealt = [f"dealt out to {count} ranks" if count else "the same on every rank" for count in (saved, live)]
+            raise MismatchError(
+                f"data: the order of step {world.step} was {dealt[0]}, and that of the attached loader is {dealt[1]}, "
+                "so there is no place in it to go on from; give both a DistributedSampler (also for one rank), or none"
+            )
+        before, after = saved or 1, live or 1
+        counts = [int(first[key]) * before for key in ("batches", "total_batches")]
+        if counts[0] % after:
+            raise MismatchError(
+                f"data: {counts[0]} batches of this epoch were consumed by {before} ranks together, which {after} "
+                "ranks cannot share evenly; restore from a step where they can, or with as many ranks as before"
+            )
+        self.load_state_dict(
+            {
+                **first,
+                "batches": counts[0] // after,
+                "total_batches": counts[1] // after,
+                "epoch_start": self._generators(),
+                "generators": [generator.get_state() for generator in self._own_generators()],
+            }
+        )
+
+    def _replicas(self) -> int | None:
+        """To how many ranks the loader's sampler deals out one order; None if it says nothing of it."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(sampler, "num_replicas", None) for sampler in samplers)
+        return next((number for number in found if type(number) is int and number > 0), None)
 
     def _take(self, place: _Place) -> None:
         self.epoch, self.batches, self.total_batches = place.epoch, place.batches, place.total_batches

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
-from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layout, read_tree
+from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, StateError, StorageError
+from lastgood.state import Layout, unflatten
 from lastgood.storage.files import storage_error, sync_directory
 from lastgood.units import MIB, format_bytes
 
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["TEMPORARY_SUFFIX", "ExportFormat", "Exported", "export_checkpoint", "load_exported"]
+__all__ = [
+    "TEMPORARY_SUFFIX",
+    "ExportFormat",
+    "Exported",
+    "check_target",
+    "export_checkpoint",
+    "load_exported",
+    "write_export",
+]
 
 TEMPORARY_SUFFIX = ".tmp"
 WINDOW_BYTES = 64 * MIB
@@ -90,26 +99,53 @@ def export_checkpoint(
         CorruptCheckpoint, MismatchError, WaitTimeout: the checkpoint cannot be read.
     """
     started = time.perf_counter()
-    _check_target(out, to, force)
+    check_target(out, to, force)
     with view.hold(info):
         layout = read_layout(view, info)
         tensors = named_tensors(layout, f"{info.path}: step {info.step}")
-        aliases: dict[str, str] = {}
-        if to is ExportFormat.SAFETENSORS:
-            plan = SafetensorsPlan(layout, tensors, info)
-            aliases = plan.aliases
-            with _appearing(out, plan.file_bytes, force=force) as temporary:
-                window_bytes = max(window_bytes, 4 * info.record.chunk_bytes)
-                write_safetensors(temporary, plan, read_blocks(view, info, layout, threads, window_bytes))
-        elif to is ExportFormat.PT:
-            with _appearing(out, layout.payload_bytes, force=force) as temporary:
-                _save_pt(temporary, out, read_tree(view, info, threads))
-        else:
-            with _appearing(out, sum(tensor.nbytes for tensor in tensors), force=force) as temporary:
-                _save_dcp(temporary, out, read_tree(view, info, threads))
-    files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
-    nbytes = sum(path.stat().st_size for path in files)
+        left = next((tensor for tensor in tensors if tensor.owner is not None), None)
+        if left is not None:
+            raise MismatchError(
+                f"{info.path}: step {info.step}: {left.name} was written by rank {left.owner}, not by rank "
+                f"{info.record.rank}; export the job, the directory that holds those of all ranks"
+            )
+        # Other formats take the whole state into memory anyway.
+        window = max(window_bytes, 4 * info.record.chunk_bytes)
+        window = window if to is ExportFormat.SAFETENSORS else layout.stream_bytes
+        blocks = read_blocks(view, info, layout, threads, window)
+        nbytes, aliases = write_export(out, to, layout, info, blocks, force=force)
     return Exported(out, to, info.step, len(tensors), nbytes, time.perf_counter() - started, aliases)
+
+
+def write_export(
+    out: Path,
+    to: ExportFormat,
+    layout: Layout,
+    info: SlotInfo,
+    blocks: Iterator[tuple[int, torch.Tensor]],
+    *,
+    force: bool,
+) -> tuple[int, Mapping[str, str]]:
+    """Write a state from its layout and `blocks`, all of them in order: bytes written, and names not written.
+
+    `info` is what the file says of its source; `out` was checked. Raises as `export_checkpoint`.
+    """
+    where = f"{info.path}: step {info.step}"
+    tensors = named_tensors(layout, where)
+    aliases: dict[str, str] = {}
+    if to is ExportFormat.SAFETENSORS:
+        plan = SafetensorsPlan(layout, tensors, info)
+        aliases = plan.aliases
+        with _appearing(out, plan.file_bytes, force=force) as temporary:
+            write_safetensors(temporary, plan, blocks)
+    elif to is ExportFormat.PT:
+        with _appearing(out, layout.payload_bytes, force=force) as temporary:
+            _save_pt(temporary, out, unflatten(layout, [block for _, block in blocks], where))
+    else:
+        with _appearing(out, sum(tensor.nbytes for tensor in tensors), force=force) as temporary:
+            _save_dcp(temporary, out, unflatten(layout, [block for _, block in blocks], where))
+    files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
+    return sum(path.stat().st_size for path in files), aliases
 
 
 def load_exported(path: Path | str) -> dict[str, Any]:
@@ -131,7 +167,8 @@ def load_exported(path: Path | str) -> dict[str, Any]:
 # -- appearing whole ---------------------------------------------------------------------------------------------------
 
 
-def _check_target(out: Path, to: ExportFormat, force: bool) -> None:
+def check_target(out: Path, to: ExportFormat, force: bool) -> None:
+    """Refuse, with ConfigError, a place where an export may not be written."""
     if not out.parent.is_dir():
         raise ConfigError(f"{out}: there is no directory {out.parent}; make it first")
     if not os.path.lexists(out):

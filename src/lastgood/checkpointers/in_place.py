@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.chunks import host_ranges
+from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
 from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes, fresh_memory
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
-from lastgood.state import Layout, check_tree, flatten, load_tree, unflatten
+from lastgood.state import Layout, check_tree, load_tree, unflatten
+from lastgood.state.flatten import tensor_over
+from lastgood.state.layout import Node
+from lastgood.state.shards import Shard, wrap
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -41,20 +45,22 @@ class _Placed:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    shard: Shard | None
 
 
 class InPlace:
-    """One restore of one checkpoint into `state`. Make it (nothing is changed), then `read`, then `load`."""
+    """One restore of one checkpoint into a live state. Make it (nothing is changed), then `read`, then `load`."""
 
-    def __init__(self, view: SlotView, info: SlotInfo, layout: Layout, state: Mapping[str, Any]) -> None:
+    def __init__(self, view: SlotView, info: SlotInfo, layout: Layout, live: LiveTensors) -> None:
         self._view = view
         self._info = info
         self._layout = layout
-        self._state = state
+        self._state = state = live.state
         self._where = f"{info.path}, step {info.step}"
-        self.targets, self.touches_live = _choose_targets(layout, state, self._where)
+        self.targets, self.touches_live = _choose_targets(layout, live, self._where)
+        self._spread = [live.like(tensor) for tensor in named_tensors(layout, self._where) if tensor.shard is not None]
         # Shapes, dtypes and names are known without the data: what does not fit is refused before anything changes.
-        check_tree(state, unflatten(layout, [_host_like(target) for target in self.targets], self._where), self._where)
+        check_tree(state, self._tree([_host_like(target) for target in self.targets]), self._where)
 
     def read(self, threads: int) -> None:
         """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture."""
@@ -67,7 +73,21 @@ class InPlace:
 
     def load(self) -> None:
         """Give the tree to the state's objects."""
-        load_tree(self._state, unflatten(self._layout, self.targets, self._where), self._where)
+        load_tree(self._state, self._tree(self.targets), self._where)
+
+    def _tree(self, blocks: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The checkpoint's tree over `blocks`; tensors that are spread over ranks as the live ones are."""
+        spread = iter(self._spread)
+
+        def leaf(node: Node) -> torch.Tensor | None:
+            if node[0] != "H":
+                return None
+            like = next(spread)
+            # Always over the targets: DTensor.from_local would move host memory to the mesh's devices.
+            local = tensor_over(self.targets, *node[1][1:])
+            return local if like is None else wrap(local, like)
+
+        return unflatten(self._layout, blocks, self._where, leaf)
 
 
 def _host_like(target: torch.Tensor) -> torch.Tensor:
@@ -75,15 +95,15 @@ def _host_like(target: torch.Tensor) -> torch.Tensor:
     return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8)
 
 
-def _choose_targets(layout: Layout, state: Mapping[str, Any], where: str) -> tuple[list[torch.Tensor], bool]:
+def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[torch.Tensor], bool]:
     """For each block of the checkpoint the memory it is read into, and whether some of that is live."""
-    live = flatten(state)
-    ours = {name for name, part in state.items() if _keeps_its_tensors(part)}
+    live, state = own.flat, own.state
+    ours = {name for name, part in state.items() if keeps_its_tensors(part)}
     by_places = {
         (places, layout_bytes): number
         for number, (places, layout_bytes) in enumerate(
             zip(
-                _places(named_tensors(live.layout, "state"), len(live.blocks), ours),
+                _places(list(own.named.values()), len(live.blocks), ours),
                 live.layout.block_bytes,
                 strict=True,
             )
@@ -103,11 +123,6 @@ def _choose_targets(layout: Layout, state: Mapping[str, Any], where: str) -> tup
     return targets, touches
 
 
-def _keeps_its_tensors(part: Any) -> bool:
-    """Whether what state_dict shows of `part` is its own memory, and load_state_dict only copies into it."""
-    return isinstance(part, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
-
-
 def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[_Placed]]:
     """What lies in each block; empty where something in it is another part's."""
     found: dict[int, set[_Placed]] = defaultdict(set)
@@ -115,7 +130,7 @@ def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list
     for tensor in tensors:
         if tensor.part not in ours or tensor.is_array:
             spoilt.add(tensor.block)
-        place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride)
+        place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride, tensor.shard)
         found[tensor.block].add(place)
     return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
 
@@ -140,7 +155,8 @@ def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.de
         if isinstance(optimizer, torch.optim.Optimizer) and len(path) == 3 and path[0] == "state" and path[1].isdigit():
             numbered = [item for group in optimizer.param_groups for item in group["params"]]
             parameter = numbered[int(path[1])] if int(path[1]) < len(numbered) else None
-        like = parameter is not None and tuple(parameter.shape) == place.shape
+        whole = place.shape if place.shard is None else place.shard.shape
+        like = parameter is not None and tuple(parameter.shape) == whole
         devices.add(parameter.device if parameter is not None and like else torch.device("cpu"))
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 

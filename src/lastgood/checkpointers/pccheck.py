@@ -24,6 +24,7 @@ from lastgood.checkpointers.endings import ends_by_error
 from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
 from lastgood.checkpointers.pccheck_flight import Flight, Flights
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
+from lastgood.checkpointers.ranked import RankedJob
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from lastgood.checkpointers.agreement.job import JobOfRanks
     from lastgood.checkpointers.archive import Archive
+    from lastgood.checkpointers.replicas import Division
     from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 else:
     torch = lazy_module("torch")
@@ -67,6 +69,7 @@ class PCcheck(Checkpointer):
         self._pool_memory: PinnedMemory | None = None
         self._flights = Flights(self.knobs.max_in_flight)
         self._job: JobOfRanks | None = None
+        self._division: Division | None = None
         self._saves = 0
         self._watch = LossWatch(self.knobs.loss_spike)
         self._how = ""
@@ -106,7 +109,7 @@ class PCcheck(Checkpointer):
             if self._agrees:
                 self._begin_together(None, Wanted(restore=False))
             else:
-                self._store = self._make_store(None)
+                self._store = self._make_store(self._ranked().job_id())
             self._open_archive()
         return self._opened()
 
@@ -156,11 +159,19 @@ class PCcheck(Checkpointer):
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         limit = self.knobs.max_failed_restarts
         if self._agrees:
-            self._began_at = self._begin_together(state, Wanted(step=step, max_failed_restarts=limit))
+            wanted = Wanted(step=step, max_failed_restarts=limit)
+            if step is not None and self._ranked().goes_on_from_another(None):
+                wanted = Wanted(restore=False)  # it is a step of the other job
+            self._began_at = self._begin_together(state, wanted)
             self._open_archive()
-            if self._began_at is None:
+            if self._began_at is None and self.knobs.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
+            elsewhere = self._began_at is None
         else:
+            elsewhere = self._ranked().goes_on_from_another(self._open())
+        if elsewhere:
+            self._ranked().restore(state, self._read_threads, step)
+        elif not self._agrees:
             self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
 
     def _begun(self) -> None:
@@ -172,7 +183,9 @@ class PCcheck(Checkpointer):
 
     def _start(self) -> None:
         self._open()
-        flat = flatten(self.state)
+        flat = flatten(self.state, spread=True)
+        if self.knobs.replicated != "none" and self._world()[1] > 1:
+            self._division = self._ranked().division(self.knobs.replicated, flat)
         optimizers = [value for value in self.state.values() if isinstance(value, torch.optim.Optimizer)]
         if all(optimizer.state for optimizer in optimizers):
             # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
@@ -247,7 +260,9 @@ class PCcheck(Checkpointer):
 
     def _begin(self, event: CheckpointEvent) -> None:
         store = self._opened()
-        flat = flatten(self.state)
+        flat = flatten(self.state, spread=True)
+        if self._division is not None:
+            flat = self._division.apply(flat)
         meta = flat.layout.to_json()
         self._make_room(flat, len(meta))
         stream_bytes = flat.layout.stream_bytes + len(meta)
@@ -466,11 +481,21 @@ class PCcheck(Checkpointer):
         self.drain()  # a copy under way reads what a restore overwrites
         if self._agrees:
             info = self._begin_together(state, Wanted(step=step, good_only=good_only))
-            if info is None:
+            if info is None and self.knobs.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
-            return info.step
+            if info is not None:
+                return info.step
+        if self._agrees or self._ranked().goes_on_from_another(self._store):
+            return self._ranked().restore(state, self._read_threads, step, good_only=good_only)
         return self._recovery().restore(self._store, state, step, good_only=good_only).step
 
     def _recovery(self) -> Recovery:
-        threads = max(READ_THREADS, self.knobs.writer_threads)
-        return Recovery(self._of_rank(self.directory), threads, self._world())
+        return Recovery(self._of_rank(self.directory), self._read_threads, self._world())
+
+    def _ranked(self) -> RankedJob:
+        knobs = self.knobs
+        return RankedJob(self._of_rank(self.directory), *self._world(), knobs.resume_from, knobs.resume_buffers)
+
+    @property
+    def _read_threads(self) -> int:
+        return max(READ_THREADS, self.knobs.writer_threads)

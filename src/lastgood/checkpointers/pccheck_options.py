@@ -10,6 +10,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from lastgood.checkpointers.agreement.address import check_control
 from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.endings import EXIT_DRAIN_S
+from lastgood.checkpointers.ranks import Buffers
+from lastgood.checkpointers.replicas import Declared
 from lastgood.units import MIB
 
 __all__ = ["PCcheckOptions"]
@@ -45,6 +47,13 @@ class PCcheckOptions(BaseOptions):
     """How long a rank waits at its beginning for all others."""
     agreement_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """So long out of touch with a rank, checkpoints that wait for it fail; one silent for half of it is missing."""
+    resume_from: str | None = None
+    """Another job, of any number of ranks, that `attach` goes on from while this one has no checkpoint of its own."""
+    resume_buffers: Buffers = "equal"
+    """Buffers of modules, where their number of ranks changes: equal on all ranks, or else refused; or rank 0's."""
+    replicated: Declared = "none"
+    """What ranks hold alike, so that one of them writes it: nothing; what the placements of DTensors say; beside it
+    all plain parameters and optimizer tensors, as in data-parallel training (docs/resharding.md)."""
     loss_spike: float | None = Field(default=8.0, gt=0)
     """How many spreads above the median a loss given to step() is bad (`loss_watch`); None: only NaN and infinity."""
     archive_every: int | None = Field(default=None, ge=1)
@@ -74,7 +83,8 @@ class PCcheckOptions(BaseOptions):
         """Records of runs are named by a hash of their options: those from before these options keep their names."""
         fields = type(self).model_fields
         dumped: dict[str, Any] = handler(self)
-        for name in ("control", "join_timeout_s", "agreement_timeout_s"):
+        later = ("control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated")
+        for name in later:
             if dumped.get(name) == fields[name].default:
                 dumped.pop(name, None)
         return dumped

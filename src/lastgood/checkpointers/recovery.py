@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood.checkpointers.in_place import InPlace
-from lastgood.checkpointers.stored import read_layout
+from lastgood.checkpointers.live import LiveTensors
+from lastgood.checkpointers.ranks import job_of, whole_checkpoints
+from lastgood.checkpointers.reshard import FromRanks, RankParts
+from lastgood.checkpointers.stored import named_tensors, read_layout
 from lastgood.errors import (
     CorruptCheckpoint,
     MismatchError,
@@ -61,7 +64,7 @@ class Recovery:
         """
         self._check_world(info)
         with store.hold(info):
-            reading = InPlace(store, info, read_layout(store, info), state)
+            reading = self._reading(store, info, state)
             reading.read(self._threads)
         return reading.load
 
@@ -102,7 +105,7 @@ class Recovery:
             self._check_world(info)
             try:
                 with view.hold(info):
-                    reading = InPlace(view, info, read_layout(view, info), state)
+                    reading = self._reading(view, info, state)
                     touched |= reading.touches_live
                     reading.read(self._threads)
             except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
@@ -132,12 +135,31 @@ class Recovery:
             return store
         return SlotStore.peek(self.directory) if self.directory.is_dir() else None
 
+    def _reading(self, view: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> InPlace | FromRanks:
+        """Straight from this rank's own part, where that is all that it wants; else from the parts of all ranks."""
+        layout = read_layout(view, info)
+        live = LiveTensors(state)
+        tensors = named_tensors(layout, f"{info.path}: step {info.step}")
+        if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
+            return InPlace(view, info, layout, live)
+        key = (info.incarnation, info.step)
+        job = job_of(self.directory) or self.directory
+        try:
+            found = whole_checkpoints(job)
+        except NoCheckpoint as error:  # this rank has one, so a training must not begin anew
+            raise CorruptCheckpoint(f"{info.path}: step {info.step}: {error}") from error
+        for checkpoint in found:
+            if checkpoint.key == key:
+                return FromRanks(RankParts(checkpoint), state, self._world)
+        raise CorruptCheckpoint(f"{info.path}: step {info.step}: not all ranks of {job} hold it whole")
+
     def _check_world(self, info: SlotInfo) -> None:
         found = (info.record.rank, info.record.world_size)
         if found != self._world:
             raise MismatchError(
                 f"{info.path}: the checkpoint of step {info.step} is that of rank {found[0]} of {found[1]}, and this "
-                f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it"
+                f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it, or "
+                "give a new directory and this job as resume_from"
             )
 
     def _refuse_damage(self, view: SlotView) -> None:

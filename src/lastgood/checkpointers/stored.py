@@ -15,6 +15,7 @@ from lastgood.checkpointers.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES, Node
+from lastgood.state.shards import Shard
 
 if TYPE_CHECKING:
     import torch
@@ -62,16 +63,25 @@ class NamedTensor:
     """In elements; not negative."""
     itemsize: int
     is_array: bool = False
+    shard: Shard | None = None
+    """Of a tensor that is spread over ranks: its place in the whole. Shape and strides above are the local part's."""
+    owner: int | None = None
+    """The rank that wrote it, where that is another one; then there are no bytes of it here."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, one after another."""
-        return math.prod(self.shape) * self.itemsize
+        """Bytes of all elements, one after another; 0 if another rank wrote them."""
+        return math.prod(self.shape) * self.itemsize if self.owner is None else 0
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, where this is a part of one."""
+        return self.shape if self.shard is None else self.shard.shape
 
     @property
     def end(self) -> int:
         """Where in the block its last byte ends."""
-        if 0 in self.shape:
+        if 0 in self.shape or self.owner is not None:
             return self.offset
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return self.offset + (reach + 1) * self.itemsize
@@ -212,7 +222,7 @@ def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
     `where` names the source in errors. Raises CorruptCheckpoint for what is no layout, or reaches outside its blocks.
     """
     try:
-        found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in ("T", "A")]
+        found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in "TAHR"]
         plain = {_join(path) for path, _ in found}
         taken = {_RESERVED}
         tensors = []
@@ -240,7 +250,7 @@ def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:
         return [
             (_join(path), _short(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], where)["x"]))
             for path, node in _leaves(layout.tree, whole=_is_plain)
-            if node[0] not in ("T", "A")
+            if node[0] not in "TAHR"
         ]
     except _MALFORMED as error:
         raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
@@ -307,7 +317,7 @@ def _leaves(
 def _is_plain(node: Node) -> bool:
     if node[0] in "lteE":
         return all(map(_is_plain, node[1]))
-    return node[0] not in "doCmTA"
+    return node[0] not in "doCmTAHR"
 
 
 def _key(node: Node) -> Any:
@@ -324,6 +334,13 @@ def _join(path: _Path) -> str:
 
 
 def _describe(name: str, path: _Path, node: Node, layout: Layout) -> NamedTensor:
+    shard = owner = None
+    if node[0] == "H":
+        shard, node = Shard.from_node(node[2:], node[1][-2]), node[1]
+    if node[0] == "R":
+        owner, node = node[1], ["T", -1, 0, *node[2:]]
+        if type(owner) is not int or owner < 0:
+            raise ValueError(f"{name}: rank {owner} is impossible")
     block, offset, dtype = node[1:4]
     shape = tuple(node[4])
     part = _join(path[:1])
@@ -334,7 +351,8 @@ def _describe(name: str, path: _Path, node: Node, layout: Layout) -> NamedTensor
         kind = getattr(torch, dtype)
         if not isinstance(kind, torch.dtype):
             raise ValueError(f"{name}: {dtype} is not a dtype")
-        tensor = NamedTensor(name, part, block, offset, dtype, shape, tuple(node[5]), kind.itemsize)
+        strides = tuple(node[5])
+        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, kind.itemsize, shard=shard, owner=owner)
     if not all(type(number) is int and number >= 0 for number in (*shape, *tensor.stride)) or type(offset) is not int:
         raise ValueError(f"{name}: sizes and strides must not be negative: {shape}, {tensor.stride}")
     if len(tensor.stride) != len(shape):

@@ -22,7 +22,12 @@ _TRIES = 3
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory; may be in use.", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint directory, may be in use; or that of a job of several ranks.", show_default=False
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="File to write; for dcp, a directory.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="safetensors|pt|dcp", help="What to write.")] = "safetensors",
     step: Annotated[
@@ -36,13 +41,18 @@ def export(
 
     Needs no code of the model. What is written appears whole and durable, or not at all.
     """
+    from lastgood.checkpointers.agreement import rank_directories
     from lastgood.checkpointers.export import ExportFormat
+    from lastgood.checkpointers.export_job import export_job
     from lastgood.storage import SlotStore
 
     known = [one.value for one in ExportFormat]
     if to not in known:
         raise ConfigError(f"--to {to}: known are {', '.join(known)}")
-    done = _export(SlotStore.peek(directory), out, ExportFormat(to), step, force, threads)
+    if rank_directories(directory):
+        done = export_job(directory, out, ExportFormat(to), step, force=force, threads=threads)
+    else:
+        done = _export(SlotStore.peek(directory), out, ExportFormat(to), step, force, threads)
     if as_json:
         emit_json(
             {

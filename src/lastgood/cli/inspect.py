@@ -42,9 +42,11 @@ def inspect(
 
     ranks = rank_directories(directory)
     shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
+    troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
+    common = _common(directory, troubles) if ranks else []
     if json:
-        found = {"directory": str(directory), "ranks": [one for one, _ in shown]} if ranks else shown[0][0]
-        emit_json(found)
+        job = {"directory": str(directory), "ranks": [one for one, _ in shown], "whole": common}
+        emit_json(job if ranks else shown[0][0])
     else:
         for one, contents in shown:
             mark = one.get("global")
@@ -52,9 +54,22 @@ def inspect(
             _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}", one["slots"])
             if contents is not None:
                 _show_contents(contents)
-    troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
+        if ranks:
+            listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common]
+            sys.stdout.write(f"whole on all ranks: {', '.join(listed) or 'none'}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
+
+
+def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
+    """The checkpoints of a job that all of its ranks hold whole, the newest first."""
+    from lastgood.checkpointers.ranks import whole_checkpoints
+
+    try:
+        return [{"step": one.step, "incarnation": one.incarnation, "bad": one.bad} for one in whole_checkpoints(job)]
+    except CheckpointError as error:
+        troubles.append(str(error))
+        return []
 
 
 def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -161,6 +176,8 @@ def _describe_layout(info: SlotInfo, layout: Layout) -> dict[str, Any]:
                 "block": tensor.block,
                 "offset": tensor.offset,
                 "shares_with": shared.shares_with,
+                **({} if tensor.shard is None else {"whole_shape": list(tensor.shard.shape)}),
+                **({} if tensor.owner is None else {"written_by": tensor.owner}),
             }
             for tensor, shared in zip(tensors, sharing, strict=True)
         ],
@@ -180,7 +197,7 @@ def _show_contents(contents: dict[str, Any]) -> None:
                 tensor["dtype"] + (" (numpy)" if tensor["kind"] == "array" else ""),
                 "x".join(map(str, tensor["shape"])) or "scalar",
                 format_bytes(tensor["bytes"]),
-                f"shares with {tensor['shares_with']}" if tensor["shares_with"] else "",
+                _remark(tensor),
             )
             for tensor in contents["tensors"]
         ],
@@ -194,6 +211,17 @@ def _show_contents(contents: dict[str, Any]) -> None:
         ("part", "tensors", "size"),
         [*rows, ("all", total[0], format_bytes(total[1]))],
     )
+
+
+def _remark(tensor: Mapping[str, Any]) -> str:
+    remarks: list[str] = []
+    if "whole_shape" in tensor:
+        remarks.append(f"part of {'x'.join(map(str, tensor['whole_shape']))}")
+    if "written_by" in tensor:
+        remarks.append(f"written by rank {tensor['written_by']}")
+    if tensor["shares_with"]:
+        remarks.append(f"shares with {tensor['shares_with']}")
+    return ", ".join(remarks)
 
 
 def _print_lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -5,10 +5,12 @@ from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful, unflatten
 from lastgood.state.layout import Layout
 from lastgood.state.rng import RngState, seed_everything
+from lastgood.state.world import NewWorld
 
 __all__ = [
     "FlatState",
     "Layout",
+    "NewWorld",
     "RngState",
     "apply_tree",
     "check_tree",

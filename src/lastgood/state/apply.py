@@ -11,6 +11,7 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
 from lastgood.state.flatten import is_stateful
+from lastgood.state.shards import is_sharded, local_part, same_place
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +134,9 @@ def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
             f"{path}: the checkpoint holds {saved.dtype} {tuple(saved.shape)}, "
             f"the state {live.dtype} {tuple(live.shape)}"
         )
+    if is_sharded(live) != is_sharded(saved) or (is_sharded(live) and not same_place(live, saved)):
+        kinds = [str(getattr(tensor, "placements", "in one piece")) for tensor in (saved, live)]
+        raise MismatchError(f"{path}: the checkpoint's tensor is spread as {kinds[0]}, the state's as {kinds[1]}")
 
 
 def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
@@ -152,6 +156,7 @@ def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
         live.load_state_dict(saved)
     elif isinstance(live, torch.Tensor):
         if not _same_place(live, saved):
+            live, saved = local_part(live), local_part(saved)  # spread in one way, so the parts fit
             with torch.no_grad():
                 # A bool may hold any byte, and a copy of bools makes each of them 0 or 1.
                 as_bytes = live.dtype is torch.bool and saved.is_contiguous() and live.is_contiguous()
@@ -188,6 +193,9 @@ def _same_kind_of_array(live: np.ndarray, saved: Any) -> bool:
 
 def _same_place(live: Any, saved: Any) -> bool:
     """Whether two tensors are one piece of memory, seen in the same way."""
+    if is_sharded(live) or is_sharded(saved):
+        both = is_sharded(live) and is_sharded(saved)
+        return both and same_place(live, saved) and _same_place(local_part(live), local_part(saved))
     return (
         isinstance(live, torch.Tensor)
         and isinstance(saved, torch.Tensor)

@@ -12,6 +12,7 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.errors import StateError
 from lastgood.state.flatten import is_stateful
+from lastgood.state.shards import is_sharded, local_part
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ def state_digest(state: Mapping[str, Any]) -> str:
     """SHA-256, as hex, over every name, value and tensor byte in `state`.
 
     Two states have one digest exactly if they agree to the bit: keys, types, dtypes, shapes and contents. Memory layout
-    (strides, aliases, device) does not count, nor does the order of a mapping's keys.
+    (strides, aliases, device) does not count, nor does the order of a mapping's keys. Of a tensor that is spread over
+    ranks, this rank's part and its place count: the digests of all ranks together are those of the whole.
     """
     hasher = hashlib.sha256()
     _feed(hasher, state)
@@ -33,7 +35,11 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 
 def _feed(hasher: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+    if is_sharded(value):
+        spread = (tuple(value.shape), tuple(value.device_mesh.shape), value.device_mesh.get_coordinate())
+        hasher.update(f"shard {spread} {value.placements};".encode())
+        _feed(hasher, local_part(value))
+    elif isinstance(value, torch.Tensor):
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # A zero-dimensional tensor, or one element with a stride of its own, cannot be viewed as bytes as it is.
         flat = dense.as_strided((dense.numel(),), (1,))

@@ -12,14 +12,18 @@ import numpy as np
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, StateError
-from lastgood.state.layout import Layout, Node
+from lastgood.state.layout import LAYOUT_VERSION, RANKS_VERSION, Layout, Node
+from lastgood.state.shards import Shard, describe_shard, is_sharded, local_part
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
 
-__all__ = ["FlatState", "flatten", "is_stateful", "unflatten"]
+__all__ = ["FlatState", "Leaf", "flatten", "is_stateful", "tensor_over", "unflatten"]
+
+Leaf = Callable[[Node], Any]
+"""Gives the tensor for a node of tag T, H or R, or None: then it is built over the blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class FlatState:
     blocks: tuple[torch.Tensor, ...]
     watched: tuple[tuple[str, torch.Tensor, int], ...] = ()
     """Path, tensor and version counter of every view in a deferred block."""
+    sharded: tuple[Any, ...] = ()
+    """The DTensors that H nodes stand for, in the order of the tree."""
 
     def check_unchanged(self) -> None:
         """Raise StateError, naming the tensor, if a deferred one was changed in place since `flatten`.
@@ -64,27 +70,31 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, spread: bool = False) -> FlatState:
     """Describe `state` and find its bytes. Copies nothing but numpy arrays and lazily conjugated tensors.
 
     Tensors may be of any dtype, on any device, and views of one another: memory that several share becomes one block.
+
+    With `spread`, tensors that are spread over ranks (DTensor) are described by their parts on this rank; only what can
+    put such parts back may ask for it.
 
     Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse
     or quantised tensors, devices other than CPU and CUDA, containers of unknown classes, containers that hold
     themselves).
     """
-    walker = _Walker(_updated_extents(state))
+    walker = _Walker(_updated_extents(state), spread)
     tree = walker.mapping(dict(state), "state")
     return walker.finish(tree)
 
 
-def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str) -> dict[str, Any]:
+def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str, leaf: Leaf | None = None) -> dict[str, Any]:
     """Build the state's tree of plain containers, values and tensors over `blocks`, without copying.
 
     `blocks` are uint8 tensors on the CPU. An object with state_dict/load_state_dict comes back as what its state_dict
-    returned. `where` names the source in errors.
+    returned. `where` names the source in errors. `leaf` is asked for every tensor, in the order of the tree; without
+    it a tensor that is spread over ranks comes back as its local part, a plain tensor.
     """
-    builder = _Builder(blocks)
+    builder = _Builder(blocks, leaf)
     try:
         tree = builder.node(layout.tree)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
@@ -118,9 +128,9 @@ def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
     for value in state.values():
         if isinstance(value, torch.optim.Optimizer):
             for group in value.param_groups:
-                found.update(_extent(parameter) for parameter in group["params"])
+                found.update(_extent(local_part(parameter)) for parameter in group["params"])
             for entry in value.state.values():
-                found.update(_extent(item) for item in entry.values() if isinstance(item, torch.Tensor))
+                found.update(_extent(local_part(item)) for item in entry.values() if isinstance(item, torch.Tensor))
     return frozenset(found)
 
 
@@ -136,10 +146,13 @@ class _View:
 
 
 class _Walker:
-    def __init__(self, updated: frozenset[_Extent]) -> None:
+    def __init__(self, updated: frozenset[_Extent], spread: bool) -> None:
         self._updated = updated
+        self._spread = spread
         self._views: list[_View] = []
         self._open: set[int] = set()
+        self._version = LAYOUT_VERSION
+        self._sharded: list[Any] = []
 
     def finish(self, tree: Node) -> FlatState:
         """Join overlapping and touching views of one storage into blocks; deferred blocks first."""
@@ -173,13 +186,18 @@ class _Walker:
             for view in group
             if not view.tensor.is_inference()
         )
-        return FlatState(Layout(tree, tuple(block.numel() for block in blocks), count), tuple(blocks), watched)
+        layout = Layout(tree, tuple(block.numel() for block in blocks), count, self._version)
+        return FlatState(layout, tuple(blocks), watched, tuple(self._sharded))
 
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
         if encode is not None:
             return encode(value)
         if isinstance(value, torch.Tensor):
+            if self._spread and is_sharded(value):
+                self._version = RANKS_VERSION
+                self._sharded.append(value)
+                return ["H", self._tensor(local_part(value), path), *describe_shard(value, path).node()]
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
@@ -224,6 +242,8 @@ class _Walker:
         return [_MAPPING_TAGS[type(value)], pairs]
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
+        if is_sharded(tensor):
+            raise StateError(f"{path}: this system cannot keep a tensor that is spread over ranks; PCcheck can")
         tensor = tensor.detach()
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise StateError(
@@ -304,8 +324,9 @@ def _numpy_descr(dtype: np.dtype[Any], path: str) -> str:
 
 
 class _Builder:
-    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, blocks: Sequence[torch.Tensor], leaf: Leaf | None = None) -> None:
         self._blocks = blocks
+        self._leaf = leaf
 
     def node(self, node: Node) -> Any:
         return getattr(self, f"_{_TAG_NAMES[node[0]]}")(*node[1:])
@@ -356,27 +377,29 @@ class _Builder:
         return self.node(node)
 
     def _dtype(self, name: str) -> torch.dtype:
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is not a dtype")
-        return dtype
+        return _dtype_named(name)
 
     def _device(self, text: str) -> torch.device:
         return torch.device(text)
 
-    def _tensor(self, block: int, offset: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
-        kind = self._dtype(dtype)
-        if 0 in shape:
-            return torch.empty_strided(shape, stride, dtype=kind)
-        source = self._block(block)
-        reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        end = offset + (reach + 1) * kind.itemsize
-        if offset < 0 or min(stride, default=0) < 0 or end > source.numel() or offset % kind.itemsize:
-            raise ValueError(f"a tensor reaches from byte {offset} to {end} of a block of {source.numel()}")
-        tensor = torch.empty(0, dtype=kind, device=source.device)
-        first = source.data_ptr() - source.untyped_storage().data_ptr() + offset
-        tensor.set_(source.untyped_storage(), first // kind.itemsize, shape, stride)
-        return tensor
+    def _tensor(self, *place: Any) -> Any:
+        given = None if self._leaf is None else self._leaf(["T", *place])
+        return tensor_over(self._blocks, *place) if given is None else given
+
+    def _shard(self, local: Node, *whole: Any) -> Any:
+        given = None if self._leaf is None else self._leaf(["H", local, *whole])
+        if given is not None:
+            return given
+        Shard.from_node(whole, local[-2])
+        if local[0] == "R":
+            return self._elsewhere(*local[1:])
+        return tensor_over(self._blocks, *local[1:])
+
+    def _elsewhere(self, *place: Any) -> Any:
+        given = None if self._leaf is None else self._leaf(["R", *place])
+        if given is None:
+            raise ValueError(f"a tensor is in the directory of rank {place[0]}")
+        return given
 
     def _array(self, block: int, offset: int, descr: str, shape: list[int]) -> np.ndarray:
         if 0 in shape:
@@ -387,9 +410,38 @@ class _Builder:
         return np.frombuffer(bytes.fromhex(digits), dtype=np.dtype(descr))[0]
 
     def _block(self, number: int) -> torch.Tensor:
-        if not 0 <= number < len(self._blocks):
-            raise ValueError(f"block {number} of {len(self._blocks)}")
-        return self._blocks[number]
+        return _block_of(self._blocks, number)
+
+
+def tensor_over(
+    blocks: Sequence[torch.Tensor], block: int, offset: int, dtype: str, shape: list[int], stride: list[int]
+) -> torch.Tensor:
+    """The tensor that a T node describes, over its block. Raises ValueError where it does not lie inside."""
+    kind = _dtype_named(dtype)
+    if 0 in shape:
+        return torch.empty_strided(shape, stride, dtype=kind)
+    source = _block_of(blocks, block)
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    end = offset + (reach + 1) * kind.itemsize
+    if offset < 0 or min(stride, default=0) < 0 or end > source.numel() or offset % kind.itemsize:
+        raise ValueError(f"a tensor reaches from byte {offset} to {end} of a block of {source.numel()}")
+    tensor = torch.empty(0, dtype=kind, device=source.device)
+    first = source.data_ptr() - source.untyped_storage().data_ptr() + offset
+    tensor.set_(source.untyped_storage(), first // kind.itemsize, shape, stride)
+    return tensor
+
+
+def _block_of(blocks: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    if not 0 <= number < len(blocks):
+        raise ValueError(f"block {number} of {len(blocks)}")
+    return blocks[number]
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a dtype")
+    return dtype
 
 
 _TAG_NAMES = {
@@ -415,4 +467,6 @@ _TAG_NAMES = {
     "T": "tensor",
     "A": "array",
     "N": "numpy_scalar",
+    "H": "shard",
+    "R": "elsewhere",
 }

@@ -23,11 +23,18 @@ V     torch.device: text
 T     tensor: block, byte offset in the block, dtype name, shape, stride (in elements)
 A     numpy array (C order): block, byte offset, dtype description, shape
 N     numpy scalar: dtype description, hex digits of its bytes
+H     part of a tensor that is spread over ranks: node (T or R) of the local part; shape and strides of the whole; shape
+      of the mesh, names of its dimensions or null, a placement for each ([S, dim], [Z, dim, split factor] for torch's
+      _StridedShard, [R]); for each dimension of the tensor the [start, length] runs of global indices that the local
+      part covers, in order
+R     tensor that another rank wrote, under the same name: that rank, dtype name, shape, strides
 ====  =======================================================================================================
 
 A *block* is one contiguous range of bytes. Tensors that share memory point into one block. Blocks lie one after another
 in the *stream*, each at a multiple of 64 bytes; the first `deferred_blocks` are those that only an optimizer step
 changes.
+
+A layout with H or R in its tree has version 2, any other version 1.
 """
 
 from __future__ import annotations
@@ -40,9 +47,11 @@ from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
 
-__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "Layout", "Node"]
+__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node"]
 
 LAYOUT_VERSION = 1
+RANKS_VERSION = 2
+"""Of a layout that is a part of something larger: it holds parts of tensors, or lacks what another rank wrote."""
 BLOCK_ALIGNMENT = 64
 MAX_LAYOUT_BYTES = 1 << 30
 """A layout read from a file may not be larger than this."""
@@ -102,8 +111,11 @@ class Layout:
         try:
             document = json.loads(text)
             version = document["layout_version"]
-            if version != LAYOUT_VERSION:
-                raise MismatchError(f"{where}: layout version {version}; this Lastgood reads version {LAYOUT_VERSION}")
+            if version not in (LAYOUT_VERSION, RANKS_VERSION):
+                raise MismatchError(
+                    f"{where}: layout version {version}; this Lastgood reads version {LAYOUT_VERSION} and "
+                    f"{RANKS_VERSION}"
+                )
             sizes = tuple(document["block_bytes"])
             deferred = document["deferred_blocks"]
             tree = document["tree"]
@@ -111,7 +123,7 @@ class Layout:
             raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
         if not all(isinstance(size, int) and size > 0 for size in sizes) or not isinstance(deferred, int):
             raise CorruptCheckpoint(f"{where}: the layout holds block sizes that are not positive integers")
-        return cls(tree, sizes, deferred)
+        return cls(tree, sizes, deferred, version)
 
     def digest(self) -> bytes:
         """SHA-256 over the structure: keys, types, dtypes, shapes and blocks, but not over plain values.
@@ -134,7 +146,7 @@ _VALUES = frozenset("nbifcsyYN")
 
 def _count_tensors(node: Node) -> int:
     tag = node[0]
-    if tag in ("T", "A"):
+    if tag in "TAHR":
         return 1
     if tag == "m":
         return _count_tensors(node[1])

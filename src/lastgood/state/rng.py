@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
+from lastgood.state.world import NewWorld
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +19,8 @@ else:
     torch = lazy_module("torch")
 
 __all__ = ["RngState", "seed_everything"]
+
+_log = logging.getLogger("lastgood")
 
 
 class RngState:
@@ -67,6 +72,25 @@ class RngState:
             torch.cuda.init()
         for device, generator_state in enumerate(cuda):
             torch.cuda.set_rng_state(generator_state, device)
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
+        """Go on from the generators of all ranks on another number of them: a rank takes those of its own number.
+
+        Two ranks that went on from one generator would draw the same numbers, so a rank that had none is seeded, from
+        the job, the step and its number.
+        """
+        if world.rank < len(states):
+            self.load_state_dict(dict(states[world.rank]))
+            return
+        seed = world.seed("rng")
+        _log.info(
+            "rng: step %d was saved by %d ranks, and rank %d is new: its generators are seeded with %d",
+            world.step,
+            len(states),
+            world.rank,
+            seed,
+        )
+        seed_everything(seed)
 
 
 def seed_everything(seed: int) -> None:

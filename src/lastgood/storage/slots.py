@@ -329,7 +329,7 @@ class SlotStore(KeptSlots):
         if found is not None and found != wanted:
             raise MismatchError(
                 f"{self.directory} belongs to {found}, and {wanted} was asked for; use a directory of its own for each "
-                "job and rank, and as many ranks as before"
+                "job and rank, and as many ranks as before (or a new job, and this one as its resume_from)"
             )
         if not described:
             files.write_atomically(path, fmt.encode_job(wanted))

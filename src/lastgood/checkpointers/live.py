@@ -1,0 +1,78 @@
+"""What a training already has for the tensors of a checkpoint: their memory, and how they are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.stored import NamedTensor, named_tensors
+from lastgood.state import flatten
+from lastgood.state.flatten import tensor_over
+from lastgood.state.shards import describe_shard, is_sharded
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["LiveTensors", "keeps_its_tensors"]
+
+
+def keeps_its_tensors(part: Any) -> bool:
+    """Whether what state_dict shows of `part` is its own memory, and load_state_dict only copies into it."""
+    return isinstance(part, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
+
+
+class LiveTensors:
+    """The tensors of a live state by the names that a checkpoint gives them."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+        self.flat = flatten(state, spread=True)
+        self.named = {tensor.name: tensor for tensor in named_tensors(self.flat.layout, "the state")}
+        spread = [name for name, tensor in self.named.items() if tensor.shard is not None]
+        self._spread: dict[str, Any] = dict(zip(spread, self.flat.sharded, strict=True))
+
+    def memory(self, name: str) -> torch.Tensor | None:
+        """The live tensor of this name (of a spread one, its part here) where loading only copies into it."""
+        tensor = self.named.get(name)
+        if tensor is None or tensor.is_array or not keeps_its_tensors(self.state[tensor.part]):
+            return None
+        return tensor_over(
+            self.flat.blocks, tensor.block, tensor.offset, tensor.dtype, list(tensor.shape), list(tensor.stride)
+        )
+
+    def like(self, tensor: NamedTensor) -> Any:
+        """The live DTensor that a checkpoint's tensor belongs to or is to be spread as; None where it is in one piece.
+
+        An optimizer makes its tensors in the first step; before that they are to be spread as their parameter, if they
+        have its shape.
+        """
+        if tensor.name in self.named:
+            return self._spread.get(tensor.name)
+        parameter = self.parameter(tensor)
+        return parameter if parameter is not None and is_sharded(parameter) else None
+
+    def parameter(self, tensor: NamedTensor) -> torch.Tensor | None:
+        """The parameter beside which an optimizer will want this tensor, if it has its shape."""
+        optimizer = self.state.get(tensor.part)
+        path = tensor.name[len(tensor.part) + 1 :].split(".")
+        if not isinstance(optimizer, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
+            return None
+        numbered = [item for group in optimizer.param_groups for item in group["params"]]
+        number = int(path[1]) if path[1].isdigit() else len(numbered)
+        if number >= len(numbered):
+            return None
+        parameter: torch.Tensor = numbered[number]
+        return parameter if tuple(parameter.shape) == tensor.whole_shape else None
+
+    def fits_in_place(self, tensor: NamedTensor) -> bool:
+        """Whether a part that this rank wrote is the part that it wants now."""
+        if tensor.owner is not None:
+            return False
+        like = self.like(tensor)
+        if tensor.shard is None or like is None:
+            return tensor.shard is None and like is None
+        wanted = describe_shard(like, tensor.name)
+        return (wanted.shape, wanted.runs) == (tensor.shard.shape, tensor.shard.runs)

@@ -1,0 +1,82 @@
+"""Processes that take the parts of ranks, started once for many tests."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+LIMIT_S = 150
+
+
+class RankPool:
+    """Up to `size` ranks; importing torch takes the longest, so they stay for all worlds of a module."""
+
+    def __init__(self, size, folder):
+        script = Path(__file__).with_name("reshard_rank.py")
+        self.folder = folder
+        self.meetings = 0
+        self.errors = [folder / f"rank-{rank}.err" for rank in range(size)]
+        self.processes, self.answers, self.readers = [], [], []
+        for path in self.errors:
+            with path.open("wb") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, str(script)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            self.processes.append(process)
+            answers = queue.SimpleQueue()
+            self.answers.append(answers)
+            reader = threading.Thread(target=self._read, args=(process, answers), daemon=True)
+            reader.start()
+            self.readers.append(reader)
+
+    @staticmethod
+    def _read(process, answers):
+        for line in process.stdout:
+            if line.startswith("{"):
+                answers.put(line)
+        answers.put("")
+
+    def ask(self, world, work, **what):
+        """Let ranks 0 to world - 1 do `work` together; what each of them answers, errors as they are."""
+        self.meetings += 1
+        meeting = self.folder / f"meeting-{self.meetings}"
+        for rank in range(world):
+            asked = {"work": work, "rank": rank, "world": world, "meeting": str(meeting), **what}
+            self.processes[rank].stdin.write(json.dumps(asked) + "\n")
+            self.processes[rank].stdin.flush()
+        deadline = time.monotonic() + LIMIT_S
+        found = []
+        for rank in range(world):
+            try:
+                line = self.answers[rank].get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"waited {LIMIT_S} s for rank {rank} of {world} to {work}") from None
+            assert line, f"rank {rank} ended: {self.errors[rank].read_text()[-3000:]}"
+            found.append(json.loads(line))
+        return found
+
+    def run(self, world, work, **what):
+        """As `ask`, where all must succeed."""
+        found = self.ask(world, work, **what)
+        for rank, answer in enumerate(found):
+            assert "ok" in answer, f"rank {rank}: {answer}\n{self.errors[rank].read_text()[-3000:]}"
+        return [answer["ok"] for answer in found]
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.wait(30)
+            process.stdin.close()
+        for reader in self.readers:
+            reader.join(30)
+        for process in self.processes:
+            process.stdout.close()
