@@ -24,6 +24,16 @@ include: "workflow/rules/report.smk"
 include: "workflow/rules/provision.smk"
 
 
+# With an executor that sends jobs to other machines: these measure nothing, and their time is not worth a queue.
+localrules:
+    dataset,
+    collect,
+    plot,
+    claims,
+    report,
+    native,
+
+
 # Snakemake takes the default target from this file only, never from an included one.
 rule all:
     input:

@@ -11,6 +11,11 @@ needs='
 sshd openssh-server tests/multinode, tests/cluster/provision
 ip iproute2 tests/multinode
 shellcheck shellcheck tests/test_install_preq_at_vm.py
+munged munge tests/multinode
+slurmctld slurmctld tests/multinode
+slurmd slurmd tests/multinode
+srun slurm-client tests/multinode
+pdsh pdsh tests/multinode
 '
 
 PATH=$PATH:/usr/sbin:/sbin
@@ -50,12 +55,16 @@ fi
 
 say "installing ${packages[*]}"
 "${as_root[@]}" apt-get update -qq
-"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}"
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends "${packages[@]}"
 
 # Nor may it start at the next boot. Only what was not there before is touched.
 for package in "${packages[@]}"; do
-    [ "$package" = openssh-server ] || continue
-    for unit in ssh.service ssh.socket; do
+    case $package in
+        openssh-server) units="ssh.service ssh.socket" ;;
+        munge | slurmctld | slurmd) units=$package.service ;;
+        *) continue ;;
+    esac
+    for unit in $units; do
         [ ! -e "/lib/systemd/system/$unit" ] || "${as_root[@]}" env DPKG_MAINTSCRIPT_PACKAGE="$package" deb-systemd-helper disable "$unit"
     done
 done

@@ -9,6 +9,7 @@ __all__ = [
     "DataError",
     "HostError",
     "LastgoodError",
+    "LaunchError",
     "LockHeld",
     "MismatchError",
     "NoCheckpoint",
@@ -81,3 +82,7 @@ class WaitTimeout(CheckpointError):
 
 class LockHeld(LastgoodError):
     """Another process holds a lock: names that process."""
+
+
+class LaunchError(LastgoodError):
+    """A job on several hosts failed, or could not be started: names host, rank, exit status and log."""

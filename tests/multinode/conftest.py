@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lastgood.cluster.testbed import Testbed, why_no_testbed
+from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
 
 
 @pytest.fixture(scope="session")

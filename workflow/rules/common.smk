@@ -9,7 +9,7 @@ from snakemake.logging import logger
 
 try:
     from lastgood.errors import LastgoodError
-    from lastgood.experiments.config import load_config, parse_overrides
+    from lastgood.experiments.config import load_config, parse_config, parse_overrides
     from lastgood.experiments.figures import figure_kind, figure_names
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
@@ -21,6 +21,15 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error}, Python {sys.executable}: run `bash install.sh` and `. .venv/bin/activate` in the checkout first")
 
 
+# Whether jobs go to other machines, as with profiles/slurm: what a machine can do is then checked where a job runs. Jobs
+# have a number and cores have none then (a dry run says one core).
+SUBMITS = (
+    workflow.is_main_process
+    and workflow.resource_settings.nodes is not None
+    and workflow.resource_settings.cores in (None, 1)
+)
+
+
 def read_configuration():
     """The one file (config/laptop.yaml unless --configfile names another) and the overrides of --config, as typed."""
     settings = workflow.config_settings
@@ -28,7 +37,8 @@ def read_configuration():
     if len(files) > 1:
         sys.exit(f"--configfile takes one complete file, not {len(files)}: {', '.join(map(str, files))}")
     try:
-        return load_config(Path(files[0]), parse_overrides(settings.config_args or []))
+        overrides = parse_overrides(settings.config_args or [])
+        return parse_config(Path(files[0]), overrides)[0] if SUBMITS else load_config(Path(files[0]), overrides)
     except LastgoodError as error:
         sys.exit(f"This configuration cannot work:\n{error}")
 
@@ -50,6 +60,10 @@ SCRATCH = str(CONFIG.scratch_folder)
 DATA = CONFIG.data_dir
 CEILINGS = f"{RESULTS}/{MACHINE}/ceilings.json"
 ENVIRONMENT = f"{workflow.basedir}/workflow/envs/lastgood.yaml"
+ELSEWHERE = (
+    f". This node plans for {MACHINE} and {CONFIG.thread_count} threads; where it is not like the machine that submitted "
+    "its job, name both: --config machine=LABEL threads=N (docs/slurm.md)"
+)
 PANEL_ENDINGS = (".csv", "_wide.csv", ".pdf", ".png", ".svg")
 
 
@@ -62,7 +76,8 @@ def spec_of(wildcards):
     """The run that makes a record. Refuses records that are not in the plan: nothing else knows their settings."""
     record = record_of(wildcards)
     if record not in PLAN.specs:
-        raise WorkflowError(f"{record} is not in the plan of this configuration; see `lastgood plan fig8`")
+        elsewhere = "" if workflow.is_main_process else ELSEWHERE
+        raise WorkflowError(f"{record} is not in the plan of this configuration; see `lastgood plan fig8`{elsewhere}")
     return PLAN.specs[record]
 
 
@@ -136,6 +151,8 @@ def take_folder_lock():
         lock.acquire()
     except LastgoodError as error:
         sys.exit(f"{error}. Wait for it, or work in another folder (snakemake -d FOLDER).")
+    if SUBMITS and None in (CONFIG.machine, CONFIG.threads):
+        logger.warning(f"nodes must be like this machine ({MACHINE}, {CONFIG.thread_count} threads): docs/slurm.md")
     # Kept for as long as this process lives.
     workflow.globals.update(FOLDER_LOCK=lock)
 

@@ -20,6 +20,7 @@ from lastgood.cli import (
     goodput,
     hosts,
     inspect,
+    launch,
     plan,
     plot,
     provision,
@@ -50,6 +51,7 @@ app.command()(claims.claims)
 app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(tune.tune)
+app.command()(launch.launch)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)

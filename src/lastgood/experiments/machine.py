@@ -282,4 +282,6 @@ def where_run(scratch: Path) -> WhereRun:
         versions=package_versions(),
         git_revision=revision,
         git_dirty=dirty,
+        slurm_job=os.environ.get("SLURM_JOB_ID"),
+        slurm_node=os.environ.get("SLURMD_NODENAME"),
     )

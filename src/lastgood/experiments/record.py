@@ -47,6 +47,10 @@ class WhereRun(_Part):
     versions: dict[str, str]
     git_revision: str | None
     git_dirty: bool | None
+    slurm_job: str | None = None
+    """Number of the Slurm job that this was measured in; None without Slurm."""
+    slurm_node: str | None = None
+    """Slurm's name for the node."""
 
 
 class WorkloadFacts(_Part):

@@ -1,0 +1,257 @@
+"""The launchers that exist, each called so that it starts one wrapper (rank_main.py) for every slot of a hostfile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lastgood.cluster.hostfile import Hostfile, render_hostfile
+from lastgood.cluster.launch_ticket import How, Ticket
+from lastgood.cluster.remote import Remote, RemoteProcess
+from lastgood.errors import ConfigError, HostError
+from lastgood.processes import die_with_parent
+
+__all__ = ["Started", "Way", "deepspeed_env_text", "way"]
+
+_RANK_MAIN: Final = "lastgood.cluster.rank_main"
+_MAX_ENV_FILE_BYTES: Final = 64 << 10
+_END_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """What all launchers are given. `address` and `port` are where ranks meet; srun's are not known before they run."""
+
+    hosts: Hostfile
+    ticket: Ticket
+    python: str
+    remote: Remote
+    log_dir: Path
+    launcher_args: Sequence[str]
+    address: str | None
+    port: int | None
+
+    @property
+    def rank_command(self) -> list[str]:
+        """What a launcher starts for each slot."""
+        return [self.python, "-m", _RANK_MAIN, self.ticket.encode()]
+
+
+class Started(ABC):
+    """A launcher that runs: one for the whole job, or one for each host."""
+
+    def __init__(self, name: str, log: Path, hosts: Sequence[str]) -> None:
+        self.name = name
+        self.log = log
+        self.hosts = hosts
+        self.slurm_jobs: Sequence[str] = ()
+        """Slurm jobs that its ranks have named, if it was srun that made them."""
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """None while it runs; then how it ended."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Ask it to end, without waiting."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End it and wait for that, bounded."""
+
+
+class _Local(Started):
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        hosts: Sequence[str],
+        process: subprocess.Popen[bytes],
+        *,
+        polite: bool,
+        scancel: bool,
+    ) -> None:
+        super().__init__(name, log, hosts)
+        self._process = process
+        self._polite = polite
+        self._scancel = scancel
+
+    def ended(self) -> str | None:
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    def ask(self) -> None:
+        # srun gives its nodes back when it is asked to end, and not when it is killed. DeepSpeed's runner is not asked:
+        # it would end processes on all hosts by the words of their command lines.
+        if self._polite:
+            self._process.terminate()
+
+    def end(self) -> None:
+        if self._polite:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        if self._scancel:
+            for job in sorted(set(self.slurm_jobs)):
+                subprocess.run(["scancel", "--quiet", job], capture_output=True, timeout=30, check=False)
+        # The whole group: DeepSpeed's runner has a pdsh, and that has an ssh for each host.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_END_S)
+
+
+class _OnHost(Started):
+    def __init__(self, log: Path, host: str, process: RemoteProcess) -> None:
+        super().__init__(f"torchrun on {host}", log, [host])
+        self._process = process
+
+    def ended(self) -> str | None:
+        if self._process.poll() is None:
+            return None
+        try:
+            return f"exit status {self._process.wait(_END_S)}"
+        except HostError as error:
+            return str(error)
+
+    def ask(self) -> None:
+        self._process.terminate()
+
+    def end(self) -> None:
+        self._process.close()
+
+
+def way(how: How, given: Way) -> list[Started]:
+    """Start the launcher(s). Raises ConfigError where one is not installed."""
+    return {"torchrun": _torchrun, "deepspeed": _deepspeed, "srun": _srun}[how](given)
+
+
+def _torchrun(given: Way) -> list[Started]:
+    hosts = given.hosts.hosts
+    started: list[Started] = []
+    try:
+        for number, host in enumerate(hosts):
+            command = [
+                *(given.python, "-m", "torch.distributed.run", "--max-restarts=0", "--no-python"),
+                *(f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={host.slots}"),
+                *(f"--master-addr={given.address}", f"--master-port={given.port}"),
+                *given.launcher_args,
+                *given.rank_command,
+            ]
+            path = given.log_dir / f"torchrun-{host.name}.log"
+            with path.open("wb") as log:
+                process = given.remote.start(
+                    host.name, command, env=given.ticket.env, stdout=log, stderr=log, grace_s=_grace(given)
+                )
+            started.append(_OnHost(path, host.name, process))
+    except BaseException:
+        for one in started:
+            one.end()
+        raise
+    return started
+
+
+def _grace(given: Way) -> int:
+    # A wrapper gives its program `grace_s`; whoever ends the wrapper waits a little longer.
+    return math.ceil(given.ticket.grace_s) + 2
+
+
+def _deepspeed(given: Way) -> list[Started]:
+    if shutil.which("pdsh") is None:
+        raise ConfigError("DeepSpeed's launcher needs pdsh on this machine (Debian, Ubuntu: apt-get install pdsh)")
+    hostfile = given.log_dir / "hostfile"
+    hostfile.write_text(render_hostfile(given.hosts.hosts), encoding="utf-8")
+    env_file = given.log_dir / "deepspeed_env"
+    env_file.write_text(deepspeed_env_text(given.ticket.env), encoding="utf-8")
+    command = [
+        *(given.python, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}", "--force_multi", "--no_ssh_check"),
+        *("--launcher=pdsh", f"--master_addr={given.address}", f"--master_port={given.port}"),
+        *given.launcher_args,
+        *("--module", "--no_local_rank", *given.rank_command[2:]),
+    ]
+    env = {
+        **os.environ,
+        **given.ticket.env,
+        "DS_ENV_FILE": str(env_file),
+        "PDSH_SSH_ARGS": _pdsh_ssh_args(given.remote),
+    }
+    return [_start("deepspeed", command, env, given)]
+
+
+def deepspeed_env_text(env: Mapping[str, str]) -> str:
+    """A file as DeepSpeed's ``.deepspeed_env``: what the user's own two say, and then `env`.
+
+    DeepSpeed writes ``export NAME="VALUE"`` into a command for a shell on each host and sends it through pdsh, without
+    quoting; so what a shell and pdsh would change is escaped here. (deepspeed/launcher/runner.py, multinode_runner.py)
+    """
+    lines = []
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / ".deepspeed_env"
+        if path.is_file():
+            with path.open(encoding="utf-8") as file:
+                text = file.read(_MAX_ENV_FILE_BYTES + 1)
+            if len(text) > _MAX_ENV_FILE_BYTES:
+                raise ConfigError(f"{path} is longer than {_MAX_ENV_FILE_BYTES >> 10} KiB; it is no .deepspeed_env")
+            lines += [line for line in text.splitlines() if "=" in line]
+    for name, value in env.items():
+        escaped = "".join(f"\\{sign}" if sign in '\\"$`' else sign for sign in value).replace("%", "%%")
+        lines.append(f"{name}={escaped}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _pdsh_ssh_args(remote: Remote) -> str:
+    """Our options for the ssh that pdsh calls; pdsh splits them at blanks and puts the host's name for %h."""
+    _, *words, _, _, _ = remote.command("host", ["true"])
+    for word in words:
+        if len(word.split()) != 1:
+            raise ConfigError(f"pdsh cannot pass on {word!r}, which has blanks: move the ssh configuration elsewhere")
+    return " ".join([*(word.replace("%", "%%") for word in words), "%h"])
+
+
+def _srun(given: Way) -> list[Started]:
+    if shutil.which("srun") is None:
+        raise ConfigError("there is no srun on this machine; launch from a machine that submits jobs to Slurm")
+    # One line for each rank: Slurm's way to say which rank is where.
+    placement = given.log_dir / "slurm_hostfile"
+    names = [host.name for host in given.hosts.hosts for _ in range(host.slots)]
+    placement.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    command = ["srun", f"--nodes={len(given.hosts.hosts)}", f"--ntasks={len(names)}", "--distribution=arbitrary"]
+    command += ["--kill-on-bad-exit=1", "--mpi=none", "--input=none", "--job-name=lastgood", "--chdir=/"]
+    inside = "SLURM_JOB_ID" in os.environ
+    if not inside:
+        # Slurm's own bound, for the case that nobody is left to end the job.
+        seconds = given.ticket.start_s + given.ticket.timeout_s + 60
+        command.append(f"--time={math.ceil(seconds / 60)}")
+    env = {**os.environ, "SLURM_HOSTFILE": str(placement)}
+    return [_start("srun", [*command, *given.launcher_args, *given.rank_command], env, given, scancel=not inside)]
+
+
+def _start(name: str, command: list[str], env: Mapping[str, str], given: Way, scancel: bool = False) -> Started:
+    path = given.log_dir / f"{name}.log"
+    parent, polite = os.getpid(), name == "srun"
+    with path.open("wb") as log:
+        # Without the ticket, which is long and says nothing to a reader.
+        log.write(f"{shlex.join(command[:-1])} ...\n".encode())
+        log.flush()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=given.log_dir,
+            env=dict(env),
+            start_new_session=True,
+            # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM if polite else signal.SIGKILL),
+        )
+    return _Local(name, path, given.hosts.names, process, polite=polite, scancel=scancel)

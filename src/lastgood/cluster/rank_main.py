@@ -1,0 +1,283 @@
+"""Around each rank's program: its log, its environment, its lifeline to the launch. ``python -m`` this, with a ticket.
+
+It starts the program when all ranks have reported, sends its output to the rank's own log, and says how it ended. It
+ends the program and all that the program started when the launch says so, or is gone, or when the launcher on this host
+(torchrun, DeepSpeed's, Slurm's) ends: no rank outlives its job. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from lastgood.cluster.launch_board import keep_alive
+from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, How, Ticket, greeting, rank_log
+from lastgood.errors import LaunchError
+from lastgood.processes import die_with_parent
+
+__all__ = ["find_place", "main", "route_interface"]
+
+_CONNECT_S: Final = 5.0
+_TAIL_BYTES: Final = 4096
+_TAIL_LINES: Final = 20
+_PLACES: Final[Mapping[How, tuple[str, str, str]]] = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "deepspeed": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+}
+_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def find_place(how: How, env: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, rank on this host, and number of ranks, from what the launcher has set. Raises LaunchError without them."""
+    try:
+        rank, local, world = (int(env[name]) for name in _PLACES[how])
+    except (KeyError, ValueError) as error:
+        raise LaunchError(f"{how} has not set {', '.join(_PLACES[how])} for this rank: {error}") from error
+    return rank, local, world
+
+
+def route_interface(address: str) -> str:
+    """The network interface whose address this host's kernel chooses to talk to `address`, an IP address.
+
+    On the host that has `address` itself, the interface that holds it. Raises LaunchError where there is no route.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        # Connecting a datagram socket sends nothing; it asks the kernel for the route.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError as error:
+        raise LaunchError(f"this host has no route to the first rank at {address}: {error.strerror}") from error
+    for name, held in psutil.net_if_addrs().items():
+        if any(one.family == family and one.address.partition("%")[0] == own for one in held):
+            return name
+    if own.startswith("127."):
+        return "lo"
+    raise LaunchError(f"no interface of this host has the address {own}, from which it reaches {address}")
+
+
+class _Lifeline:
+    """The connection to the launch. Lost is lost: there is no second one, since the launch would have given us up."""
+
+    def __init__(self, ticket: Ticket, deadline: float) -> None:
+        self._buffer = bytearray()
+        self._ticket = ticket
+        self.socket = self._connect(deadline)
+        self.socket.setblocking(False)
+
+    def _connect(self, deadline: float) -> socket.socket:
+        refused = []
+        for address in self._ticket.addresses:
+            try:
+                connection = socket.create_connection((address, self._ticket.port), timeout=_CONNECT_S)
+            except OSError as error:
+                refused.append(f"{address}: {error}")
+                continue
+            try:
+                keep_alive(connection)
+                first = connection.makefile("rb").readline(MAX_MESSAGE_BYTES)
+                if json.loads(first) == {"greeting": greeting(self._ticket.token)}:
+                    return connection
+                refused.append(f"{address}: another program listens there")
+            except (OSError, ValueError) as error:
+                refused.append(f"{address}: {error}")
+            connection.close()
+            if time.monotonic() > deadline:
+                break
+        tried = "; ".join(refused)
+        raise LaunchError(
+            f"{socket.gethostname()} does not reach the launch at port {self._ticket.port} ({tried}); hosts must "
+            "be able to connect to the machine that launches: see its firewall, or launch from one of the hosts"
+        )
+
+    def send(self, message: dict[str, Any]) -> None:
+        # The launch may be gone already; then nobody wants to know.
+        with contextlib.suppress(OSError):
+            self.socket.setblocking(True)
+            self.socket.settimeout(_CONNECT_S)
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.setblocking(False)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Messages that are there; None if the connection is lost."""
+        try:
+            part = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        self._buffer += part
+        if not part or len(self._buffer) > MAX_MESSAGE_BYTES:
+            return None
+        *lines, rest = bytes(self._buffer).split(b"\n")
+        self._buffer = bytearray(rest)
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+
+
+class _Watch:
+    """All that can end a rank: the launch's word or its loss, the launcher's end, a signal, time."""
+
+    def __init__(self, lifeline: _Lifeline) -> None:
+        self.lifeline = lifeline
+        self.parent = os.getppid()
+        self.signalled: int | None = None
+        self._wake, wake = socket.socketpair()
+        wake.setblocking(False)
+        self._wake.setblocking(False)
+        self._kept = wake
+        signal.set_wakeup_fd(wake.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: object) -> None:
+        self.signalled = number
+
+    def wait(self, deadline: float, also: int | None = None) -> tuple[str | None, dict[str, Any] | None]:
+        """Wait: why to end, or a message, or (None, None) where descriptor `also` is ready or some time has passed."""
+        readers: list[Any] = [self.lifeline.socket, self._wake, *([] if also is None else [also])]
+        # The parent is looked at every second: its pidfd would tell at once, but a thread of it can be the true parent.
+        ready, _, _ = select.select(readers, [], [], min(1.0, max(0.0, deadline - time.monotonic())))
+        if self.signalled is not None:
+            return f"signal {self.signalled}", None
+        if os.getppid() != self.parent:
+            return "the launcher on this host is gone", None
+        if self.lifeline.socket in ready:
+            messages = self.lifeline.receive()
+            if messages is None:
+                return "the launch is gone", None
+            for message in messages:
+                if "stop" in message:
+                    return "the launch ended it", None
+                return None, message
+        return None, None
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the rank that the ticket describes; returns its exit status, 128 + N for a program that signal N ended."""
+    try:
+        (word,) = sys.argv[1:] if words is None else words
+        ticket = Ticket.decode(word)
+        rank, local, world = find_place(ticket.how, os.environ)
+        deadline = time.monotonic() + ticket.start_s
+        lifeline = _Lifeline(ticket, deadline)
+    except (LaunchError, ValueError) as error:
+        sys.stderr.write(f"lastgood launch: {error}\n")
+        return 1
+    watch = _Watch(lifeline)
+    # Rank 0 chooses the port at which all meet, on its own host: there it is free.
+    port = _free_port() if rank == 0 else 0
+    job = os.environ.get("SLURM_JOB_ID") if ticket.how == "srun" else None
+    lifeline.send({"token": ticket.token, "rank": rank, "world": world, "port": port, "slurm_job": job})
+    try:
+        go = _wait_for_go(watch, deadline)
+        if go is None:
+            return 1
+        env = _environment(ticket, rank, local, world, go)
+        return _run(ticket, rank, env, watch)
+    except (LaunchError, OSError) as error:
+        lifeline.send({"fault": str(error)})
+        sys.stderr.write(f"lastgood launch: rank {rank}: {error}\n")
+        return 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_go(watch: _Watch, deadline: float) -> dict[str, Any] | None:
+    while time.monotonic() < deadline:
+        why, message = watch.wait(deadline)
+        if why is not None:
+            return None
+        if message is not None and "go" in message:
+            return dict(message["go"])
+    raise LaunchError("the other ranks have not come in time")
+
+
+def _environment(ticket: Ticket, rank: int, local: int, world: int, go: dict[str, Any]) -> dict[str, str]:
+    env = {**os.environ, **ticket.env}
+    env.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world))
+    # torchrun's ranks meet at the store that torchrun already keeps; the others at rank 0.
+    if ticket.how != "torchrun":
+        env.update(MASTER_ADDR=str(go["address"]), MASTER_PORT=str(go["port"]))
+    interface = route_interface(env["MASTER_ADDR"])
+    for name in _INTERFACE_VARIABLES:
+        env.setdefault(name, interface)
+    return env
+
+
+def _run(ticket: Ticket, rank: int, env: dict[str, str], watch: _Watch) -> int:
+    path = Path(rank_log(ticket.logs, rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+    with path.open("wb") as log:
+        try:
+            program = subprocess.Popen(
+                ticket.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ticket.cwd,
+                env=env,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"cannot start {ticket.argv[0]!r} in {ticket.cwd}: {error.strerror}; every host needs both"
+            ) from error
+    watch.lifeline.send({"started": program.pid})
+    deadline = time.monotonic() + ticket.timeout_s
+    ended = os.pidfd_open(program.pid)
+    why = None
+    while program.poll() is None and why is None:
+        why, _ = watch.wait(deadline, ended)
+        if why is None and time.monotonic() > deadline:
+            why = f"{ticket.timeout_s:.0f} s are over"
+    if program.poll() is None:
+        with path.open("ab") as log:
+            log.write(f"lastgood launch: ended rank {rank}: {why}\n".encode())
+        _signal_group(program.pid, signal.SIGTERM)
+        select.select([ended], [], [], ticket.grace_s)
+    # What it started and left behind ends too.
+    _signal_group(program.pid, signal.SIGKILL)
+    status = program.wait(timeout=60)
+    os.close(ended)
+    watch.lifeline.send({"ended": status, "tail": _tail(path)})
+    return status if status >= 0 else 128 - status
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - _TAIL_BYTES))
+        text = log.read(_TAIL_BYTES).decode(errors="replace")
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

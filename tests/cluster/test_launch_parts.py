@@ -1,0 +1,338 @@
+"""The wrapper around each rank and the launch's end of its lifeline, as real processes on this machine, without ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lastgood.cluster.launch_board import Board
+from lastgood.cluster.launch_ticket import Ticket, check_env, greeting
+from lastgood.cluster.launch_ways import deepspeed_env_text
+from lastgood.cluster.rank_main import find_place, route_interface
+from lastgood.errors import ConfigError, LaunchError
+
+TICKET = Ticket(
+    token="t",
+    addresses=["127.0.0.1"],
+    port=1,
+    how="torchrun",
+    argv=["true"],
+    cwd="/",
+    env={},
+    logs="/tmp",
+    start_s=20.0,
+    timeout_s=60.0,
+    grace_s=1.0,
+)
+LINES = st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=40)
+
+
+class Job:
+    """A board, and wrappers that this test has started in the place of a launcher."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.board = Board(secrets.token_hex(8), ["here"] * world)
+        self.logs = folder / "logs of ranks"
+        self.wrappers: list[subprocess.Popen[bytes]] = []
+        self._world = world
+
+    def ticket(self, code: str, **changes: object) -> Ticket:
+        argv = [sys.executable, "-c", code]
+        made = replace(TICKET, token=self.board._token, port=self.board.port, argv=argv, logs=str(self.logs))
+        return replace(made, **changes)
+
+    def start(self, code: str, through: tuple[str, ...] = (), **changes: object) -> None:
+        word = self.ticket(code, **changes).encode()
+        for rank in range(self._world):
+            env = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self._world),
+                "MASTER_ADDR": "127.0.0.1",
+            }
+            command = [*through, sys.executable, "-m", "lastgood.cluster.rank_main", word]
+            self.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}))
+
+    def serve_until(self, what: str, found: Callable[[], object], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s: {self.board.ranks}"
+            self.board.serve(0.1)
+
+    def running(self) -> list[psutil.Process]:
+        """The ranks' programs, once all of them run."""
+        self.serve_until("start", lambda: all(state.pid is not None for state in self.board.ranks))
+        return [psutil.Process(state.pid) for state in self.board.ranks]
+
+    def end(self) -> None:
+        self.board.close()
+        for wrapper in self.wrappers:
+            wrapper.terminate()
+            wrapper.wait(timeout=20)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
+    made: list[Job] = []
+
+    def make(world: int) -> Job:
+        made.append(Job(tmp_path, world))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
+
+
+def test_ranks_get_their_place_and_their_logs(job: Callable[[int], Job]) -> None:
+    code = (
+        "import os, sys; print(*(os.environ[n] for n in ('RANK','WORLD_SIZE','MASTER_ADDR','GLOO_SOCKET_IFNAME','A')));"
+        "print('an error', file=sys.stderr); print(os.getcwd(), sys.stdin.read())"
+    )
+    one = job(3)
+    one.start(code, env={"A": "a $HOME b"})
+    one.serve_until("end", lambda: one.board.all_over)
+    assert [state.status for state in one.board.ranks] == [0, 0, 0]
+    assert one.board.first_failure is None
+    for rank in range(3):
+        lines = (one.logs / f"rank-{rank:05d}.log").read_text().splitlines()
+        assert sorted(lines) == sorted([f"{rank} 3 127.0.0.1 lo a $HOME b", "an error", "/ "])
+    assert [wrapper.wait(timeout=20) for wrapper in one.wrappers] == [0, 0, 0]
+
+
+def test_srun_and_deepspeed_ranks_meet_where_rank_0_found_a_port(job: Callable[[int], Job]) -> None:
+    one = job(2)
+    code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    one.start(code, how="deepspeed")
+    one.serve_until("end", lambda: one.board.all_over)
+    first, second = ((one.logs / f"rank-0000{rank}.log").read_text() for rank in range(2))
+    assert first == second
+    assert first.startswith("127.0.0.1 ")
+    assert 1024 <= int(first.split()[1]) <= 65535
+
+
+def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job]) -> None:
+    one = job(2)
+    one.start(f"import os\nif os.environ['RANK'] == '1': print('the reason'); raise SystemExit(7)\n{SLEEP}")
+    one.serve_until("failure", lambda: one.board.first_failure)
+    failed = one.board.first_failure
+    assert failed is not None
+    assert (failed.rank, failed.status) == (1, 7)
+    assert failed.tail == "the reason"
+    one.board.stop()
+    one.serve_until("end of the other", lambda: one.board.all_over)
+    assert one.board.ranks[0].status == -signal.SIGTERM
+    assert one.board.first_failure is failed
+    assert one.wrappers[1].wait(timeout=20) == 7
+
+
+def test_a_killed_program_is_told_by_its_signal(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    one.start(SLEEP)
+    (program,) = one.running()
+    program.kill()
+    one.serve_until("failure", lambda: one.board.first_failure)
+    assert one.board.ranks[0].status == -signal.SIGKILL
+    assert one.wrappers[0].wait(timeout=20) == 128 + signal.SIGKILL
+
+
+def test_a_killed_wrapper_takes_its_program_along_and_is_noticed(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    one.start(SLEEP)
+    programs = one.running()
+    one.wrappers[0].kill()
+    _, alive = psutil.wait_procs(programs, timeout=10)
+    assert not alive
+    one.serve_until("failure", lambda: one.board.first_failure)
+    assert "closed without a word" in (one.board.ranks[0].fault or "")
+
+
+def test_a_program_that_will_not_end_is_killed_with_its_children(job: Callable[[int], Job]) -> None:
+    stubborn = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen(['sh', '-c', 'trap \"\" TERM; sleep 100; :']); print('on', flush=True); time.sleep(100)"
+    )
+    one = job(1)
+    one.start(stubborn)
+    (program,) = one.running()
+    one.serve_until("children", lambda: len(program.children(recursive=True)) >= 2)
+    family = [program, *program.children(recursive=True)]
+    one.board.close()  # as a kill of the launch does
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    one.board = Board("another", ["here"])  # for the fixture to close
+
+
+def test_ranks_end_with_their_launcher(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    # The shell stands for torchrun; it does not become the wrapper, since it has something to do afterwards.
+    one.start(SLEEP, through=("sh", "-c", '"$@"; :', "sh"))
+    programs = one.running()
+    one.wrappers[0].kill()
+    _, alive = psutil.wait_procs(programs, timeout=15)
+    assert not alive
+    one.serve_until("word of it", lambda: one.board.all_over)
+
+
+def test_a_program_that_is_not_there(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    one.start("", argv=["/no/such/program"])
+    one.serve_until("failure", lambda: one.board.first_failure)
+    assert "cannot start '/no/such/program' in /: No such file" in (one.board.ranks[0].fault or "")
+
+
+def test_time_is_bounded_on_the_host_too(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    one.start(SLEEP, timeout_s=0.5)
+    one.serve_until("end", lambda: one.board.all_over)
+    assert "ended rank 0: 0 s are over" in one.board.ranks[0].tail or "are over" in one.board.ranks[0].tail
+
+
+def test_a_rank_waits_only_so_long_for_the_others(job: Callable[[int], Job]) -> None:
+    one = job(2)
+    word = one.ticket(SLEEP, start_s=1.0).encode()
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "lastgood.cluster.rank_main", word]
+    one.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.DEVNULL))
+    one.serve_until("failure", lambda: one.board.first_failure)
+    assert one.board.ranks[0].fault == "the other ranks have not come in time"
+    assert [state.rank for state in one.board.missing] == [1]
+
+
+def test_a_launch_that_is_not_reached_is_named(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        word = replace(TICKET, port=nobody.getsockname()[1]).encode()
+        done = subprocess.run(
+            [sys.executable, "-m", "lastgood.cluster.rank_main", word],
+            env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 1
+    assert "does not reach the launch at port" in done.stderr
+    assert "firewall" in done.stderr
+
+
+def test_strangers_disturb_nothing(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    words = [
+        b"",
+        b"hello\n",
+        b"[]\n",
+        b"x" * 100_000,
+        b'{"rank": 0, "token": "wrong", "world": 1}\n',
+        b'{"rank": -1}\n',
+    ]
+    strangers = []
+    for word in words:
+        stranger = socket.create_connection(("127.0.0.1", one.board.port), timeout=5)
+        stranger.sendall(word)
+        strangers.append(stranger)
+    one.serve_until(
+        "greeting",
+        lambda: strangers[0].recv(4096, socket.MSG_DONTWAIT | socket.MSG_PEEK) if ready(strangers[0]) else b"",
+    )
+    one.start("pass")
+    one.serve_until("end", lambda: one.board.all_over)
+    assert one.board.first_failure is None
+    for stranger in strangers:
+        stranger.close()
+
+
+def ready(one: socket.socket) -> bool:
+    import select
+
+    return bool(select.select([one], [], [], 0)[0])
+
+
+def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        word = replace(TICKET, token="secret", port=server.getsockname()[1]).encode()
+        env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        rank = subprocess.Popen(
+            [sys.executable, "-m", "lastgood.cluster.rank_main", word], env=env, stderr=subprocess.PIPE
+        )
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(20)
+                connection.sendall(json.dumps({"greeting": greeting("another")}).encode() + b"\n")
+                assert connection.recv(4096) == b""
+            assert b"another program listens there" in rank.communicate(timeout=20)[1]
+        finally:
+            rank.kill()
+            rank.wait()
+
+
+@given(st.lists(LINES, min_size=1), st.dictionaries(st.from_regex(r"[A-Z_]{1,8}", fullmatch=True), LINES, max_size=4))
+def test_a_ticket_comes_back_as_it_was(argv: list[str], env: dict[str, str]) -> None:
+    ticket = replace(TICKET, argv=argv, env=env)
+    word = ticket.encode()
+    assert set(word) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=")
+    assert Ticket.decode(word) == ticket
+
+
+@given(st.text(max_size=60))
+def test_what_is_no_ticket_is_refused(word: str) -> None:
+    with pytest.raises(LaunchError, match="not a ticket"):
+        Ticket.decode(word)
+
+
+def test_a_ticket_that_is_too_long() -> None:
+    with pytest.raises(ConfigError, match="put the rest into a file"):
+        replace(TICKET, argv=["x" * 100_000]).encode()
+
+
+@example("a `b` $c $(d) \\ \\\\ \"e\" 'f' !g %n %% *")
+@settings(max_examples=25, deadline=None)
+@given(LINES.filter(lambda value: value == value.strip()))
+def test_values_reach_deepspeed_ranks_as_they_are(value: str) -> None:
+    """What DeepSpeed does with a line of its file, and a shell on the host with that."""
+    (line,) = [line for line in deepspeed_env_text({"VALUE": value}).split("\n") if line.startswith("VALUE=")]
+    text = line.partition("=")[2].strip().replace("%%", "%")
+    shell = f'export VALUE="{text}"; printf %s "$VALUE"'
+    done = subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, timeout=20, check=True)
+    assert done.stdout.decode() == value
+
+
+@pytest.mark.parametrize("env", [{"1A": "b"}, {"A-B": ""}, {"": ""}, {"A": "x\ny"}, {"A": "x\0"}])
+def test_environments_that_cannot_travel(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--env"):
+        check_env(env)
+
+
+def test_the_place_of_a_rank() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "RANK": "9"}
+    assert find_place("srun", slurm) == (3, 1, 4)
+    with pytest.raises(LaunchError, match="torchrun has not set RANK, LOCAL_RANK, WORLD_SIZE"):
+        find_place("torchrun", slurm)
+
+
+def test_the_interface_of_a_route() -> None:
+    assert route_interface("127.0.0.1") == "lo"
+    assert route_interface("127.0.0.7") == "lo"
+    own = [(name, one.address) for name, held in psutil.net_if_addrs().items() for one in held if "." in one.address]
+    for name, address in own:
+        assert route_interface(address) == name
+    with pytest.raises(LaunchError, match="no route"):
+        route_interface("255.255.255.255")

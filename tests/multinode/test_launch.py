@@ -1,0 +1,182 @@
+"""`lastgood launch` over real ssh, on a testbed of two nodes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+
+from lastgood.cluster.hostfile import Hostfile, parse_hostfile
+from lastgood.cluster.launch import launch
+from lastgood.cluster.remote import Remote, SshOptions
+from lastgood.cluster.testbed import Testbed
+from lastgood.errors import HostError, LaunchError
+from tests.multinode.test_slurm import processes_with
+
+pytestmark = pytest.mark.root
+SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))
+WAYS = [
+    "torchrun",
+    pytest.param(
+        "deepspeed",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(
+                importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
+            ),
+            pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed"),
+        ],
+    ),
+]
+How = Literal["torchrun", "deepspeed"]
+# DeepSpeed looks for an accelerator, and its launcher takes each host's slots for devices.
+ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def remote(bed: Testbed) -> Remote:
+    return Remote(SshOptions(config=bed.ssh_config))
+
+
+def hosts_of(bed: Testbed, *slots: int) -> Hostfile:
+    return parse_hostfile("".join(f"vm{number} slots={count}\n" for number, count in enumerate(slots, start=1)))
+
+
+def sleepers(mark: str) -> list[psutil.Process]:
+    return [process for process in processes_with(mark) if process.name() == "sleep"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_ranks_meet_over_the_network(bed: Testbed, remote: Remote, tmp_path: Path, how: How) -> None:
+    value = "$red \"q\" 'a' `b` \\ %n %% é"
+    result = launch(
+        [sys.executable, SUM_RANKS, "a b", "$c"],
+        hosts_of(bed, 2, 1),
+        how,
+        log_dir=tmp_path,
+        timeout_s=100,
+        env={**ENV, "COLOUR": value},
+        remote=remote,
+    )
+    assert [(one.rank, one.host) for one in result.ranks] == [(0, "vm1"), (1, "vm1"), (2, "vm2")]
+    for rank in range(3):
+        text = (tmp_path / f"rank-{rank:05d}.log").read_text()
+        assert f"rank {rank} of 3: sum 6, interface eth0, ['a b', '$c']" in text
+        assert f"colour {value!r}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+def test_a_failed_rank_is_named_and_ends_the_job(bed: Testbed, remote: Remote, tmp_path: Path, how: How) -> None:
+    mark = "7123.25"
+    code = f"if [ $RANK = 1 ]; then echo the reason; exit 5; fi; sleep {mark}"
+    with pytest.raises(LaunchError, match=r"rank 1 on vm2 ended with exit status 5(?s:.*)the reason"):
+        launch(["sh", "-c", code], hosts_of(bed, 1, 1), how, log_dir=tmp_path, timeout_s=100, env=ENV, remote=remote)
+    assert not sleepers(mark)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("victim", ["launch", "launchers here", "launchers there", "ctrl-c"])
+def test_ranks_outlive_nobody(bed: Testbed, tmp_path: Path, how: How, victim: str) -> None:
+    mark = f"8123.{secrets.randbelow(10**6)}"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("vm1 slots=1\nvm2 slots=1\n")
+    code = "from lastgood.cli import main; main()"
+    command = [sys.executable, "-c", code, "launch", "--how", how, "--hostfile", str(hostfile)]
+    command += [
+        "--ssh-config",
+        str(bed.ssh_config),
+        *(word for pair in ENV.items() for word in ("--env", "=".join(pair))),
+    ]
+    command += ["--logs", str(tmp_path / "logs"), "--", "sleep", mark]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        wait_for(lambda: len(sleepers(mark)) == 2, lambda: f"two ranks; {started.poll()}")
+        ranks = sleepers(mark)
+        # `sleep` is a rank's program; its parent is the wrapper, and that one's parent the launcher on the node.
+        there = [process.parent().parent() for process in ranks]
+        here = psutil.Process(started.pid).children(recursive=True)
+        if victim == "launch":
+            started.kill()
+        elif victim == "ctrl-c":
+            os.killpg(started.pid, signal.SIGINT)
+        else:
+            for process in here if victim == "launchers here" else there[:1]:
+                process.kill()
+        _, alive = psutil.wait_procs([*ranks, *there, *here], timeout=25)
+        assert not alive, alive
+        _, error = started.communicate(timeout=60)
+        if victim.startswith("launchers"):
+            assert started.returncode == 1
+            assert re.search(r"rank [01] on vm[12]|1 on vm2", error), error
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.slow
+def test_a_lost_node_ends_the_job_within_bounds(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
+    mark = "9123.25"
+    began = time.monotonic()
+
+    def cut() -> None:
+        wait_for(lambda: len(sleepers(mark)) == 2, lambda: "two ranks")
+        bed.cut("vm2")
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    try:
+        with pytest.raises(LaunchError, match=r"rank 1 on vm2 failed|torchrun on vm2 ended before rank 1 on vm2"):
+            launch(["sleep", mark], hosts_of(bed, 1, 1), "torchrun", log_dir=tmp_path, timeout_s=100, remote=remote)
+        assert time.monotonic() - began < 90
+        # On the other side of the cut nobody can tell the rank; it finds out by itself.
+        wait_for(lambda: not sleepers(mark), lambda: "end of the rank that was cut off", 60)
+    finally:
+        cutter.join(60)
+        bed.heal("vm2")
+
+
+def test_hosts_that_are_not_reached_are_named(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
+    hosts = parse_hostfile("vm1 slots=1\nno-such-host slots=1\n")
+    with pytest.raises(HostError, match="no-such-host"):
+        launch(["true"], hosts, "torchrun", log_dir=tmp_path, timeout_s=30, remote=remote)
+    stranger = tmp_path / "ssh_config"
+    text = Path(bed.ssh_config).read_text()
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=30)
+    stranger.write_text(re.sub(r"(?m)^(\s*IdentityFile\s+).*$", rf"\g<1>{key}", text))
+    with pytest.raises(HostError, match=r"vm1.*refuses this key"):
+        refused = Remote(SshOptions(config=stranger))
+        launch(["true"], hosts_of(bed, 1), "torchrun", log_dir=tmp_path, timeout_s=30, remote=refused)
+
+
+def test_a_port_in_use_is_named(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
+    code = "import socket, time; s = socket.create_server(('', 29777)); print('on', flush=True); time.sleep(60)"
+    with remote.start("vm1", [sys.executable, "-c", code], stdout=subprocess.PIPE) as taken:
+        assert taken.stdout is not None
+        assert taken.stdout.readline() == b"on\n"
+        with pytest.raises(HostError, match="vm1: port 29777 is in use there"):
+            launch(
+                ["true"], hosts_of(bed, 1), "torchrun", log_dir=tmp_path, timeout_s=30, remote=remote, master_port=29777
+            )
+
+
+def wait_for(found: Callable[[], object], what: Callable[[], str], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline, f"no {what()} within {timeout_s:.0f} s"
+        time.sleep(0.1)
