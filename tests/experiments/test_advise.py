@@ -27,6 +27,7 @@ from lastgood.experiments.advise_cells import rates_of, read_cells
 from lastgood.experiments.advise_score import score, summary
 from lastgood.experiments.collect import collect
 from tests.experiments.records import make_ceilings, make_record, place_record
+from tests.experiments.test_goodput_collect import make_goodput
 
 GB = 1e9
 HOUR = 3600.0
@@ -279,6 +280,17 @@ def test_cells_are_medians_of_ratios_within_repetitions(tmp_path: Path) -> None:
     assert one.hide_s == pytest.approx(0.6 * one.iteration_s)
     assert (one.durable_s, one.load_s, one.max_in_flight) == (0.25, 0.125, 2)
     assert one.state_bytes == 100 << 20
+
+
+def test_runs_under_failures_and_of_figure_11_are_no_cells(tmp_path: Path) -> None:
+    for record in records_of():
+        place_record(record, tmp_path)
+    expected = read_cells(tmp_path)
+    goodput = make_goodput("sync", 10)
+    goodput.write(tmp_path / goodput.spec.record_path())
+    drained = make_record("sync", 1, iterations_per_s=2.0)
+    place_record(drained.model_copy(update={"spec": drained.spec.model_copy(update={"drain_each": True})}), tmp_path)
+    assert read_cells(tmp_path) == expected
 
 
 def write_csv(folder: Path, name: str, records: list) -> Path:

@@ -15,6 +15,7 @@ from typing import Literal
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.advise import Cell, Rates
 from lastgood.experiments.ceilings import CeilingsRecord
+from lastgood.experiments.goodput_record import is_goodput_record
 from lastgood.experiments.record import load_record
 
 __all__ = ["Device", "Measured", "rates_of", "read_cells"]
@@ -186,8 +187,12 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 def _from_records(folder: Path) -> Iterator[_Run]:
     for path in _files(folder, "r[0-9]*.json"):
+        if is_goodput_record(path):
+            continue  # its run's own terms are in the runs without failures
         record = load_record(path)
         spec, clocks, counts = record.spec, record.clocks, record.counts
+        if spec.drain_each:
+            continue  # training waited for each checkpoint: no cell of a training
         shared = (spec.scale, spec.workload, spec.workload_options, spec.threads, record.workload.data_name)
         yield _Run(
             source=str(path),
@@ -226,6 +231,8 @@ def _from_csv(folder: Path) -> Iterator[_Run]:
                 if not _NEEDED_COLUMNS.issubset(reader.fieldnames or ()):
                     continue  # a wide CSV, or another figure's
                 for row in reader:
+                    if row.get("drain_each") == "True":
+                        continue
                     try:
                         yield _csv_run(f"{path}:{reader.line_num}", row)
                     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:

@@ -26,6 +26,7 @@ __all__ = [
     "GoodputRecord",
     "GoodputSpec",
     "Life",
+    "is_goodput_record",
     "load_goodput_record",
     "load_placed_goodput_record",
 ]
@@ -212,3 +213,12 @@ def load_placed_goodput_record(path: Path) -> GoodputRecord:
             "changed; remove it and run again"
         )
     return record
+
+
+def is_goodput_record(path: Path) -> bool:
+    """Whether a file is meant for a goodput record, whole or not: its spec is of a run under failures."""
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8")).get("spec")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+    return isinstance(spec, dict) and "failures_s" in spec
