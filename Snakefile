@@ -17,6 +17,7 @@ include: "workflow/rules/native.smk"
 include: "workflow/rules/datasets.smk"
 include: "workflow/rules/ceilings.smk"
 include: "workflow/rules/run.smk"
+include: "workflow/rules/ranks.smk"
 include: "workflow/rules/goodput.smk"
 include: "workflow/rules/collect.smk"
 include: "workflow/rules/plot.smk"
@@ -37,7 +38,7 @@ localrules:
 # Snakemake takes the default target from this file only, never from an included one.
 rule all:
     input:
-        [figure_files(figure) for figure in FIGURE_NAMES],
+        [figure_files(figure) for figure in ALWAYS],
 
 
 onstart:

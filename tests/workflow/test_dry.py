@@ -66,6 +66,20 @@ def test_targets_and_overrides(house: House, target: str, overrides: list[str], 
     assert planned(done.stdout).get("run", 0) == runs
 
 
+def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(house: House, tmp_path: Path) -> None:
+    def plan(target: str, *overrides: str) -> dict[str, int]:
+        done = house.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+        assert done.returncode == 0, done.stdout
+        return planned(done.stdout)
+
+    assert "ranks" not in plan("paper")
+    asked = plan("fig8e", "fig8e={systems: [sync, pccheck], intervals: [5, 10], rate: 1gbit}")
+    assert (asked["ranks"], asked.get("run", 0)) == (1 + 2 * 2, 0)
+    hosts = tmp_path / "two hosts"
+    hosts.write_text("a slots=1\nb slots=1\n")
+    assert plan("paper", f"fig8f={{hostfile: '{hosts}', systems: pccheck, intervals: 5}}")["ranks"] == 2
+
+
 def test_a_configfile_replaces_the_default_and_config_wins(house: House) -> None:
     done = house.call("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
     assert planned(done.stdout)["run"] == 2 * (1 + 3)
@@ -152,4 +166,5 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
     wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
     wanted |= {"fig9", "fig9_vgg16", "fig9_opt"}
     wanted |= {"paper", "fig11", "fig11_blob", "fig12", "fig12_vgg16", "fig13", "fig13_vgg16", "fig14", "fig14_vgg16"}
+    wanted |= {"fig8e", "fig8e_opt", "fig8f", "fig8f_bloom"}
     assert wanted | {"test_simple"} <= names

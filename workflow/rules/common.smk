@@ -51,6 +51,8 @@ if workflow.is_main_process:  # each job reads these files again
 SIMPLE_SPEC = plan_figure(CONFIG, SIMPLE)[0]
 FIGURE_NAMES = figure_names()
 PANELS = [(figure, model) for figure in FIGURE_NAMES for model in figure_kind(figure).panels(CONFIG)]
+# What nobody gets unasked, as a testbed of nodes, is in no target but its own.
+ALWAYS = [name for name in FIGURE_NAMES if figure_kind(name).always(CONFIG)]
 PANEL_MODELS = sorted({model for _, model in PANELS})
 GRIDS = {name: load_grid(Path(workflow.basedir), name) for name in FIGURE_NAMES}
 MACHINE = CONFIG.machine or machine_label()
@@ -79,6 +81,14 @@ def spec_of(wildcards):
         elsewhere = "" if workflow.is_main_process else ELSEWHERE
         raise WorkflowError(f"{record} is not in the plan of this configuration; see `lastgood plan fig8`{elsewhere}")
     return PLAN.specs[record]
+
+
+def hosts_of(wildcards):
+    """Options of `lastgood run` for a run over several nodes: where they are. No part of the run's settings."""
+    sections = {figure: getattr(CONFIG, figure) for figure in ("fig8e", "fig8f")}
+    section = next(sections[figure] for (figure, _), records in PLAN.records.items() if record_of(wildcards) in records)
+    given = (("--hostfile", section.hostfile), ("--ssh-config", section.ssh_config), ("--rate", section.rate))
+    return " ".join(f"{option} {shlex.quote(value)}" for option, value in given if value is not None)
 
 
 def priority_of(wildcards):

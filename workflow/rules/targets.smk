@@ -21,7 +21,7 @@ for figure, model in PANELS:
 
 rule paper:
     input:
-        [panel_files(figure, model) for figure, model in PANELS],
+        [panel_files(figure, model) for figure, model in PANELS if figure in ALWAYS],
 
 
 rule datasets:

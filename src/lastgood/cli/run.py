@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from lastgood.cli._output import console, emit_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lastgood.experiments.record import RunRecord
+    from lastgood.experiments.spec import RunSpec
 
 __all__ = ["run"]
 
@@ -37,10 +44,22 @@ def run(
         typer.Option(metavar="FILE", help="Write a Chrome trace of the measured steps, which Perfetto opens, as well."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as well.")] = False,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(help="Hosts for a run over several ranks [default: a testbed of its own, or this machine]."),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None, typer.Option(help="An ssh configuration in place of your own [default: $LASTGOOD_SSH_CONFIG].")
+    ] = None,
+    how: Annotated[str, typer.Option(help="What starts the ranks: torchrun, deepspeed or srun.")] = "torchrun",
+    rate: Annotated[
+        str | None, typer.Option(help="Rate of each host's link, as 1gbit: a testbed's limit; else only noted.")
+    ] = None,
 ) -> None:
     """Measure one run and write its record, which appears whole or not at all.
 
-    Waits for its turn: one measurement at a time on a machine.
+    Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to
+    the hosts of a hostfile.
     """
     from pydantic import ValidationError
 
@@ -65,13 +84,22 @@ def run(
     ]
     if timeline is not None:
         command += ["--timeline", str(timeline)]
+    for option, value in (("--hostfile", hostfile), ("--ssh-config", ssh_config), ("--rate", rate)):
+        command += [] if value is None else [option, str(value)]
+    command += [] if how == "torchrun" else ["--how", how]
     sys.stderr.write(shlex.join(command) + "\n")
     try:
         chosen = RunSpec.model_validate_json(spec)
     except ValidationError as error:
         raise ConfigError(f"--spec: not a run: {error}") from error
     # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
-    record = execute(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"), timeline)
+    report = lambda stage: console.print(f"{chosen.title()}: {stage}", markup=False)  # noqa: E731
+    if chosen.ranks > 1:
+        record = _over_ranks(chosen, data_dir, scratch, report, timeline, hostfile, ssh_config, how, rate)
+    elif hostfile is not None:
+        raise ConfigError(f"--hostfile: {chosen.title()} has one rank; leave it out")
+    else:
+        record = execute(chosen, data_dir, scratch, report, timeline)
     record.write(out)
     clocks = record.clocks
     proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"
@@ -92,3 +120,32 @@ def run(
     if record.proof is not None and not record.proof.equal:
         # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
         console.print(f"[red]{chosen.title()}: the restored state differs from the live one; see the record's proof")
+
+
+def _over_ranks(
+    spec: RunSpec,
+    data_dir: Path,
+    scratch: Path,
+    report: Callable[[str], None],
+    timeline: Path | None,
+    hostfile: Path | None,
+    ssh_config: Path | None,
+    how: str,
+    rate: str | None,
+) -> RunRecord:
+    from lastgood.errors import ConfigError
+    from lastgood.experiments.rank_hosts import Launcher, RankHosts
+    from lastgood.experiments.rank_run import execute_ranks
+
+    if timeline is not None:
+        raise ConfigError("--timeline is for runs of one rank")
+    if how not in ("torchrun", "deepspeed", "srun"):
+        raise ConfigError(f"--how {how}: unknown; known: torchrun, deepspeed, srun")
+
+    def stop(number: int, _: object) -> None:
+        # As an exception, so that ranks on other hosts, and a testbed, end with this.
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    return execute_ranks(spec, data_dir, scratch, report, RankHosts(hostfile, ssh_config, cast("Launcher", how), rate))

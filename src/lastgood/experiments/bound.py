@@ -6,7 +6,8 @@ And storage must take S bytes per interval, at B bytes per second in the long ru
 
     bound = min(1 / (t + max(0, S/C - h) / f),  f * B / S)
 
-docs/timing.md explains the terms and how each is measured.
+On several nodes a checkpoint may put more than S bytes on one disk, or send it over a link instead: `stored_bytes` and
+`persist_bytes_per_s` are then those. docs/timing.md explains the terms and how each is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 
 __all__ = ["Binds", "Bound", "bound_iterations_per_s", "throughput_bound"]
 
-Binds = Literal["training", "copy", "disk"]
+Binds = Literal["training", "copy", "disk", "link"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Bound:
 
     iterations_per_s: float
     binds: Binds
-    """``disk``: the persist ceiling; ``copy``: a copy too long to hide; ``training``: neither, so it is 1/t."""
+    """``disk``: the persist ceiling; ``link``: the network's rate; ``copy``: a copy too long to hide; ``training``:
+    none of them, so it is 1/t."""
 
 
 def throughput_bound(
@@ -37,11 +39,14 @@ def throughput_bound(
     copy_bytes_per_s: float,
     persist_bytes_per_s: float,
     hide_s: float,
+    stored_bytes: float | None = None,
+    storage: Literal["disk", "link"] = "disk",
 ) -> Bound:
     """The bound for iterations of `iteration_s` with a checkpoint of `state_bytes` every `interval_steps`.
 
-    `hide_s` is the time from a save to the next update, behind which a copy costs nothing. An interval of 0 means no
-    checkpoints. Raises ValueError where a term is outside its range.
+    `hide_s` is the time from a save to the next update, behind which a copy costs nothing. `stored_bytes` of one
+    checkpoint go to the `storage` that has most to do, at `persist_bytes_per_s`; None: all of its `state_bytes`. An
+    interval of 0 means no checkpoints. Raises ValueError where a term is outside its range.
     """
     for name, value in (
         ("iteration_s", iteration_s),
@@ -57,9 +62,10 @@ def throughput_bound(
         return Bound(1 / iteration_s, "training")
     exposed_s = max(0.0, state_bytes / copy_bytes_per_s - hide_s)
     by_copy = 1 / (iteration_s + exposed_s / interval_steps)
-    by_disk = interval_steps * persist_bytes_per_s / state_bytes if state_bytes > 0 else math.inf
-    if by_disk < by_copy:
-        return Bound(by_disk, "disk")
+    stored = state_bytes if stored_bytes is None else stored_bytes
+    by_storage = interval_steps * persist_bytes_per_s / stored if stored > 0 else math.inf
+    if by_storage < by_copy:
+        return Bound(by_storage, storage)
     return Bound(by_copy, "copy" if exposed_s > 0 else "training")
 
 

@@ -17,7 +17,14 @@ _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|thr
 def throughput_caption(frame: pd.DataFrame) -> str:
     """Machine, scale, repetitions, threads, state, iteration time, how to read the bars, the bound and the revision."""
     points = "bar (and number under it) median, whisker range, circles single runs"
-    sentences = [_machine(frame), _set_up(frame, points), _reading(frame), _bound(frame), _published(frame)]
+    sentences = [
+        _machine(frame),
+        _nodes(frame),
+        _set_up(frame, points),
+        _reading(frame),
+        _bound(frame),
+        _published(frame),
+    ]
     return _joined_sentences([*sentences, _revision(frame)])
 
 
@@ -132,6 +139,18 @@ def _machine(frame: pd.DataFrame) -> str:
     return f"Machine {_joined(frame['machine'])} ({processor}; {disk}), scale {scale}{warning}."
 
 
+def _nodes(frame: pd.DataFrame) -> str:
+    """Of a run over several ranks: nodes, ranks, how they share the work, the link's rate."""
+    first = frame.iloc[0]
+    ranks, nodes = int(first["ranks"]), int(first["nodes"])
+    if ranks == 1:
+        return ""
+    rate = first["link_bits_per_s"]
+    link = "link rate not known" if pd.isna(rate) else f"links of {float(rate) / 1e9:g}\N{NO-BREAK SPACE}Gbit/s"
+    where = f"{nodes} node{'' if nodes == 1 else 's'}"
+    return f"{ranks} ranks ({first['parallel']}) on {where}, {link}; batch and threads are of each rank."
+
+
 def _set_up(frame: pd.DataFrame, points: str) -> str:
     threads = _joined(frame["threads"])
     parts = [
@@ -187,9 +206,15 @@ def _bound(frame: pd.DataFrame) -> str:
     if frame["bound_iterations_per_s"].isna().all():
         return "No bound: no run without checkpoints."
     disk = format_rate(float(frame["persist_ceiling_bytes_per_s"].median()))
+    shared = frame["stored_bytes"].max() if int(frame["ranks"].iloc[0]) > 1 else None
+    more = (
+        ""
+        if shared is None or pd.isna(shared)
+        else f"; one checkpoint puts up to {format_bytes(float(shared))} on a disk or link"
+    )
     copy = format_rate(float(frame["copy_ceiling_bytes_per_s"].median()))
     day = str(frame["ceilings_measured_at"].iloc[0])[:10]
-    return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy})."
+    return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy}{more})."
 
 
 def _revision(frame: pd.DataFrame) -> str:

@@ -20,6 +20,7 @@ from lastgood.experiments.variants import (
     concurrency_variants,
     goodput_variants,
     memory_variants,
+    nodes_variants,
     persist_variants,
     threads_variants,
     throughput_variants,
@@ -28,6 +29,7 @@ from lastgood.experiments.variants import (
 from lastgood.workloads.registry import workload_options_class
 
 if TYPE_CHECKING:
+    from lastgood.experiments.figure_sections import NodesSection
     from lastgood.experiments.grid import Prediction
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "plan_concurrency",
     "plan_goodput",
     "plan_memory",
+    "plan_nodes",
     "plan_persist",
     "plan_simple",
     "plan_threads",
@@ -60,15 +63,15 @@ _Spec = TypeVar("_Spec", bound=_InBatches)
 
 
 def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
-    """Batch after batch. A batch is one repetition of a workload: `none`, every system and interval, of all figures.
+    """Batch after batch. A batch is one repetition of a workload on so many ranks, with its `none`, of all figures.
 
     Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system, and falls on a run
     and on the `none` that it is compared with alike. A run's place comes from the seed and its record's path alone, so
     that the runs of one figure have the same order among those of all figures.
     """
-    batches: dict[tuple[str, int], list[_Spec]] = {}
+    batches: dict[tuple[str, int, int], list[_Spec]] = {}
     for spec in specs:
-        batches.setdefault((spec.workload, spec.repetition), []).append(spec)
+        batches.setdefault((spec.workload, spec.repetition, getattr(spec, "ranks", 1)), []).append(spec)
 
     def place(spec: _Spec) -> bytes:
         return hashlib.sha256(f"{seed}/{spec.record_path()}".encode()).digest()
@@ -140,6 +143,28 @@ def plan_memory(config: Config) -> list[RunSpec]:
     """Figure 14: PCcheck's pool at every interval, and `none`."""
     section = config.fig14
     return _plan_sweep(config, memory_variants(config), section.intervals, section.repetitions)
+
+
+def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSpec]:
+    """Figures 8e and 8f: as figure 8, over several ranks.
+
+    Cores are shared out among the ranks of a host; those are all ranks where a testbed's nodes are this machine.
+    """
+    beside = section.ranks if section.hostfile is None else section.slots
+    changes = {
+        "ranks": section.ranks,
+        "nodes": section.nodes,
+        "parallel": section.parallel,
+        "threads": max(1, config.thread_count // beside),
+    }
+    specs: list[RunSpec] = []
+    for repetition in range(section.repetitions):
+        for found in nodes_variants(config, section, figure):
+            for interval in [0] if found.system == BASELINE else section.intervals:
+                steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
+                spec = _spec(config, found, interval, repetition)
+                specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
+    return in_batches(specs, config.seed)
 
 
 def plan_simple(config: Config) -> list[RunSpec]:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
@@ -203,17 +204,21 @@ def _row(
     spec, clocks, counts, where = record.spec, record.clocks, record.counts, record.where
     bound: Bound | None = None
     copy_ceiling: float | None = None
+    stored = _stored(record, ceilings)
     none_iterations_per_s: float | None = None
     if baseline is not None:
         copy_ceiling = ceilings.copy_bytes_per_s(spec.device)
-        bound = throughput_bound(
-            iteration_s=baseline.iteration_s,
-            interval_steps=spec.interval_steps,
-            state_bytes=record.workload.state_bytes,
-            copy_bytes_per_s=copy_ceiling,
-            persist_bytes_per_s=ceilings.persist_bytes_per_s,
-            hide_s=baseline.hide_s,
-        )
+        if stored is not None:
+            bound = throughput_bound(
+                iteration_s=baseline.iteration_s,
+                interval_steps=spec.interval_steps,
+                state_bytes=record.workload.state_bytes,
+                copy_bytes_per_s=copy_ceiling,
+                persist_bytes_per_s=stored.bytes_per_s,
+                hide_s=baseline.hide_s,
+                stored_bytes=stored.nbytes,
+                storage=stored.storage,
+            )
         none_iterations_per_s = baseline.iterations_per_s.get(spec.repetition)
     proof = record.proof
     none_rate = none_iterations_per_s or (1 / baseline.iteration_s if baseline else None)
@@ -290,14 +295,43 @@ def _row(
         slowdown_bound=1 / baseline.iteration_s / bound.iterations_per_s if baseline and bound else None,
         persist_min_s=min(clocks.persist_s) if clocks.persist_s else None,
         persist_max_s=max(clocks.persist_s) if clocks.persist_s else None,
-        persist_bound_s=state_bytes / ceilings.persist_bytes_per_s if spec.interval_steps else None,
+        persist_bound_s=stored.nbytes / stored.bytes_per_s if stored and spec.interval_steps else None,
         max_in_flight=_integer(spec, "max_in_flight"),
         writer_threads=_integer(spec, "writer_threads"),
         pool_bytes=_integer(spec, "pool_bytes", default=state_bytes),
         drain_each=spec.drain_each,
         paper_slowdown=published.slowdown if published else None,
         paper_source=published.source if published else None,
+        ranks=spec.ranks,
+        nodes=spec.nodes,
+        parallel=spec.parallel,
+        link_bits_per_s=record.ranks.link_bits_per_s if record.ranks else None,
+        stored_bytes=stored.nbytes if stored and spec.interval_steps else None,
     )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What one checkpoint puts on the storage that has most to do with it, and how fast that is at best."""
+
+    nbytes: int
+    bytes_per_s: float
+    storage: Literal["disk", "link"]
+
+
+def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
+    """None where a checkpoint goes over a link whose rate nobody knows.
+
+    Hosts are taken to have disks like the one that was measured, and share it where they share a kernel.
+    """
+    ranks = record.ranks
+    if ranks is None:
+        return _Stored(record.workload.state_bytes, ceilings.persist_bytes_per_s, "disk")
+    if not ranks.bytes_per_link:
+        return _Stored(ranks.bytes_per_disk, ceilings.persist_bytes_per_s, "disk")
+    if ranks.link_bits_per_s is None:
+        return None
+    return _Stored(ranks.bytes_per_link, ranks.link_bits_per_s / 8, "link")
 
 
 def _axes(figure: str) -> FigureAxes:
@@ -324,7 +358,7 @@ def _order(record: RunRecord, axes: FigureAxes) -> tuple[tuple[int, str], int, f
 def _workload_key(spec: RunSpec) -> str:
     """What a run and its `none` run share."""
     shared = (spec.machine, spec.scale, spec.workload, spec.workload_options, spec.device, spec.threads, spec.data)
-    return _json(shared)
+    return _json((*shared, spec.ranks, spec.nodes, spec.parallel))
 
 
 def _baselines(records: Iterable[RunRecord]) -> dict[str, _Baseline]:
@@ -358,6 +392,10 @@ def _refuse_mixtures(name: str, records: Sequence[RunRecord], axes: FigureAxes) 
     for what, values in (
         ("workload", {record.spec.workload for record in records}),
         ("scale", {record.spec.scale for record in records}),
+        ("number of ranks", {str(record.spec.ranks) for record in records}),
+        ("number of nodes", {str(record.spec.nodes) for record in records}),
+        ("kind of parallelism", {record.spec.parallel for record in records}),
+        ("link rate", {_link(record) for record in records}),
     ):
         if len(values) > 1:
             raise LastgoodError(
@@ -409,6 +447,11 @@ def _shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> lis
     if ceilings.quick:
         notes.append("ceilings were measured with --quick")
     return notes
+
+
+def _link(record: RunRecord) -> str:
+    rate = record.ranks.link_bits_per_s if record.ranks else None
+    return "unknown" if rate is None else f"{rate / 1e9:g} Gbit/s"
 
 
 def _disk(where: WhereRun) -> str:

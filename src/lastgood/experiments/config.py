@@ -40,10 +40,12 @@ from lastgood.experiments.figure_sections import (
     ConcurrencySection,
     GoodputSection,
     MemorySection,
+    NodesSection,
     PersistSection,
     ThreadsSection,
 )
 from lastgood.experiments.machine import usable_cores
+from lastgood.experiments.nodes import ranks_problems
 from lastgood.experiments.spec import Scale
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_data_kind, workload_options_class
@@ -61,7 +63,7 @@ __all__ = [
     "show_errors",
 ]
 
-_SECTIONS = ("data", "workloads", "knobs", "simple", "fig9", "fig11", "fig12", "fig13", "fig14")
+_SECTIONS = ("data", "workloads", "knobs", "simple", "fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f")
 """Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
 
 
@@ -133,6 +135,8 @@ class Config(Part):
     fig12: ConcurrencySection = Field(description="what figure 12 measures")
     fig13: ThreadsSection = Field(description="what figure 13 measures")
     fig14: MemorySection = Field(description="what figure 14 measures")
+    fig8e: NodesSection = Field(description="what figure 8e measures, over several nodes")
+    fig8f: NodesSection = Field(description="what figure 8f measures, over several nodes")
 
     @property
     def scratch_folder(self) -> Path:
@@ -147,13 +151,13 @@ class Config(Part):
     @property
     def used_models(self) -> list[str]:
         """Models of the figures and of test_simple that have options of their own, each once."""
-        sweeps = [self.fig12.model, self.fig13.model, self.fig14.model]
+        sweeps = [self.fig12.model, self.fig13.model, self.fig14.model, self.fig8e.model, self.fig8f.model]
         return list(dict.fromkeys([*self.models, self.simple.model, *sweeps]))
 
     @property
     def used_systems(self) -> list[str]:
         """Systems of the figures and of test_simple, each once."""
-        more = [*(self.fig9.systems or []), *(self.fig11.systems or [])]
+        more = [*(self.fig9.systems or []), *(self.fig11.systems or []), *self.fig8e.systems, *self.fig8f.systems]
         return list(dict.fromkeys([*self.systems, self.simple.system, *more, SWEPT]))
 
     def workload_options(self, model: str) -> WorkloadOptions:
@@ -287,7 +291,7 @@ def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -
         changed = "interval" if sources.overridden(("simple", "interval")) else "iterations"
         text = f"{config.simple.iterations} iterations are less than twice the interval, {config.simple.interval}"
         problems.append(sources.problem(("simple", changed), text))
-    problems = problems or pool_problems(config, sources)
+    problems = problems or [*pool_problems(config, sources), *ranks_problems(config, sources)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config, sources

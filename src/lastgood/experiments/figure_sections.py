@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from lastgood.cluster.testbed_state import parse_rate
 from lastgood.errors import ConfigError
 from lastgood.experiments.config_values import (
     BASELINE,
@@ -18,10 +19,11 @@ from lastgood.experiments.config_values import (
     Split,
     SystemName,
     UserPath,
+    with_baseline,
 )
 from lastgood.experiments.spot_trace import load_trace
 
-__all__ = ["ConcurrencySection", "GoodputSection", "MemorySection", "PersistSection", "ThreadsSection"]
+__all__ = ["ConcurrencySection", "GoodputSection", "MemorySection", "NodesSection", "PersistSection", "ThreadsSection"]
 
 
 def _no_baseline(systems: list[str] | None) -> list[str] | None:
@@ -38,6 +40,14 @@ def _readable_trace(path: str) -> str:
     if not failures:
         raise ValueError("no failure in it, so there is nothing to live through")
     return path
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 _UpTo64 = Annotated[Count, Field(le=64)]
@@ -113,3 +123,34 @@ class MemorySection(Part):
     ] = Field(description="a list of numbers above 0, at most 16: PCcheck's pool_bytes in sizes of the state")
     intervals: _Intervals
     repetitions: _Repetitions
+
+
+class NodesSection(Part):
+    """Figures 8e and 8f: throughput of a training over several nodes."""
+
+    hostfile: UserPath | None = Field(
+        description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
+    )
+    ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
+    nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
+    slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
+    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+        description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
+    )
+    model: _Model
+    options: dict[str, Any] = Field(description="options of the model that differ from those in `workloads`")
+    parallel: Literal["ddp", "fsdp2"] = Field(description="ddp or fsdp2: how ranks share the work")
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
+        description="a list of systems that run over several ranks; none is always measured"
+    )
+    shared_scratch: bool = Field(
+        description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
+    )
+    intervals: _Intervals
+    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
+    repetitions: _Repetitions
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one training."""
+        return self.nodes * self.slots

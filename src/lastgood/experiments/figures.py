@@ -19,6 +19,7 @@ from lastgood.experiments.cells import (
     plan_concurrency,
     plan_goodput,
     plan_memory,
+    plan_nodes,
     plan_persist,
     plan_threads,
     plan_throughput,
@@ -108,6 +109,8 @@ class FigureKind:
     """``(tidy CSV, stem of the pictures, *, width, partial) -> paths of the pictures``"""
     axes: FigureAxes | None = None
     """What `collect_files` puts into columns; None for a figure with a `collect` of its own."""
+    always: Callable[[Config], bool] = lambda _: True
+    """Whether `all`, `paper`, `report` and `claims` have it; by its own name it can be asked for in any case."""
 
     def collector(self) -> Callable[..., CollectedFigure]:
         """The function that makes the CSV files."""
@@ -137,6 +140,18 @@ def _from_runs(
     return FigureKind(plan, panels, "lastgood.experiments.collect:collect_files", draw, axes)
 
 
+def _over_nodes(figure: str) -> FigureKind:
+    """Figure 8 over several nodes. Without a hostfile it needs root and makes a testbed, which nobody gets unasked."""
+    return FigureKind(
+        lambda config: plan_nodes(config, getattr(config, figure), figure),
+        lambda config: [getattr(config, figure).model],
+        "lastgood.experiments.collect:collect_files",
+        "lastgood.experiments.plot_throughput:plot_throughput",
+        THROUGHPUT,
+        lambda config: getattr(config, figure).hostfile is not None,
+    )
+
+
 _FIGURES = {
     "fig8": _from_runs(
         plan_throughput,
@@ -163,6 +178,8 @@ _FIGURES = {
     "fig14": _from_runs(
         plan_memory, lambda config: [config.fig14.model], MEMORY, "lastgood.experiments.plot_sweep:plot_sweep"
     ),
+    "fig8e": _over_nodes("fig8e"),
+    "fig8f": _over_nodes("fig8f"),
 }
 
 _RECORDS: dict[type, RecordKind] = {

@@ -16,6 +16,7 @@ import torch
 from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.rank_part import Part
 from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.timeline import Timeline
@@ -77,15 +78,40 @@ class Measurement:
     """If it was asked for."""
 
 
-def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline: bool, report: Report) -> Measurement:
+class _Alone:
+    """The part of a process that trains alone."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+
+    def parallelise(self, workload: Workload) -> None:
+        """It has all of it."""
+
+    def checkpointer(self, checkpoints: Path) -> Checkpointer:
+        """The system of the spec."""
+        return make_checkpointer(self._spec, checkpoints)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Any state will do."""
+
+    def meet(self) -> None:
+        """There is nobody to wait for."""
+
+
+def train_and_measure(
+    spec: RunSpec, checkpoints: Path, data_dir: Path, timeline: bool, report: Report, part: Part | None = None
+) -> Measurement:
     """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
 
-    Raises LastgoodError if a checkpoint failed: such a run measures something else.
+    `part` is this process's part in a run over several ranks, each of which calls this. Raises LastgoodError if a
+    checkpoint failed: such a run measures something else.
     """
     configure_compute(spec.threads, deterministic=False)
+    part = part or _Alone(spec)
     report("building the workload")
     workload = build_planned(spec, data_dir)
-    checkpointer = make_checkpointer(spec, checkpoints)
+    part.parallelise(workload)
+    checkpointer = part.checkpointer(checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
     loop.heartbeat = report
     loop.start()
@@ -96,12 +122,14 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline
             # One untimed checkpoint: slots are written for the first time, and buffers touched.
             loop.save()
             drain_checked(checkpointer)
+            part.check(loop.state)
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
         before = len(checkpointer.events)
         if timeline:
             checkpointer.keep_update_waits()
         report(f"measuring, {spec.measured_steps} steps")
+        part.meet()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
         segment = loop.train(spec.measured_steps)
         stall_update_s = checkpointer.update_stall_s - stall_before
@@ -113,7 +141,7 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline
         _refuse_failures(events)
         _refuse_unfinished(checkpointer)
         _refuse_divergence(spec, segment.losses)
-        flat = flatten(loop.state)
+        flat = flatten(loop.state, spread=True)
         measurement = Measurement(
             workload=WorkloadFacts(
                 parameters=sum(parameter.numel() for parameter in workload.model.parameters()),
@@ -158,15 +186,20 @@ def train_and_measure(spec: RunSpec, checkpoints: Path, data_dir: Path, timeline
     return measurement
 
 
-def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> RestoredProof:
+def prove_restore(
+    spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part | None = None
+) -> RestoredProof:
     """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
     configure_compute(spec.threads, deterministic=True)
+    part = part or _Alone(spec)
     report("building the workload again")
     workload = build_planned(spec, data_dir)
+    part.parallelise(workload)
     scramble(workload)
-    checkpointer = make_checkpointer(spec, checkpoints)
+    checkpointer = part.checkpointer(checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
     forget_cached_pages(checkpoints)
+    part.meet()
     report("restoring")
     started = time.perf_counter()
     step = loop.restore()
@@ -175,6 +208,7 @@ def prove_restore(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Repo
     report("training on from the restored state")
     workload.model.train()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
+    part.meet()
     checkpointer.close()
     return RestoredProof(step, digest, losses, restore_s)
 

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
-from lastgood.experiments.tidy import TIDY_COLUMNS, TidyRow
+from lastgood.experiments.tidy import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
 
 __all__ = [
     "BOUND_DASHES",
@@ -49,7 +49,12 @@ __all__ = [
 Width = Literal["single", "double"]
 FORMATS = ("pdf", "png", "svg")
 INK = "#222222"
-BOUND_DASHES: dict[str, Any] = {"disk": "solid", "copy": (0, (2.5, 1.0)), "training": (0, (0.8, 0.8))}
+BOUND_DASHES: dict[str, Any] = {
+    "disk": "solid",
+    "link": (0, (2.5, 0.8, 0.6, 0.8)),
+    "copy": (0, (2.5, 1.0)),
+    "training": (0, (0.8, 0.8)),
+}
 LABEL_PT = 7.0
 LEFT_IN, RIGHT_IN = 0.5, 0.06
 _PNG_DPI = 200
@@ -85,6 +90,9 @@ def read_tidy(path: Path) -> pd.DataFrame:
         frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise LastgoodError(f"{path}: not a figure's CSV file: {error}") from error
+    for name, value in LATER_COLUMNS.items():
+        if name not in frame.columns:
+            frame[name] = value
     lacking = [name for name in TIDY_COLUMNS if name not in frame.columns]
     if lacking:
         raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")

@@ -44,6 +44,7 @@ __all__ = ["draw_throughput", "plot_throughput"]
 
 _GROUP_WIDTH = 0.84
 _WIDEST_BAR_PT = 60.0
+_BOUNDS_ALIKE = 0.05
 _HATCH_FEW = "////"
 _HATCH_UNPROVED = "...."
 _HATCH_WRONG = "xxxx"
@@ -95,7 +96,7 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
         _set_y_axis(axes, frame)
         handles = _draw_cells(axes, cells, styles, intervals, bar_pt)
         handles += _draw_none(axes, frame[frame["system"] == "none"])
-        handles += _draw_bounds(axes, bars, intervals)
+        handles += _draw_bounds(axes, bars, intervals, list(styles))
         handles += _mark_handles(list(cells.values()))
         handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == "none"])
         lay_out(
@@ -209,25 +210,44 @@ def _draw_none(axes: Axes, none: pd.DataFrame) -> list[Any]:
     return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
 
 
-def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int]) -> list[Any]:
-    """A short line over each group; where repetitions or systems differ in state size, the median."""
+def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int], systems: Sequence[str]) -> list[Any]:
+    """A short line over each group; over each bar where systems' bounds differ, as on several nodes.
+
+    Where repetitions differ in state size, the median.
+    """
     bound = bars.dropna(subset=["bound_iterations_per_s"])
     seen: set[str] = set()
+    bar_width = _GROUP_WIDTH / max(1, len(systems))
     for group, interval in enumerate(intervals):
         rows = bound[bound["interval_steps"] == interval]
         if rows.empty:
             continue
-        binds = str(rows["bound_binds"].mode().iloc[0])
-        axes.hlines(
-            float(rows["bound_iterations_per_s"].median()),
-            group - _GROUP_WIDTH / 2 - 0.05,
-            group + _GROUP_WIDTH / 2 + 0.05,
-            color=BOUND_COLOUR,
-            linewidth=1.8,
-            linestyle=BOUND_DASHES[binds],
-            zorder=7,
-        )
-        seen.add(binds)
+        of_systems = rows.groupby("system")["bound_iterations_per_s"].median()
+        if of_systems.max() <= (1 + _BOUNDS_ALIKE) * of_systems.min():
+            spans = [(rows, -_GROUP_WIDTH / 2 - 0.05, _GROUP_WIDTH / 2 + 0.05)]
+        else:
+            spans = [
+                (
+                    rows[rows["system"] == system],
+                    -_GROUP_WIDTH / 2 + place * bar_width,
+                    bar_width - _GROUP_WIDTH / 2 + place * bar_width,
+                )
+                for place, system in enumerate(systems)
+            ]
+        for some, left, right in spans:
+            if some.empty:
+                continue
+            binds = str(some["bound_binds"].mode().iloc[0])
+            axes.hlines(
+                float(some["bound_iterations_per_s"].median()),
+                group + left,
+                group + right,
+                color=BOUND_COLOUR,
+                linewidth=1.8,
+                linestyle=BOUND_DASHES[binds],
+                zorder=7,
+            )
+            seen.add(binds)
     return bound_handles(seen)
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "Clocks",
     "Counts",
     "Proof",
+    "RankFacts",
+    "RanksRun",
     "Resources",
     "RunRecord",
     "WhereRun",
@@ -126,6 +128,40 @@ class Proof(_Part):
     """The same steps, trained on from the restored state."""
 
 
+class RankFacts(_Part):
+    """What one rank of several saw."""
+
+    rank: int
+    host: str
+    state_bytes: int
+    """Bytes of the tensors that it holds."""
+    checkpoint_bytes: int
+    """What it hands to storage, or to other nodes, for one checkpoint; 0 where another rank writes for it."""
+    elapsed_s: float
+    drain_s: float
+    stall_save_s: float
+    stall_update_s: float
+    resources: Resources
+    counts: Counts
+    proof_equal: bool | None
+    restore_s: float | None
+
+
+class RanksRun(_Part):
+    """A run over several ranks. Around it, a duration is that of the slowest rank, a resource the sum over all."""
+
+    launcher: str
+    hosts: list[str]
+    """In the order of their ranks."""
+    link_bits_per_s: int | None
+    """Rate of each host's link, both ways: a testbed's limit, or what the user said; None where nobody knows."""
+    bytes_per_disk: int
+    """Of one checkpoint, on the disk that gets most of it: hosts of one kernel share a disk. 0 where none gets any."""
+    bytes_per_link: int
+    """Of one checkpoint, over the link that carries most of it: 0 but for systems that keep it on other nodes."""
+    ranks: list[RankFacts]
+
+
 class RunRecord(_Part):
     """One run, whole."""
 
@@ -144,6 +180,8 @@ class RunRecord(_Part):
     """What the system says about how its bytes reached the disk, for instance ``{"direct_io": true}``."""
     proof: Proof | None
     notes: list[str] = Field(default_factory=list)
+    ranks: RanksRun | None = None
+    """Of a run over several ranks."""
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""

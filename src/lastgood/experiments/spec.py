@@ -7,12 +7,15 @@ import json
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
-__all__ = ["SPEC_VERSION", "RunSpec", "Scale"]
+__all__ = ["SPEC_VERSION", "Parallel", "RunSpec", "Scale"]
 
 SPEC_VERSION: Literal[1] = 1
 Scale = Literal["laptop", "gpu", "paper"]
+Parallel = Literal["none", "ddp", "fsdp2"]
+"""How several ranks train one model: data-parallel copies, or each rank a shard of every parameter."""
 Scalar = str | int | float | bool | None
 
 
@@ -47,6 +50,19 @@ class RunSpec(BaseModel):
     """Path of the data that a user gave; None for the small data that Lastgood prepares."""
     drain_each: bool = False
     """Whether training waits after every save until the checkpoint is durable, so that no two are under way."""
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """Processes that train together, each with `threads`."""
+    nodes: int = Field(default=1, ge=1, le=4096)
+    """Hosts that they run on. Which hosts, the record says."""
+    parallel: Parallel = "none"
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Self:
+        if (self.ranks == 1) != (self.parallel == "none"):
+            raise ValueError(f"{self.ranks} ranks and parallel={self.parallel!r} do not go together")
+        if self.ranks < self.nodes:
+            raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
+        return self
 
     def canonical_json(self) -> str:
         """One line of JSON with sorted keys: the argument of `lastgood run --spec`."""
@@ -60,10 +76,14 @@ class RunSpec(BaseModel):
 
     @property
     def variant(self) -> str:
-        """Readable axes and the short hash, for instance ``n2-p2-c81f4a58`` or ``s100-c81f4a58``."""
+        """Readable axes and the short hash, for instance ``n2-p2-c81f4a58`` or ``s100-c81f4a58``.
+
+        Of several ranks it begins with their number, ``w4-ddp-...``: the workflow makes those records by another rule.
+        """
+        ranks = [f"w{self.ranks}", self.parallel] if self.ranks > 1 else []
         size = [f"s{self.workload_options['megabytes']}"] if "megabytes" in self.workload_options else []
         readable = [f"{letter}{self.system_options[key]}" for key, letter in _READABLE if key in self.system_options]
-        return "-".join([*size, *readable, f"c{self.cell_hash}"])
+        return "-".join([*ranks, *size, *readable, f"c{self.cell_hash}"])
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""
@@ -80,17 +100,19 @@ class RunSpec(BaseModel):
     def title(self) -> str:
         """A short name for logs and progress bars."""
         size = f" {self.workload_options['megabytes']} MB" if "megabytes" in self.workload_options else ""
-        return f"{self.workload}{size} {self.system} f{self.interval_steps} r{self.repetition}"
+        ranks = f" {self.parallel} {self.ranks}" if self.ranks > 1 else ""
+        return f"{self.workload}{size}{ranks} {self.system} f{self.interval_steps} r{self.repetition}"
 
     def knobs(self) -> dict[str, Any]:
         """The system's options, as its Options model takes them."""
         return dict(self.system_options)
 
     def _json(self, exclude: set[str]) -> str:
-        """Canonical JSON. `drain_each` is left out while it is off: specs from before it keep their hash and text."""
-        if not self.drain_each:
-            exclude = exclude | {"drain_each"}
+        """Canonical JSON. What came later is left out at its default: specs from before it keep their hash and text."""
+        fields = type(self).model_fields
+        exclude = exclude | {name for name in _CAME_LATER if getattr(self, name) == fields[name].default}
         return json.dumps(self.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
 
 
+_CAME_LATER = ("drain_each", "ranks", "nodes", "parallel")
 _READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,5 +147,5 @@ def panel_title(figure: str, workload: str, topic: str = "") -> str:
     """``Figure 8a: VGG-16``, or with a topic ``Figure 12: writer threads, VGG-16``."""
     number = figure.removeprefix("fig")
     letter = panel_letter(workload) if number == "8" else ""
-    heading = f"Figure {number}{letter}" if number.isdigit() else figure
+    heading = f"Figure {number}{letter}" if re.fullmatch(r"\d+[a-z]?", number) else figure
     return f"{heading}: {', '.join(part for part in (topic, workload and workload_label(workload)) if part)}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
-__all__ = ["TIDY_COLUMNS", "TidyRow"]
+__all__ = ["LATER_COLUMNS", "TIDY_COLUMNS", "TidyRow"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ class TidyRow:
     drain_each: bool
     paper_slowdown: float | None
     paper_source: str | None
+    # Columns that came later have what a file without them means.
+    ranks: int = 1
+    nodes: int = 1
+    parallel: str = "none"
+    link_bits_per_s: int | None = None
+    stored_bytes: int | None = None
 
 
 TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))
+LATER_COLUMNS = {field.name: field.default for field in fields(TidyRow) if field.default is not MISSING}
+"""Columns that older files lack, and their values there."""

@@ -14,6 +14,7 @@ from lastgood.workloads.options import BlobOptions
 
 if TYPE_CHECKING:
     from lastgood.experiments.config import Config
+    from lastgood.experiments.figure_sections import NodesSection
 
 __all__ = [
     "BLOB",
@@ -23,6 +24,7 @@ __all__ = [
     "concurrency_variants",
     "goodput_variants",
     "memory_variants",
+    "nodes_variants",
     "persist_variants",
     "pool_bytes",
     "threads_variants",
@@ -101,6 +103,26 @@ def memory_variants(config: Config) -> list[Variant]:
     section = config.fig14
     knobs = [{"pool_bytes": pool_bytes(config, share)} for share in section.pool_shares]
     return _swept(config, section.model, ("fig14", "pool_shares"), knobs)
+
+
+def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[Variant]:
+    """Figures 8e and 8f: every system, on the model with the section's own options.
+
+    What ranks hold alike PCcheck writes once where all of them can read it back.
+    """
+    once = {"replicated": "ddp" if section.parallel == "ddp" else "placements"} if section.shared_scratch else {}
+    workload = config.workload_options(section.model)
+    options = type(workload).model_validate({**workload.model_dump(), **section.options})
+    return [
+        Variant(
+            (figure, "options"),
+            section.model,
+            options,
+            system,
+            _with(config.system_options(system), once if system == SWEPT else {}),
+        )
+        for system in available(section.systems)
+    ]
 
 
 def pool_bytes(config: Config, share: float) -> int | None:

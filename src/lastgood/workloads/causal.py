@@ -18,9 +18,9 @@ from lastgood.workloads.data.tokens import load_tokens
 from lastgood.workloads.options import BloomOptions, OptOptions
 from lastgood.workloads.training_parts import adamw_with_warmup, seeded_build
 
-__all__ = ["build_bloom", "build_opt"]
+__all__ = ["LEARNING_RATE", "build_bloom", "build_opt"]
 
-_LEARNING_RATE = 2e-4
+LEARNING_RATE = 2e-4
 
 
 def build_opt(options: OptOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
@@ -76,7 +76,7 @@ def _build(
     stream = BlockStream(tokens, options.batch_size, options.sequence_length, seed, facts["name"])
     with seeded_build(seed, device):
         model = make_model().train()
-        optimizer, scheduler = adamw_with_warmup(model, _LEARNING_RATE)
+        optimizer, scheduler = adamw_with_warmup(model, LEARNING_RATE)
 
     def loss(batch: Batch) -> torch.Tensor:
         tokens = batch["input_ids"]

@@ -1,0 +1,167 @@
+"""One run over several ranks: fresh processes on all hosts measure, others restore, and all of it makes one record.
+
+The parent trains nothing. It holds this machine's turn to measure; on other machines each host's first rank takes that
+machine's own (hosts that share this kernel, as a testbed's nodes, share this turn).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from pydantic import ValidationError
+
+from lastgood.errors import ConfigError, HostError, LastgoodError
+from lastgood.experiments.machine import is_tmpfs, where_run
+from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.rank_hosts import Place, RankHosts, find_place
+from lastgood.experiments.rank_main import RankOrder, boot_id, result_path
+from lastgood.experiments.rank_peers import peers_of_nodes
+from lastgood.experiments.rank_results import (
+    MeasuredRank,
+    RestoredRank,
+    merge_clocks,
+    merge_counts,
+    merge_proofs,
+    merge_ranks,
+    merge_resources,
+    merge_workloads,
+)
+from lastgood.experiments.ranks import why_not_over_ranks, writers_of
+from lastgood.experiments.record import RunRecord
+from lastgood.experiments.run import LOCK_WAIT_S, Scratch
+from lastgood.experiments.spec import RunSpec
+
+__all__ = ["execute_ranks"]
+
+Report = Callable[[str], None]
+_Result = TypeVar("_Result", MeasuredRank, RestoredRank)
+
+_PHASE_S: Final = 24 * 3600.0
+"""For all ranks of one launch. A rank that hangs is found earlier, by the others' waits for it (`COLLECTIVE_S`)."""
+_FETCH_S: Final = 120.0
+_MAX_RESULT_BYTES: Final = 64 << 20
+
+
+def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, given: RankHosts) -> RunRecord:
+    """Measure `spec` on all its ranks and return their one record. See `lastgood.experiments.run.execute`.
+
+    `data_dir` and `scratch` are folders of the same names on every host. Raises LastgoodError: of a rank that failed,
+    with its host and its last lines.
+    """
+    problem = why_not_over_ranks(spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes)
+    if problem is not None:
+        raise ConfigError(f"{spec.title()}: {problem}")
+    if is_tmpfs(scratch):
+        raise ConfigError(
+            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
+        )
+    lock = machine_lock()
+    lock.acquire(LOCK_WAIT_S, on_wait=report)
+    try:
+        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        began = time.monotonic()
+        scratch = scratch.absolute()
+        folder = Scratch(scratch, spec)
+        try:
+            with find_place(spec, given, report) as place:
+                run = _Run(spec, data_dir.absolute(), folder.path, place, report)
+                try:
+                    return run.record(started_at, began)
+                finally:
+                    run.tidy()
+        finally:
+            folder.remove()
+    finally:
+        lock.release()
+
+
+class _Run:
+    def __init__(self, spec: RunSpec, data_dir: Path, folder: Path, place: Place, report: Report) -> None:
+        self.spec = spec
+        self.data_dir = data_dir
+        self.folder = folder
+        self.place = place
+        self.report = report
+        self.writers = writers_of(spec.system)
+
+    def record(self, started_at: str, began: float) -> RunRecord:
+        """Both launches, and what they make together."""
+        spec = self.spec
+        restored: list[RestoredRank] = []
+        with peers_of_nodes(self.writers, self.place, self.folder, self.report):
+            measured = self._launch("measure", MeasuredRank)
+            live = [one.live for one in measured if one.live is not None]
+            if len(live) == len(measured):
+                restored = self._launch("restore", RestoredRank)
+        proof, equal = merge_proofs(live, restored) if restored else (None, [])
+        return RunRecord(
+            spec=spec,
+            started_at=started_at,
+            wall_s=time.monotonic() - began,
+            where=where_run(self.folder.parent),
+            workload=merge_workloads([one.workload for one in measured]),
+            clocks=merge_clocks([one.clocks for one in measured]),
+            resources=merge_resources([one.resources for one in measured]),
+            counts=merge_counts([one.counts for one in measured]),
+            storage=measured[0].storage,
+            proof=proof,
+            notes=list(dict.fromkeys(note for one in measured for note in one.notes)),
+            ranks=merge_ranks(
+                measured,
+                restored,
+                equal,
+                self.writers,
+                launcher="local" if self.place.remote is None else self.place.launcher,
+                hosts=list(self.place.hosts.names),
+                link_bits_per_s=self.place.link_bits_per_s,
+            ),
+        )
+
+    def tidy(self) -> None:
+        """Remove what the run left on hosts that do not share this machine's disk; hosts that fail are reported."""
+        if self.place.remote is None:
+            return
+        command = ["rm", "-rf", "--", *(str(self.folder / name) for name in ("checkpoints", "results", "logs"))]
+        for host, answer in self.place.remote.run_everywhere(self.place.hosts.names, command, _FETCH_S).items():
+            if isinstance(answer, HostError) or answer.rc:
+                self.report(f"{host}: {self.folder} may be left there: {answer}")
+
+    def _launch(self, phase: str, kind: type[_Result]) -> list[_Result]:
+        token = secrets.token_hex(8)
+        order = RankOrder(
+            spec=self.spec,
+            phase="measure" if phase == "measure" else "restore",
+            folder=str(self.folder),
+            data_dir=str(self.data_dir),
+            token=token,
+            boot_id=boot_id(),
+            parent=os.getpid() if self.place.remote is None else None,
+        )
+        self.report(f"{phase}: starting {self.spec.ranks} ranks on {', '.join(self.place.hosts.names)}")
+        program = [sys.executable, "-m", "lastgood.experiments.rank_main", order.model_dump_json()]
+        env = {"OMP_NUM_THREADS": str(self.spec.threads)}
+        self.place.start(program, env, self.folder / "logs" / phase, _PHASE_S, self.report)
+        return [self._fetch(phase, rank, host, token, kind) for rank, host in enumerate(self.place.host_of_rank)]
+
+    def _fetch(self, phase: str, rank: int, host: str, token: str, kind: type[_Result]) -> _Result:
+        path = result_path(self.folder, phase, rank)
+        if path.exists():
+            text = path.read_bytes()[: _MAX_RESULT_BYTES + 1]
+        elif self.place.remote is not None:
+            text = self.place.remote.run(host, ["cat", str(path)], _FETCH_S, max_output_bytes=_MAX_RESULT_BYTES).stdout
+        else:
+            text = b""
+        try:
+            result = kind.model_validate_json(text)
+        except ValidationError as error:
+            raise LastgoodError(f"{host}: rank {rank} left no result at {path}: {error}") from error
+        if (result.token, result.rank) != (token, rank):
+            raise LastgoodError(f"{host}: {path} is of rank {result.rank} of another launch")
+        return result

@@ -1,0 +1,49 @@
+"""Which systems and models run over several ranks, and who writes what. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from lastgood.experiments.spec import Parallel
+
+__all__ = ["MODELS_OF", "Writers", "why_not_over_ranks", "writers_of"]
+
+Writers = Literal["nobody", "first", "each", "peers"]
+"""Whose state reaches storage: rank 0's for all (the others wait for it), each rank's own, or each to another node."""
+
+_WRITERS: Final[Mapping[str, Writers]] = {
+    "none": "nobody",
+    "sync": "first",
+    "checkfreq": "first",
+    "pccheck": "each",
+    "gemini": "peers",
+}
+MODELS_OF: Final[Mapping[Parallel, tuple[str, ...] | None]] = {"none": None, "ddp": None, "fsdp2": ("opt", "bloom")}
+"""Models that can be trained in a way; None: all."""
+_ONE_STATE: Final = ("transformer_xl", "resnet50")
+"""Models with a state of each rank's own: a memory of hidden states, statistics of BatchNorm."""
+
+
+def writers_of(system: str) -> Writers:
+    """Who writes. Raises KeyError for a system that does not run over several ranks."""
+    return _WRITERS[system]
+
+
+def why_not_over_ranks(model: str, system: str, parallel: Parallel, ranks: int, nodes: int) -> str | None:
+    """Why this cannot be measured over several ranks, with what can instead; None if it can."""
+    if system not in _WRITERS:
+        return f"{system} does not run over several ranks here; known: {', '.join(_WRITERS)}"
+    models = MODELS_OF[parallel]
+    if models is not None and model not in models:
+        return f"{parallel} is for {' and '.join(models)}, not for {model}; ddp is for all models"
+    writers = _WRITERS[system]
+    if writers in ("first", "peers") and parallel != "ddp":
+        return f"{system} keeps a whole state, which no rank has under {parallel}; it goes with ddp"
+    if writers == "first" and model in _ONE_STATE:
+        return (
+            f"{system} writes rank 0's state, and every rank of {model} has a part of its own; pccheck writes them all"
+        )
+    if writers == "peers" and (nodes < 2 or ranks != nodes):
+        return f"{system} needs two nodes or more, with one rank on each, not {ranks} ranks on {nodes}"
+    return None

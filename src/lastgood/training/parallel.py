@@ -1,0 +1,86 @@
+"""One workload over several ranks: each trains on another part of the stream, and all hold, or share, one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import ConfigError
+from lastgood.workloads.base import Batch, BatchStream, Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["RankStream", "shard", "wrap_data_parallel"]
+
+
+class RankStream(BatchStream):
+    """Rank r's part of a stream: its batch i is batch i * ranks + r of the whole.
+
+    The position counts global batches, so it is one number on all ranks, and the state of a data-parallel training is
+    the same everywhere.
+    """
+
+    def __init__(self, whole: BatchStream, rank: int, ranks: int) -> None:
+        super().__init__()
+        self._whole = whole
+        self._rank = rank
+        self._ranks = ranks
+
+    def batch(self, index: int) -> Batch:
+        """This rank's share of global batch `index`."""
+        return self._whole.batch(index * self._ranks + self._rank)
+
+
+def wrap_data_parallel(workload: Workload) -> DistributedDataParallel:
+    """Average the gradients of `workload` over all ranks from now on (Li et al. 2020); returns torch's wrapper.
+
+    The wrapper is around the loss, which calls the model; the workload's own model, and so its state and the names in
+    it, stay as they are. torch.distributed must be initialised.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    # A blob's ballast never gets a gradient, which DDP must be told to look for.
+    wrapper = DistributedDataParallel(
+        _loss_module(workload.model, workload.loss), find_unused_parameters=workload.name == "blob"
+    )
+    workload.loss = wrapper
+    return wrapper
+
+
+def _loss_module(model: torch.nn.Module, loss: Callable[[Batch], torch.Tensor]) -> torch.nn.Module:
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return loss(batch)
+
+    return Loss()
+
+
+def shard(workload: Workload, device: Literal["cpu", "cuda"]) -> None:
+    """Spread every parameter of a causal model over all ranks, layer by layer (FSDP2; Zhao et al. 2023).
+
+    Its optimizer is made anew, over the shards; it must not have stepped. Raises ConfigError for other models: their
+    optimizers are not known here.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lastgood.workloads.causal import LEARNING_RATE
+    from lastgood.workloads.training_parts import adamw_with_warmup
+
+    if workload.name not in ("opt", "bloom"):
+        raise ConfigError(f"fsdp2 is for opt and bloom, not for {workload.name}; use ddp")
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    (layers,) = (module for module in workload.model.modules() if isinstance(module, torch.nn.ModuleList))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(workload.model, mesh=mesh)
+    workload.optimizer, workload.scheduler = adamw_with_warmup(workload.model, LEARNING_RATE)

@@ -1,0 +1,211 @@
+"""Runs over several ranks for real: processes of this machine, and nodes of a testbed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lastgood.cluster.testbed import why_no_testbed
+from lastgood.experiments.record import load_record
+from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.verdict import judge
+from lastgood.workloads.data.prepare import prepare_dataset
+from lastgood.workloads.options import BlobOptions
+from lastgood.workloads.registry import build_workload
+
+COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
+OPT = {
+    "batch_size": 1,
+    "sequence_length": 16,
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "feedforward": 64,
+    "vocabulary": 512,
+}
+
+
+def spec_of(system: str = "pccheck", **changed: object) -> RunSpec:
+    values = {
+        "machine": "testbox",
+        "scale": "laptop",
+        "workload": "blob",
+        "workload_options": {"megabytes": 3},
+        "system": system,
+        "system_options": {"chunk_bytes": 65536} if system == "pccheck" else {},
+        "method": 1,
+        "interval_steps": 2,
+        "warmup_steps": 1,
+        "measured_steps": 4,
+        "threads": 1,
+        "seed": 3,
+        "repetition": 0,
+        "ranks": 2,
+        "parallel": "ddp",
+    }
+    return RunSpec.model_validate({**values, **changed})
+
+
+class Job:
+    def __init__(self, folder: Path, data_dir: Path) -> None:
+        self.out = folder / "r0.json"
+        self.scratch = folder / "scratch of runs"
+        self.data_dir = data_dir
+        self.log = folder / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, spec: RunSpec, *more: str) -> subprocess.Popen[bytes]:
+        arguments = ["--spec", spec.canonical_json(), "--out", str(self.out), *more]
+        arguments += ["--data-dir", str(self.data_dir), "--scratch", str(self.scratch)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log)
+        return self.process
+
+    def finish(self, spec: RunSpec, *more: str) -> tuple[int, str]:
+        code = self.start(spec, *more).wait(270)
+        return code, self.log.read_text()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks' processes, once all of them are there."""
+        assert self.process is not None
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            found = psutil.Process(self.process.pid).children()
+            if len(found) == 2 and len(list(self.scratch.glob("run-*/checkpoints/rank-*"))) == 2:
+                return sorted(found, key=lambda one: one.environ()["RANK"])
+            time.sleep(0.05)
+        raise AssertionError(f"no two ranks within 200 s: {self.log.read_text()}")
+
+    def left(self) -> list[Path]:
+        return list(self.scratch.glob("*")) if self.scratch.exists() else []
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = Job(tmp_path, tmp_path / "data")
+    yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.wait(60)
+
+
+def proved(job: Job, spec: RunSpec, *more: str):
+    code, output = job.finish(spec, "--check", *more)
+    assert code == 0, output
+    record = load_record(job.out)
+    assert judge(record) == []
+    assert record.spec == spec
+    assert record.ranks is not None
+    assert [one.rank for one in record.ranks.ranks] == list(range(spec.ranks))
+    assert all(one.proof_equal for one in record.ranks.ranks)
+    assert record.resources.bytes_written == sum(one.resources.bytes_written for one in record.ranks.ranks)
+    assert job.left() == []
+    return record
+
+
+def losses_of_one_process(spec: RunSpec) -> list[float]:
+    """The same training without ranks: each step's gradient is that of both ranks' batches together."""
+    workload = build_workload(
+        "blob", BlobOptions(megabytes=3), data_dir=Path(), data_path=None, seed=spec.seed, device="cpu"
+    )
+    losses = []
+    for step in range(spec.warmup_steps + spec.measured_steps):
+        loss = (workload.loss(workload.data.batch(2 * step)) + workload.loss(workload.data.batch(2 * step + 1))) / 2
+        loss.backward()
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses[spec.warmup_steps :]
+
+
+def test_two_ranks_give_one_proved_record(job):
+    record = proved(job, spec_of())
+    assert record.workload.losses == pytest.approx(losses_of_one_process(spec_of()), rel=1e-5)
+    assert record.ranks.launcher == "local" and len(record.ranks.hosts) == 1
+    # Both write, on one disk.
+    assert record.ranks.bytes_per_disk == 2 * record.workload.state_bytes
+    assert record.counts.durable == 2 and len(record.clocks.persist_s) == 2
+    assert record.clocks.elapsed_s == max(one.elapsed_s for one in record.ranks.ranks)
+
+
+@pytest.mark.slow
+def test_where_rank_0_writes_for_all_the_others_write_nothing(job):
+    prepare_dataset("wikitext", job.data_dir)
+    record = proved(job, spec_of("checkfreq", workload="opt", workload_options=OPT))
+    assert [one.checkpoint_bytes > 0 for one in record.ranks.ranks] == [True, False]
+    assert record.counts.durable == 2
+
+
+@pytest.mark.slow
+def test_under_fsdp2_each_rank_keeps_its_shards(job):
+    prepare_dataset("wikitext", job.data_dir)
+    record = proved(job, spec_of(workload="opt", workload_options=OPT, parallel="fsdp2"))
+    whole = 3 * 4 * record.workload.parameters
+    assert all(0.4 * whole < one.state_bytes < 0.7 * whole for one in record.ranks.ranks)
+    assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks)
+
+
+def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):
+    process = job.start(spec_of(measured_steps=400_000))
+    first, second = job.ranks()
+    second.send_signal(signal.SIGKILL)
+    assert process.wait(120) == 1
+    assert "rank 1 on " in job.log.read_text() and "SIGKILL" in job.log.read_text()
+    assert "Traceback" not in job.log.read_text()
+    assert not first.is_running() and not job.out.exists() and job.left() == []
+
+
+def test_no_rank_outlives_a_run_that_is_killed(job):
+    process = job.start(spec_of(measured_steps=400_000))
+    ranks = job.ranks()
+    process.kill()
+    process.wait(60)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive and not job.out.exists()
+
+
+def test_what_does_not_run_over_ranks_is_refused(job):
+    code, output = job.finish(spec_of("gpm"))
+    assert code == 2 and "gpm does not run over several ranks" in output
+    code, output = job.finish(spec_of(ranks=1, parallel="none"), "--hostfile", "/no/hosts")
+    assert code == 2 and "has one rank; leave it out" in output
+
+
+def test_a_testbed_has_no_gpu_of_its_own(job):
+    code, output = job.finish(spec_of(nodes=2, device="cuda"))
+    assert code == 2 and "nodes of a testbed would share this machine's GPUs" in output
+
+
+def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\n")
+    code, output = job.finish(spec_of(nodes=2), "--hostfile", str(hosts))
+    assert code == 2 and "1 hosts with 2 slots in all" in output and "2 hosts and 2 ranks" in output
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["gemini", "pccheck"])
+def test_two_nodes_of_a_testbed(system, job):
+    reason = why_no_testbed()
+    if reason is not None:
+        pytest.skip(reason)
+    prepare_dataset("wikitext", job.data_dir)
+    spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT)
+    record = proved(job, spec, "--rate", "1gbit")
+    assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
+    assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == "torchrun"
+    state = record.workload.state_bytes
+    if system == "gemini":
+        assert record.ranks.bytes_per_disk == 0 and state <= record.ranks.bytes_per_link < 1.1 * state + 65536
+    else:
+        assert (record.ranks.bytes_per_disk, record.ranks.bytes_per_link) == (2 * state, 0)
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"lgtb-r{job.process.pid}" not in spaces

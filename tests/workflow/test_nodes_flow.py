@@ -1,0 +1,66 @@
+"""Figure 8e on a testbed, from nothing to the picture, through a workflow that is killed meanwhile."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lastgood.cluster.testbed import why_no_testbed
+from lastgood.experiments.record import load_record
+from tests.workflow.house import House
+
+_PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("lastgood", path=_PLACES) is None, reason="lastgood is not installed"),
+]
+
+
+def wait_for(what: str, found: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        time.sleep(0.1)
+
+
+def beds() -> set[str]:
+    """Testbeds of runs: their names begin with r and the run's process."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0].rsplit("-", 1)[0] for line in listed.splitlines() if line.startswith("lgtb-r")}
+
+
+def test_a_killed_workflow_leaves_no_testbed_and_the_next_one_makes_the_figure(house: House) -> None:
+    reason = why_no_testbed()
+    if reason is not None:
+        pytest.skip(reason)
+    before = beds()
+    workflow = house.start("fig8e")
+    wait_for("testbed", lambda: bool(beds() - before) or workflow.poll() is not None, 200)
+    assert workflow.poll() is None, house.log()
+    (made,) = beds() - before
+    workflow.kill()
+    workflow.wait()
+    wait_for("end of the testbed", lambda: made not in beds(), 60)
+    done = house.call("fig8e")
+    assert done.returncode == 0, done.stdout
+    assert beds() <= before
+    with (house.folder / "figures" / "fig8e_bert.csv").open() as file:
+        rows = {row["system"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"none", "pccheck"}
+    assert {row["nodes"] for row in rows.values()} == {"2"} and rows["pccheck"]["proof_equal"] == "True"
+    assert {row["link_bits_per_s"] for row in rows.values()} == {"1000000000"}
+    for ending in (".pdf", ".png", ".svg", "_wide.csv"):
+        assert (house.folder / "figures" / f"fig8e_bert{ending}").stat().st_size
+    for record in house.records():
+        assert load_record(record).spec.nodes == 2
+    again = house.call("fig8e", "-n", "--quiet", "rules")
+    assert "Nothing to be done" in again.stdout, again.stdout
