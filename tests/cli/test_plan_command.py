@@ -50,7 +50,10 @@ def test_overrides_may_come_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [(["fig7"], "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, test_simple"), (["fig8", "a=1"], "unknown key")],
+    [
+        (["fig7"], "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, test_simple"),
+        (["fig8", "a=1"], "unknown key"),
+    ],
 )
 def test_bad_input_is_refused(arguments: list[str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
