@@ -154,6 +154,10 @@ def test_hosts_that_are_not_reached_are_named(bed: Testbed, remote: Remote, tmp_
     hosts = parse_hostfile("vm1 slots=1\nno-such-host slots=1\n")
     with pytest.raises(HostError, match="no-such-host"):
         launch(["true"], hosts, "torchrun", log_dir=tmp_path, timeout_s=30, remote=remote)
+    bed.cut("vm2")
+    with pytest.raises(HostError, match="vm2: does not answer within 1 s"):
+        patient = Remote(SshOptions(config=bed.ssh_config, connect_timeout_s=1))
+        launch(["true"], hosts_of(bed, 1, 1), "torchrun", log_dir=tmp_path, timeout_s=30, remote=patient)
     stranger = tmp_path / "ssh_config"
     text = Path(bed.ssh_config).read_text()
     key = tmp_path / "key"

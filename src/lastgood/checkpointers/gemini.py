@@ -1,9 +1,12 @@
 """Gemini (Wang et al., SOSP'23): checkpoints in the memory of peers, sent in the gaps of the training's own traffic.
 
-A copy of the state stays in the own machine's memory (here: in the training's process, and lost with it), the other
-replicas go to peers: small processes that outlive the training. `gemini_memory` has the parts: placement (the paper's
-section 4), partition and traffic (section 5), and the peers. Nothing is on a disk: if all peers that hold a checkpoint
-end, it is gone.
+A copy of the state stays in the own machine's memory (on one host: in the training's process, and lost with it), the
+other replicas go to peers: small processes that outlive the training. `gemini_memory` has the parts: placement (the
+paper's section 4), partition and traffic (section 5), and the peers. Nothing is on a disk: if all peers that hold a
+checkpoint end, it is gone.
+
+Over a network (``peers="own"``) each machine has one peer, which its own rank starts. The own replica goes there too,
+so that it outlives the training. Ranks tell each other where their peers are, and which checkpoints all of them have.
 """
 
 from __future__ import annotations
@@ -13,17 +16,18 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.gemini_memory.partition import Network, partition
 from lastgood.checkpointers.gemini_memory.peers import Held, Outgoing, PeerLink, Peers, PeerSettings
 from lastgood.checkpointers.gemini_memory.placement import placement
+from lastgood.checkpointers.gemini_memory.together import Together, address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import MAX_CHUNK_BYTES, available_memory_bytes
+from lastgood.checkpointers.gemini_memory.wire import MAX_CHUNK_BYTES, Address, available_memory_bytes
 from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory, fresh_memory
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
@@ -55,8 +59,12 @@ class GeminiOptions(BaseOptions):
     """The share of each profiled gap that is used: gaps differ from one iteration to the next."""
     profile_steps: int = Field(default=20, ge=1, le=1000)
     """Iterations without checkpoint traffic that are profiled."""
+    peers: Literal["here", "own"] = "here"
+    """Where peers run: on this host, all of them, started by whoever needs one; or, over a network, each on its own
+    machine, started by its own rank of torch.distributed, one rank a machine. Then a rank never starts another's peer,
+    the own replica is in the own peer, and all ranks restore one step."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """The address that a peer listens at."""
+    """The address that a peer listens at. With own peers, loopback stands for that of the way to MASTER_ADDR."""
     peer_memory_bytes: int = Field(default=0, ge=0)
     """Memory that a peer may give to checkpoints, two for each machine that it serves; 0: what its machine has free."""
     peer_idle_s: float = Field(default=3600.0, gt=0)
@@ -74,6 +82,14 @@ class GeminiOptions(BaseOptions):
             raise ValueError(f"buffer_bytes / buffer_parts must be at most {MAX_CHUNK_BYTES}")
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Records of runs are named by a hash of their options: those from before this option keep their names."""
+        dumped: dict[str, Any] = handler(self)
+        if dumped.get("peers") == "here":
+            del dumped["peers"]
+        return dumped
+
     @property
     def part_bytes(self) -> int:
         """Size of each part of the receive buffer."""
@@ -84,8 +100,9 @@ class GeminiOptions(BaseOptions):
         return 0 * state_bytes
 
     def host_bytes(self, state_bytes: int) -> int:
-        """The own replica, and what peers have on this host: two areas and a receive buffer each."""
-        return state_bytes + (self.replicas - 1) * (2 * state_bytes + self.buffer_bytes)
+        """The snapshot, and what peers have on this host: two areas and a receive buffer for each replica."""
+        here = self.replicas if self.peers == "own" else self.replicas - 1
+        return state_bytes + here * (2 * state_bytes + self.buffer_bytes)
 
 
 class Gemini(Checkpointer):
@@ -106,15 +123,26 @@ class Gemini(Checkpointer):
         assert isinstance(self.options, GeminiOptions)
         self._knobs: GeminiOptions = self.options
         self.traffic = Traffic(self._knobs.profile_steps)
+        given, own = self._knobs, self._knobs.peers == "own"
         self._peers = Peers(
             self.directory,
             PeerSettings(
-                self._knobs.host, self._knobs.peer_memory_bytes, self._knobs.peer_idle_s, self._knobs.peer_timeout_s
+                address_for_peers(given.host) if own else given.host,
+                given.peer_memory_bytes,
+                given.peer_idle_s,
+                given.peer_timeout_s,
+                starts=given.machine if own else None,
             ),
         )
-        self._holders = list(placement(self._knobs.machines, self._knobs.replicas)[self._knobs.machine][1:])
+        self._holders = list(placement(given.machines, given.replicas)[given.machine][0 if own else 1 :])
         self._links: dict[int, tuple[PeerLink, Network]] = {}
+        self._together: Together | None = None
+        self._unmarked = Traffic(1)
+        """For what does not share the network with the training: to the own machine's peer, and before it begins."""
         self._sequence = 0
+        self._first_sequence = 0
+        """This life's checkpoints have higher ones, where ranks agree on them."""
+        self._durable_sequence = 0
         self._nbytes = 0
         self._updates = 0
         self._memory: torch.Tensor | None = None
@@ -126,20 +154,38 @@ class Gemini(Checkpointer):
 
     def _start(self) -> None:
         flatten(self.state)
-        for machine in self._holders:
-            self._link(machine)
+        together = self._meet()
+        fault = ""
+        try:
+            for machine in self._holders:
+                self._link(machine)
+        except (LastgoodError, OSError) as error:
+            if together is None:
+                raise
+            fault = str(error)  # the others wait for what this rank tells
         held, _ = self._peers.holding(self._knobs.machine, self._holders)
         self._sequence = max((one.sequence for one in held), default=0)
+        if together is not None:
+            # The time is for what a peer may hold that cannot be asked now.
+            told = together.tell((max(self._sequence, time.time_ns()), fault))
+            for machine, (_, why) in enumerate(told):
+                if why:
+                    raise CheckpointError(f"machine {machine} cannot begin: {why}")
+            self._sequence = self._first_sequence = max(sequence for sequence, _ in told)
 
     def save(self, step: int) -> None:
-        """Wait for the checkpoint before, then start the snapshot."""
+        """Wait for the checkpoint before, then start the snapshot. With own peers all ranks save the same steps."""
         event = self._request(step)
         try:
+            kept = self._kept_by_all()
             self.drain()
             flat = flatten(self.state)
             snapshot = HostSnapshot(flat, self._buffers_for(flat), f"gemini's snapshot of step {step}")
             worker = threading.Thread(
-                target=self._send, args=(snapshot, event), name=f"gemini-send-{step}", daemon=True
+                target=self._send,
+                args=(snapshot, event, self._sequence, kept),
+                name=f"gemini-send-{step}",
+                daemon=True,
             )
             worker.start()
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
@@ -179,16 +225,35 @@ class Gemini(Checkpointer):
         self.traffic.close()
         self._release_memory()
 
-    def _send(self, snapshot: HostSnapshot, event: CheckpointEvent) -> None:
+    def _kept_by_all(self) -> int | None:
+        """Number this save, and say which checkpoint all ranks have: no peer may overwrite that one.
+
+        Not before the one under way has ended here; a rank whose save failed says the one before. None where ranks do
+        not tell each other.
+        """
+        if self._together is None:
+            # Clocks only help where a peer that could not be asked holds something; they may jump back.
+            self._sequence = max(self._sequence + 1, time.time_ns())
+            return None
+        self._sequence += 1
+        fault: WaitTimeout | None = None
+        try:
+            self.drain()
+        except WaitTimeout as error:
+            fault = error  # the others wait for what this rank tells
+        kept = int(min(self._together.tell(self._durable_sequence)))
+        if fault is not None:
+            raise fault
+        return max(kept, self._first_sequence)
+
+    def _send(self, snapshot: HostSnapshot, event: CheckpointEvent, sequence: int, kept: int | None) -> None:
         try:
             snapshot.copy()
             event.copied_s = time.perf_counter()
             assert self._memory is not None
-            # Clocks only help where a peer that could not be asked holds something; they may jump back.
-            self._sequence = max(self._sequence + 1, time.time_ns())
             outgoing = Outgoing(
                 owner=self._knobs.machine,
-                sequence=self._sequence,
+                sequence=sequence,
                 step=event.step,
                 data=memoryview(self._memory.numpy().data),
                 meta=memoryview(snapshot.layout.to_json()),
@@ -200,27 +265,36 @@ class Gemini(Checkpointer):
             failures: list[Exception] = []
             for machine in self._holders:
                 try:
-                    self._send_to(machine, outgoing)
+                    traffic = self._unmarked if machine == outgoing.owner else self.traffic
+                    self._send_to(machine, outgoing, traffic, kept)
                     event.bytes_written += outgoing.nbytes
                 except Exception as error:  # the other peers must get their copy all the same
                     failures.append(error)
             if failures:
                 raise failures[0]
+            self._durable_sequence = sequence
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.DURABLE
         except Exception as error:  # this thread has no caller: the event and the log carry the failure
             self._fail(event, error)
 
-    def _send_to(self, machine: int, outgoing: Outgoing) -> None:
+    def _send_to(self, machine: int, outgoing: Outgoing, traffic: Traffic, kept: int | None) -> None:
+        """`kept`: no newer one may stay there, so that it is not the one that is overwritten."""
         link, network = self._link(machine)
         try:
-            link.send(outgoing, self.traffic, network, DEFAULT_TIMEOUT_S)
+            if kept is not None:
+                link.request("forget", owner=outgoing.owner, after=kept)
+            link.send(outgoing, traffic, network, DEFAULT_TIMEOUT_S)
         except Exception:
             # Whatever is left of it on the way must not meet the next one; that one connects, or starts a peer, anew.
-            self._links.pop(machine, None)
-            link.close()
+            self._drop_link(machine)
             raise
         self._peers.retire_older(link, machine)
+
+    def _drop_link(self, machine: int) -> None:
+        link, _ = self._links.pop(machine, (None, None))
+        if link is not None:
+            link.close()
 
     def _link(self, machine: int) -> tuple[PeerLink, Network]:
         if machine not in self._links:
@@ -262,29 +336,96 @@ class Gemini(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest whole checkpoint (or that of `step`) from a peer's memory into `state`.
 
-        Raises NoCheckpoint where no peer holds one, and says which peers were asked.
+        With own peers all ranks call this together and get one step, the newest that all can read; peers that lack it
+        get it anew, and forget newer ones. Raises NoCheckpoint where no peer holds one, and says which were asked.
         """
         self.drain()  # a copy under way reads what a restore overwrites
+        together = self._meet()
         held, reasons = self._peers.holding(self._knobs.machine, self._holders)
-        for one in held:
-            if step is not None and one.step != step:
-                continue
-            try:
-                tree = self._read(one)
-            except (LastgoodError, OSError) as error:
-                _log.error("gemini: %s; trying the checkpoint before it", error)
-                reasons.append(str(error))
-                continue
-            apply_tree(state, tree, f"{one.address}, step {one.step}")
-            return one.step
+        wanted = list(dict.fromkeys((one.sequence, one.step) for one in held if step in (None, one.step)))
+        alone = ""
+        if together is not None:
+            told = together.tell(wanted)
+            wanted = sorted(set(wanted).intersection(*told), reverse=True)
+            alone = f" (by machine: {[[number for _, number in one] for one in told]})"
+        for identity in wanted:
+            copies = [one for one in held if (one.sequence, one.step) == identity]
+            found = self._read_one(copies, reasons)
+            # All or none: a rank that went on from another step would not train with the others.
+            if together is not None and not all(together.tell(found is not None)):
+                found = None
+            if found is not None:
+                one, memory, tree = found
+                apply_tree(state, tree, f"{one.address}, step {one.step}")
+                if together is not None:
+                    self._replicate(one, memory)
+                return one.step
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        common = f" that all machines have{alone}" if alone else ""
         raise NoCheckpoint(
-            f"{self.directory}: no {asked}; peers of machines {self._holders} hold steps "
+            f"{self.directory}: no {asked}{common}; peers of machines {self._holders} hold steps "
             f"{[one.step for one in held] or 'none'} of machine {self._knobs.machine}. Gemini keeps checkpoints in "
             "peers' memory only, and what a peer held is gone with it" + "".join(f"; {reason}" for reason in reasons)
         )
 
-    def _read(self, held: Held) -> dict[str, Any]:
+    def _meet(self) -> Together | None:
+        """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""
+        if self._knobs.peers != "own" or self._together is not None:
+            return self._together
+        machine = self._knobs.machine
+        together = Together(machine, self._knobs.machines, DEFAULT_TIMEOUT_S)
+        addresses: list[Address] = []
+        fault = ""
+        try:
+            self._link(machine)
+            addresses = self._peers.own(machine)
+        except (LastgoodError, OSError) as error:
+            fault = str(error)  # the others wait for what this rank tells
+        for other, (theirs, why) in enumerate(together.tell((addresses, fault))):
+            if why:
+                raise CheckpointError(f"machine {other} has no peer: {why}")
+            if other != machine:
+                self._peers.learn(other, theirs)
+        self._together = together
+        return together
+
+    def _read_one(self, copies: list[Held], reasons: list[str]) -> tuple[Held, torch.Tensor, dict[str, Any]] | None:
+        """The first of several copies that can be read; why others cannot goes to `reasons`."""
+        for one in copies:
+            try:
+                return one, *self._read(one)
+            except (LastgoodError, OSError) as error:
+                _log.error("gemini: %s; trying the checkpoint before it, or another copy", error)
+                reasons.append(str(error))
+        return None
+
+    def _replicate(self, one: Held, memory: torch.Tensor) -> None:
+        """Bring what was restored to the peers that lack it: a machine that was lost has begun with none."""
+        self._durable_sequence = one.sequence
+        content = memoryview(memory.numpy().data)
+        data_bytes = one.nbytes - one.meta_bytes
+        outgoing = Outgoing(
+            owner=self._knobs.machine,
+            sequence=one.sequence,
+            step=one.step,
+            data=content[:data_bytes],
+            meta=content[data_bytes:],
+            part_bytes=self._knobs.part_bytes,
+            parts=self._knobs.buffer_parts,
+            gamma=self._knobs.gamma,
+        )
+        for machine in self._holders:
+            try:
+                link, _ = self._link(machine)
+                link.request("forget", owner=outgoing.owner, after=one.sequence)
+                if all(known.sequence != one.sequence for known in link.held(outgoing.owner)):
+                    self._send_to(machine, outgoing, self._unmarked, None)
+            except (LastgoodError, OSError) as error:
+                _log.warning("gemini: step %d has a copy less: machine %d: %s", one.step, machine, error)
+                self._drop_link(machine)
+
+    def _read(self, held: Held) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Its bytes, and the state that they make."""
         available = available_memory_bytes()
         if held.nbytes > available:
             raise CheckpointError(
@@ -306,7 +447,7 @@ class Gemini(Checkpointer):
         if layout.stream_bytes != data_bytes:
             raise CorruptCheckpoint(f"{where}: {data_bytes} bytes, where its layout needs {layout.stream_bytes}")
         blocks = [memory[at : at + count] for at, count in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
-        return unflatten(layout, blocks, where)
+        return memory, unflatten(layout, blocks, where)
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +468,7 @@ class Gemini(Checkpointer):
             **self.traffic.facts(),
         }
         gaps_s = self.traffic.profile
-        networks = [network for _, network in self._links.values()]
+        networks = [network for machine, (_, network) in self._links.items() if machine != knobs.machine]
         if len(gaps_s) > 1 and networks and self._nbytes:
             chunks = partition(gaps_s, self._nbytes * len(networks), knobs.part_bytes, networks[0], knobs.gamma)
             facts["planned_iterations"] = chunks[-1][0] // len(gaps_s) + 1

@@ -30,10 +30,13 @@ from lastgood.cluster.hostfile import check_host_name
 from lastgood.cluster.ssh_log import SshLog, last_words, ssh_failure
 from lastgood.errors import ConfigError, HostError
 
-__all__ = ["SSH_CONFIG_VARIABLE", "Completed", "Remote", "RemoteProcess", "SshOptions"]
+__all__ = ["REMOTE_MARK", "SSH_CONFIG_VARIABLE", "Completed", "Remote", "RemoteProcess", "SshOptions"]
 
 SSH_CONFIG_VARIABLE = "LASTGOOD_SSH_CONFIG"
 """Names an ssh configuration for all commands, as a testbed's; an option on the command line goes first."""
+
+REMOTE_MARK = "LASTGOOD_REMOTE_ID"
+"""The variable by which the keeper below knows what to end. A program that is to outlive its job takes it away."""
 
 MAX_OUTPUT_BYTES = 1 << 20
 _MAX_COMMAND_BYTES = 100 << 10

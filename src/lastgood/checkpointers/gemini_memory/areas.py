@@ -119,6 +119,13 @@ class Store:
             owner.receiver = wire
             return area
 
+    def forget(self, number: int, after: int) -> None:
+        """Give up the complete checkpoints of machine `number` with a sequence above `after`."""
+        with self.change:
+            for area in self.owner(number).complete():
+                if area.sequence > after:
+                    area.complete = False
+
     def end(self, number: int, wire: Wire) -> None:
         """`wire` brings no more for machine `number`."""
         with self.change:

@@ -119,6 +119,11 @@ class Connection:
         finally:
             self._store.let_go(area)
 
+    def _forget(self, message: dict[str, Any]) -> None:
+        """The ranks go on from an older checkpoint: what is newer, some of them do not have."""
+        self._store.forget(_integer(message, "owner", 1 << 31), _integer(message, "after", (1 << 63) - 1))
+        self.wire.send_message(ok=True)
+
     def _check(self, message: dict[str, Any]) -> None:
         """A reader found damage: look, and give the checkpoint up if it is here."""
         area = self._store.hold(_integer(message, "owner", 1 << 31), _integer(message, "sequence", (1 << 63) - 1))
@@ -157,6 +162,7 @@ _OPERATIONS: dict[str, Callable[[Connection, dict[str, Any]], None]] = {
     "commit": Connection._commit,
     "list": Connection._list,
     "read": Connection._read,
+    "forget": Connection._forget,
     "check": Connection._check,
     "probe": Connection._probe,
     "stop": Connection._stop,

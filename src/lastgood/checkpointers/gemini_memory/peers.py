@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from lastgood.checkpointers.gemini_memory.wire import (
     chunk_checksum,
     prove_trainer,
 )
+from lastgood.cluster.remote import REMOTE_MARK
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 from lastgood.locks import FileLock
 
@@ -46,6 +48,8 @@ class PeerSettings:
     idle_s: float
     timeout_s: float
     """Of every wait on either side."""
+    starts: int | None = None
+    """The only machine whose peers are started here: this one, where each machine has its own. None: any."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,8 @@ class Peers:
     def reach(self, machine: int) -> PeerLink:
         """A connection to the newest peer of `machine`, which is started if there is none that answers.
 
-        Raises CheckpointError where none can be started, LockHeld where another process has tried to for too long.
+        Raises CheckpointError where none can be started (or may be, from here), LockHeld where another process has
+        tried to for too long.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._directory / f"peer-{machine}.lock", f"starting a peer of machine {machine}")
@@ -264,12 +269,29 @@ class Peers:
                 try:
                     return self.connect(newest)
                 except (LastgoodError, OSError) as error:
+                    if not self._may_start(machine):
+                        raise CheckpointError(
+                            f"machine {machine}: {error}; when all ranks begin again, its own starts another peer"
+                        ) from error
                     # Unless it has ended, it keeps what it has until its successor has something.
                     _log.error("gemini: %s; starting another peer for machine %d", error, machine)
                     self._forget_if_ended(newest)
+            elif not self._may_start(machine):
+                raise CheckpointError(f"machine {machine} has told of no peer in {self._directory}")
             return self._start(machine, self._serial(newest) + 1)
         finally:
             lock.release()
+
+    def own(self, machine: int) -> list[Address]:
+        """The addresses of `machine`'s peers, newest first, for other machines to `learn`."""
+        return [Address.read(path) for path in self.addresses(machine)]
+
+    def learn(self, machine: int, addresses: list[Address]) -> None:
+        """Note where `machine`'s peers are, as that machine has told. Raises OSError, CorruptCheckpoint."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for address in addresses:
+            path = Address.path_of(self._directory, machine, self._serial(address.path))
+            dataclasses.replace(address, path=path).note()
 
     def connect(self, path: Path) -> PeerLink:
         """A connection to the peer of one address file."""
@@ -293,6 +315,9 @@ class Peers:
         for path in self.addresses(machine):
             if self._serial(path) < self._serial(link.address.path):
                 path.unlink(missing_ok=True)
+
+    def _may_start(self, machine: int) -> bool:
+        return self._settings.starts in (None, machine)
 
     @staticmethod
     def _forget_if_ended(path: Path) -> None:
@@ -320,6 +345,9 @@ class Peers:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
         }
+        if settings.starts is not None:
+            # A launch over ssh ends all that its job has started, daemons too. Peers stay for the job's next life.
+            environment.pop(REMOTE_MARK, None)
         try:
             with log.open("wb") as output:
                 # Of its own session and with no open file of ours: it must live on when we and our group are killed,

@@ -7,6 +7,7 @@ sequence and the offset, so that a chunk in a wrong place is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import hmac
@@ -299,14 +300,36 @@ class Address:
 
     def write(self) -> None:
         """Put the file in its place in one step, readable by this user only."""
+        self._draft().replace(self.path)
+
+    def note(self) -> None:
+        """Write down the address of another machine's peer, unless it stands there already.
+
+        In a directory that both machines share, that peer watches the file which it wrote itself.
+        """
+        try:
+            known = Address.read(self.path)
+        except FileNotFoundError:
+            draft = self._draft()
+            try:
+                # A shared directory may show its files late: never over one that is there after all.
+                with contextlib.suppress(FileExistsError):
+                    os.link(draft, self.path)
+            finally:
+                draft.unlink()
+            return
+        if known != self:
+            self.write()
+
+    def _draft(self) -> Path:
         document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
-        draft = self.path.with_suffix(f".{self.pid}.draft")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        draft = self.path.with_suffix(f".{secrets.token_hex(4)}.draft")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.write(descriptor, json.dumps(document).encode())
         finally:
             os.close(descriptor)
-        draft.replace(self.path)
+        return draft
 
     @property
     def on_this_machine(self) -> bool:

@@ -1,0 +1,102 @@
+"""What a machine with a peer of its own does. Two of them, and a network: tests/multinode/test_gemini_on_nodes.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from lastgood.checkpointers.gemini import Gemini, GeminiOptions
+from lastgood.checkpointers.gemini_memory.partition import Network
+from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings
+from lastgood.checkpointers.gemini_memory.together import address_for_peers
+from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini_memory.wire import Address
+from lastgood.errors import CheckpointError, ConfigError
+from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test, wait_for_no_peer
+from tests.checkpointers.small_training import SmallTraining
+
+
+@pytest.fixture(autouse=True)
+def peers_end(tmp_path):
+    with peers_end_with_the_test(tmp_path):
+        yield
+
+
+def peers_of(directory, machine):
+    return Peers(directory, PeerSettings("127.0.0.1", 0, 60.0, 10.0, starts=machine))
+
+
+def send(link, sequence):
+    checkpoint = Outgoing(0, sequence, sequence, memoryview(os.urandom(5000)), memoryview(b"meta"), 4096, 3, 0.5)
+    link.send(checkpoint, Traffic(1), Network(1e9, 1e-5), 10)
+
+
+def test_what_some_ranks_do_not_have_is_forgotten_and_what_all_have_is_not_overwritten(tmp_path):
+    with peers_of(tmp_path, 1).reach(1) as link:
+        for sequence in (5, 6):
+            send(link, sequence)
+        link.request("forget", owner=0, after=6)
+        assert [held.sequence for held in link.held(0)] == [6, 5]
+        # Without this the next one would take the place of 5.
+        link.request("forget", owner=0, after=5)
+        assert [held.sequence for held in link.held(0)] == [5]
+        send(link, 7)
+        assert [held.sequence for held in link.held(0)] == [7, 5]
+        with pytest.raises(CheckpointError, match="after must be"):
+            link.request("forget", owner=0, after=-1)
+
+
+def test_machines_learn_of_each_other_s_peers_and_start_only_their_own(tmp_path):
+    here, there = peers_of(tmp_path / "0", 0), peers_of(tmp_path / "1", 1)
+    with pytest.raises(CheckpointError, match="machine 1 has told of no peer"):
+        here.reach(1)
+    assert peers_below(tmp_path) == []
+    with there.reach(1) as link:
+        here.learn(1, there.own(1))
+        with here.reach(1) as known:
+            assert known.address.pid == link.address.pid
+    (pid,) = peers_below(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    assert not wait_for_no_peer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"machine 1: .*cannot be reached.*when all ranks begin again"):
+        here.reach(1)
+    assert peers_below(tmp_path) == []
+
+
+def test_an_address_that_is_known_is_not_written_again(tmp_path):
+    address = Address(Address.path_of(tmp_path, 1, 1), "192.0.2.1", 4711, b"t" * 32, 17)
+    address.note()
+    before = address.path.stat()
+    assert before.st_mode & 0o777 == 0o600
+    address.note()
+    assert address.path.stat().st_ino == before.st_ino, "its peer would take another file for another peer's, and end"
+    # A machine with a new disk counts its peers from 1 again.
+    dataclasses.replace(address, port=4712).note()
+    assert Address.read(address.path).port == 4712
+    assert [path.name for path in tmp_path.iterdir()] == [address.path.name]
+
+
+def test_own_peers_need_ranks(tmp_path):
+    gemini = Gemini(tmp_path, peers="own")
+    with pytest.raises(ConfigError, match=r"needs torch.distributed"):
+        gemini.start(SmallTraining().state)
+
+
+def test_loopback_stands_for_the_way_to_the_first_rank(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert address_for_peers("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert address_for_peers("127.0.0.1") == "127.0.0.1"
+    assert address_for_peers("192.0.2.7") == "192.0.2.7"
+    monkeypatch.setenv("MASTER_ADDR", "not a name")
+    with pytest.raises(ConfigError, match="MASTER_ADDR=not a name"):
+        address_for_peers("127.0.0.1")
+
+
+def test_records_of_before_keep_their_names():
+    assert "peers" not in GeminiOptions().model_dump()
+    assert GeminiOptions(peers="own").model_dump()["peers"] == "own"
+    assert GeminiOptions.model_validate(GeminiOptions(peers="own").model_dump()).peers == "own"
