@@ -59,7 +59,7 @@ def test_from_records_and_the_ceilings_that_they_carry() -> None:
         advise("--state-gb", "0.15", "--iter-ms", "70", "--mtbf-h", "1", "--records", MEASURED, "--json")
     )
     assert "from measured runs of amd-epyc-2c" in found["answer"]
-    assert {row["system"] for row in found["advice"]} == {"sync", "checkfreq", "pccheck"}
+    assert {row["system"] for row in found["advice"]} == {"sync", "checkfreq", "gpm", "dcp", "pccheck"}
     assert all(row["source"].startswith("records") for row in found["advice"])
     assert any("not in the records, so not compared: gpm" in note for note in found["notes"])
 
@@ -127,7 +127,7 @@ def test_ceilings_of_another_machine_are_refused(tmp_path: Path, ceilings: list[
 
 def test_the_score_is_printed() -> None:
     text = advise("score", "--records", MEASURED)
-    assert "Held-out advice on amd-epyc-2c, 36 measured cells" in text
+    assert "Held-out advice on amd-epyc-2c, 60 measured cells" in text
     assert "Regret over 12 held-out cases" in text
     found = json.loads(advise("score", "--records", MEASURED, "--mtbf-h", "0.1", "--json"))
     assert [row["workload"] for row in found["scores"]] == ["bert", "opt", "transformer_xl", "vgg16"]
