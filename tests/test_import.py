@@ -16,7 +16,7 @@ FLOORS = [
     {"errors", "units", "locks", "processes", "_lazy", "_native"},
     {"state", "storage", "optim", "wire"},
     {"checkpointers", "gradients", "mirror", "sparse", "cluster"},
-    {"training", "workloads"},
+    {"training", "workloads", "integrations"},
     {"experiments", "cli"},
 ]
 
@@ -34,11 +34,12 @@ def loaded_after(statement):
         "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
         "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
         "import lastgood.cluster.host_check, lastgood.cluster.testbed",
+        "import lastgood.integrations.deepspeed",
     ],
 )
 def test_needs_no_torch(statement):
     modules = loaded_after(statement)
-    assert not modules & {"torch", "transformers", "torchvision", "matplotlib", "pandas"}
+    assert not modules & {"torch", "deepspeed", "transformers", "torchvision", "matplotlib", "pandas"}
 
 
 def test_public_names_exist():

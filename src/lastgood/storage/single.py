@@ -1,0 +1,154 @@
+"""A slot file that stands alone: one stream under a name that somebody else chose, which appears whole or not at all.
+
+It has the format of a slot (docs/file-format.md) and is written as one, but under a temporary name beside its own; it
+gets its name by `publish`, when it is durable. It is written once and never reused, so it is not filled beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from pathlib import Path
+
+from lastgood import _native
+from lastgood.errors import CorruptCheckpoint, MismatchError
+from lastgood.storage import format as fmt
+from lastgood.storage.files import storage_error
+from lastgood.storage.medium import Medium
+from lastgood.storage.reader import SlotInfo, SlotState, look_at_slot
+from lastgood.storage.write import SlotWrite
+
+__all__ = ["SINGLE_SUFFIX", "SingleFile", "is_single_file", "look_at_single"]
+
+SINGLE_SUFFIX = ".lastgood-tmp"
+"""Ends the names of files that are being written. What a killed process left under such a name is of no use."""
+_MAGIC = fmt.SlotHeader(bytes(fmt.JOB_ID_BYTES), 0).encode()[:8]
+
+
+class SingleFile:
+    """One file on its way; the `SlotOwner` of its own `write`.
+
+    Args:
+        path: the final name; its directory must be there.
+        job: whose file this is. Files that belong together have one job id.
+        step: finished training steps.
+        stream_bytes: length of the stream.
+        pool: buffers, shared by all files that are written at once.
+        writer_threads: threads that write it.
+        direct_io: whether the file system has direct I/O (`files.direct_io_works`).
+
+    Raises StorageError, and leaves no file, where there is no room.
+    """
+
+    incarnation = 1
+    writer_cpus: tuple[int, ...] = ()
+    crc32c_variant = ""
+    medium: Medium = "file"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        job: fmt.Job,
+        step: int,
+        stream_bytes: int,
+        pool: _native.ChunkPool,
+        writer_threads: int,
+        direct_io: bool,
+    ) -> None:
+        self.path = path
+        self.job = job
+        self.chunk_bytes = pool.chunk_bytes
+        self.writer_threads = writer_threads
+        self.direct_io = direct_io
+        self.commit_lock = threading.Lock()
+        self._pool = pool
+        self._temporary = path.with_name(path.name + SINGLE_SUFFIX)
+        try:
+            self._make(fmt.stream_layout(stream_bytes, pool.chunk_bytes)[2])
+            self.write = SlotWrite(self, self._temporary, 0, step, 1, stream_bytes, header_ok=False)
+        except BaseException:
+            self._unlink()
+            raise
+
+    def publish(self) -> None:
+        """Give a committed file its name, in place of an older one. The caller flushes the directory.
+
+        Raises StorageError.
+        """
+        try:
+            self._temporary.replace(self.path)
+        except OSError as error:
+            raise storage_error(error, self.path, "naming") from error
+
+    def discard(self) -> None:
+        """Give the file up, if it is not published. Safe to call twice."""
+        self.write.abort()
+        self._unlink()
+
+    # -- as SlotOwner ----------------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> _native.ChunkPool:
+        """Buffers for all writes."""
+        return self._pool
+
+    def newest_sequence(self) -> int:
+        """-1: nothing ever supersedes a file that stands alone."""
+        return -1
+
+    def header(self, slot: int) -> fmt.SlotHeader:
+        """The header that the file gets."""
+        return fmt.SlotHeader(self.job.job_id, slot)
+
+    def ended(self, write: SlotWrite, info: SlotInfo | None, *, idle: bool) -> None:
+        """The write is over: there is nothing to give back."""
+
+    def settle(self) -> None:
+        """Nothing was reserved."""
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _make(self, file_bytes: int) -> None:
+        try:
+            descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                # Fails at once where there is no room, and gives the file long extents.
+                os.posix_fallocate(descriptor, 0, file_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                os.ftruncate(descriptor, file_bytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            plain = OSError(error.errno, error.strerror)
+            raise storage_error(plain, self.path, "making the file", file_bytes) from error
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
+
+
+def is_single_file(path: Path) -> bool:
+    """Whether a file begins as a slot does. Raises StorageError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError as error:
+        raise storage_error(error, path, "reading") from error
+
+
+def look_at_single(path: Path) -> SlotInfo:
+    """What a file that stands alone holds, by its records; the data is checked as it is read (`SlotView`).
+
+    Raises CorruptCheckpoint, MismatchError for another format version, StorageError.
+    """
+    status = look_at_slot(path, 0, None, held=False)
+    if status.state is SlotState.FOREIGN:
+        raise MismatchError(f"{path}: {status.detail}")
+    if status.info is None:
+        raise CorruptCheckpoint(f"{path}: not a whole checkpoint: {status.detail or status.state.value}")
+    return status.info

@@ -1,0 +1,363 @@
+"""Ranks of DeepSpeed trainings, forked from one process that has imported DeepSpeed, which takes many seconds.
+
+Run as: deepspeed_rank.py. Reads one JSON object a line, {"work", "world", "port", "folder", ...}, forks `world` ranks
+that do the work, waits for them, and prints {"codes": [...], "answers": [...]}: their exit codes (negative: a signal)
+and what they returned, None where they did not get that far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from lastgood.integrations.deepspeed import export_torch, use_lastgood
+from lastgood.processes import die_with_parent
+from lastgood.storage.write import SlotWrite
+
+# Its shared-memory transport would be compiled for a minute; gloo does without.
+# (deepspeed.comm.torch, as an attribute, is torch itself.)
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+# torch computes with fp16 on any CPU; DeepSpeed asks for one that does so fast.
+get_accelerator().is_fp16_supported = lambda: True
+RANK_LIMIT_S = 90
+
+
+class Capture(TorchCheckpointEngine):
+    """Takes a digest of all that DeepSpeed gives to be saved, and writes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.digests = {}
+
+    def makedirs(self, path, exist_ok=False):
+        pass
+
+    def save(self, state_dict, path):
+        hasher = hashlib.sha256()
+        feed(hasher, state_dict)
+        self.digests[Path(path).name] = hasher.hexdigest()
+
+
+def feed(hasher, value):
+    """Types, values and tensors' bytes; of objects, their attributes."""
+    hasher.update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            hasher.update(repr(key).encode())
+            feed(hasher, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            feed(hasher, item)
+    elif isinstance(value, enum.Enum) or not hasattr(value, "__dict__"):
+        hasher.update(repr(value).encode())
+    else:
+        feed(hasher, vars(value))
+
+
+class Counted(torch.nn.Module):
+    """Holds a buffer that changes in forward, alike on all ranks: DeepSpeed saves that of one of them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.seen += 1
+        return self.norm(inputs) * (1 + self.seen.to(inputs.dtype) / 64)
+
+
+class Training:
+    """A small model with buffers, on data that depends on rank and step alone."""
+
+    def __init__(self, stage=0, precision="fp32", pipeline=False, **_):
+        torch.manual_seed(11)
+        layers = [torch.nn.Linear(16, 32), Counted(32), torch.nn.ReLU(), torch.nn.Linear(32, 4)]
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.pipeline = pipeline
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 2,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.01}},
+        }
+        if precision == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+        if precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        model = torch.nn.Sequential(*layers)
+        if pipeline:
+            model = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
+            config=config,
+            dist_init_required=False,
+        )
+        self.own_engine = self.engine.checkpoint_engine
+
+    def batch(self, number):
+        random = torch.Generator().manual_seed(1000 * number + (0 if self.pipeline else torch.distributed.get_rank()))
+        return (
+            torch.randn(8, 16, generator=random).to(self.dtype),
+            torch.randn(8, 4, generator=random).to(self.dtype),
+        )
+
+    def train(self, steps):
+        """The losses of so many optimizer steps, as text, to the bit."""
+        losses = []
+        for _ in range(steps):
+            first = 2 * self.engine.global_steps
+            if self.pipeline:
+                loss = self.engine.train_batch(iter([self.batch(first), self.batch(first + 1)]))
+                losses.append(float(loss).hex())
+                continue
+            for number in (first, first + 1):
+                inputs, targets = self.batch(number)
+                loss = torch.nn.functional.mse_loss(self.engine(inputs), targets)
+                self.engine.backward(loss)
+                self.engine.step()
+                losses.append(float(loss).hex())
+        return losses
+
+    def digests(self):
+        """Of everything that DeepSpeed would save now."""
+        placed, self.engine.checkpoint_engine = self.engine.checkpoint_engine, Capture()
+        Path("captured").mkdir(exist_ok=True)  # for zero_to_fp32.py, which DeepSpeed puts beside its tags
+        try:
+            self.engine.save_checkpoint("captured", tag="now", client_state={"mine": 5}, save_latest=False)
+            return self.engine.checkpoint_engine.digests
+        finally:
+            self.engine.checkpoint_engine = placed
+
+
+def save_twice(rank, asked):
+    """Train, save with Lastgood and with DeepSpeed's own engine, train on, and die."""
+    training = Training(**asked)
+    training.train(3)
+    client = {"mine": 5, "options": argparse.Namespace(depth=2)}
+    training.engine.save_checkpoint(asked["torch"], client_state=dict(client))
+    use_lastgood(training.engine, pool_bytes=1 << 22)
+    training.engine.save_checkpoint(asked["lastgood"], client_state=dict(client))
+    digests = training.digests()
+    yield {"digests": digests, "losses": training.train(3)}
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_both(rank, asked):
+    """Fresh trainings, one from each folder: what they hold, and how they go on."""
+    found = []
+    for kind in ("lastgood", "torch"):
+        training = Training(**asked)
+        if kind == "lastgood":
+            use_lastgood(training.engine)
+        path, client = training.engine.load_checkpoint(asked[kind])
+        ours = {key: client[key] for key in ("mine", "options")}
+        digests = training.digests()
+        found.append({"path": path, "client": repr(ours), "digests": digests, "losses": training.train(3)})
+    yield found
+
+
+def compare_files(rank, asked):
+    """Each file of a tag, read by Lastgood and by torch from the other folder: the same types and bits."""
+    from lastgood.integrations.deepspeed import LastgoodFiles, SaveOptions
+
+    files, kinds = LastgoodFiles(torch.device("cpu"), lambda: 0, SaveOptions()), set()
+    names = {}
+    for path in sorted(Path(asked["lastgood"]).rglob("*.pt")):
+        one, other = hashlib.sha256(), hashlib.sha256()
+        state = files.load(str(path))
+        feed(one, state)
+        feed(other, torch.load(Path(asked["torch"]) / path.relative_to(asked["lastgood"]), weights_only=False))
+        names[path.name] = one.hexdigest() == other.hexdigest()
+        kinds |= {type(item).__name__ for item in walk(state)}
+    weights = []
+    if asked.get("stage"):  # what DeepSpeed's zero_to_fp32.py makes of an export
+        exported = Path(asked["folder"]) / "exported"
+        export_torch(Path(asked["lastgood"]) / "global_step3", exported / "global_step3")
+        (exported / "latest").write_text("global_step3")
+        weights = [get_fp32_state_dict_from_zero_checkpoint(str(one)) for one in (exported, asked["torch"])]
+        assert weights[0].keys() == weights[1].keys() and weights[0]
+        assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    yield {"same": names, "kinds": sorted(kinds), "exported": len(weights)}
+
+
+def walk(value):
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from walk(item)
+
+
+def die_in_save(rank, asked):
+    """Save a first tag; in the second save one rank (or all) is killed while its data is being written."""
+    training = Training(**asked)
+    training.train(1)
+    use_lastgood(training.engine)
+    training.engine.save_checkpoint(asked["lastgood"], tag="first")
+    training.train(1)
+    if rank in asked["dying"]:
+        SlotWrite.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    yield {"first": True}
+    training.engine.save_checkpoint(asked["lastgood"], tag="second")
+    yield {"second": True}
+
+
+def load_newest(rank, asked):
+    training = Training(**asked)
+    use_lastgood(training.engine)
+    path, _ = training.engine.load_checkpoint(asked["lastgood"])
+    step = training.engine.global_steps
+    training.engine.save_16bit_model(asked["folder"], "exported.bin")
+    torch.distributed.barrier()
+    weights = torch.load(Path(asked["folder"]) / "exported.bin", weights_only=True)
+    alike = all(torch.equal(weights[name], tensor) for name, tensor in training.engine.module.state_dict().items())
+    yield {"path": path, "step": step, "exported": alike and len(weights)}
+    training.train(1)
+
+
+def fail_in_save(rank, asked):
+    """One rank cannot save, and all ranks are told; then saving goes on."""
+    training = Training(**asked)
+    training.train(1)
+    placed = use_lastgood(training.engine, background=asked.get("background", False))
+    training.engine.save_checkpoint(asked["lastgood"], tag="first")
+    training.train(1)
+    client = {"held": [{"lock": lambda: None}]} if rank == asked["failing"] else {}
+    said = ""
+    try:
+        training.engine.save_checkpoint(asked["lastgood"], tag="second", client_state=client)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    losses = training.train(1)
+    latest = (Path(asked["lastgood"]) / "latest").read_text()
+    training.engine.save_checkpoint(asked["lastgood"], tag="third")
+    if placed.is_decoupled():
+        placed.drain()
+    outcomes = [(event.step, event.outcome.value) for event in placed.events]
+    yield {"said": said, "latest": latest, "outcomes": outcomes, "losses": losses}
+
+
+def in_background(rank, asked):
+    """Saves that DeepSpeed commits at later steps; `latest` follows, and the last one is drained."""
+    training = Training(**asked)
+    placed = use_lastgood(training.engine, background=True)
+    training.train(1)
+    latest = Path(asked["lastgood"]) / "latest"
+    training.engine.save_checkpoint(asked["lastgood"], tag="a")
+    digests = training.digests()
+    deadline = time.monotonic() + 60
+    while placed._saves.pending is not None:
+        assert time.monotonic() < deadline, "DeepSpeed never committed the save"
+        training.train(1)
+    torch.distributed.barrier()
+    named = latest.read_text()
+    training.engine.save_checkpoint(asked["lastgood"], tag="b")
+    placed.drain()
+    torch.distributed.barrier()
+    yield {"latest": [named, latest.read_text()], "digests": digests}
+
+
+def refuse(rank, asked):
+    """What `use_lastgood` says of engines that it cannot serve."""
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+    from lastgood.errors import ConfigError
+
+    training = Training(**asked)
+    said = []
+
+    def attempt(**knobs):
+        try:
+            use_lastgood(knobs.pop("engine", training.engine), **knobs)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+
+    attempt(engine=torch.nn.Linear(1, 1))
+    attempt(writer_threads=0)
+    training.engine.checkpoint_engine = object()
+    attempt()
+    training.engine.checkpoint_engine = training.own_engine
+    known = CheckpointEngine.save
+    CheckpointEngine.save = lambda self, state_dict, path, extra=None: None
+    attempt()
+    CheckpointEngine.save = known
+    attempt()
+    attempt()  # twice does no harm
+    yield said
+
+
+WORKS = {one.__name__: one for one in (save_twice, load_both, compare_files, die_in_save, load_newest, fail_in_save)}
+WORKS |= {one.__name__: one for one in (in_background, refuse)}
+
+
+def one_rank(rank, asked, answer):
+    """In a forked process: do the work; what it yields last is the answer, kept also when it dies afterwards."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked["world"]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(asked["port"]))
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    for found in WORKS[asked["work"]](rank, asked):
+        answer.write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def fork_rank(rank, asked, folder):
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        die_with_parent(parent)
+        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.alarm(RANK_LIMIT_S)
+        one_rank(rank, asked, folder / f"rank-{rank}.json")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main():
+    die_with_parent()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        folder = Path(asked["folder"])
+        children = [fork_rank(rank, asked, folder) for rank in range(asked["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        files = [folder / f"rank-{rank}.json" for rank in range(asked["world"])]
+        answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        print(json.dumps({"codes": codes, "answers": answers}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

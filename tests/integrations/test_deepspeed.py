@@ -1,0 +1,186 @@
+"""DeepSpeed trainings of two ranks that save and load through Lastgood; DeepSpeed's own engine is the oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastgood.storage import format as fmt
+from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
+)
+LIMIT_S = 120
+KILLED = -signal.SIGKILL
+
+
+class Ranks:
+    """Asks the process that forks ranks; its log is kept for what goes wrong."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.works = 0
+        self.errors = (folder / "parent.log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("deepspeed_rank.py"))],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def ask(self, work, world=2, **what):
+        """Exit codes, answers, and the folder with the ranks' logs."""
+        self.works += 1
+        folder = self.folder / f"{self.works}-{work}"
+        folder.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        asked = {"work": work, "world": world, "port": port, "folder": str(folder), **what}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        while True:  # DeepSpeed prints when it is imported
+            ready, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
+            assert ready, f"waited {LIMIT_S} s for {work}: {self.logs(folder)}"
+            line = self.process.stdout.readline()
+            assert line, f"ended during {work}: {(self.folder / 'parent.log').read_text()[-3000:]}"
+            if line.startswith('{"codes"'):
+                answer = json.loads(line)
+                return answer["codes"], answer["answers"], folder
+
+    def run(self, work, world=2, **what):
+        """The answers, where all ranks end well."""
+        codes, answers, folder = self.ask(work, world, **what)
+        assert codes == [0] * world, self.logs(folder)
+        return answers
+
+    @staticmethod
+    def logs(folder):
+        return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(folder.glob("*.log")))
+
+    def end(self):
+        self.process.kill()  # its ranks end with it
+        self.process.wait(30)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.errors.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.end()
+
+
+KINDS = [
+    pytest.param({"stage": 0}, id="zero0", marks=pytest.mark.slow),
+    pytest.param({"stage": 0, "precision": "bf16"}, id="zero0-bf16", marks=pytest.mark.slow),
+    pytest.param({"stage": 0, "precision": "fp16"}, id="zero0-fp16", marks=pytest.mark.slow),
+    pytest.param({"stage": 1, "precision": "bf16"}, id="zero1-bf16", marks=pytest.mark.slow),
+    pytest.param({"stage": 1}, id="zero1", marks=pytest.mark.slow),
+    pytest.param({"stage": 2}, id="zero2", marks=pytest.mark.slow),
+    pytest.param({"stage": 2, "precision": "fp16"}, id="zero2-fp16"),
+    pytest.param({"stage": 3}, id="zero3"),
+    pytest.param({"stage": 3, "precision": "bf16"}, id="zero3-bf16", marks=pytest.mark.slow),
+    pytest.param({"pipeline": True}, id="pipeline", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_goes_on_as_with_deepspeeds_own_engine(ranks, tmp_path, kind):
+    what = {**kind, "lastgood": str(tmp_path / "lastgood"), "torch": str(tmp_path / "torch")}
+    codes, before, folder = ranks.ask("save_twice", **what)
+    assert codes == [KILLED, KILLED] and None not in before, ranks.logs(folder)
+    own, foreign = ([path.name for path in (tmp_path / one).rglob("*.pt")] for one in ("lastgood", "torch"))
+    assert sorted(own) == sorted(foreign) and own
+    assert all(is_single_file(path) for path in (tmp_path / "lastgood").rglob("*.pt"))
+    assert (tmp_path / "lastgood" / "latest").read_text() == "global_step3"
+    after = ranks.run("load_both", **what)
+    for rank in range(2):
+        ours, oracle = after[rank]
+        assert ours["digests"] == oracle["digests"]
+        assert ours["losses"] == oracle["losses"] == before[rank]["losses"]
+        assert ours["client"] == oracle["client"] == "{'mine': 5, 'options': Namespace(depth=2)}"
+    (files,) = ranks.run("compare_files", world=1, **what)
+    assert set(files["same"].values()) == {True} and len(files["same"]) == len(set(own))
+    assert files["exported"] == (2 if kind.get("stage") else 0)
+    if kind.get("stage") and kind.get("precision") == "fp16":
+        assert "DynamicLossScaler" in files["kinds"]
+
+
+@pytest.mark.parametrize(
+    "dying", [pytest.param([1], id="one rank"), pytest.param([0, 1], id="both", marks=pytest.mark.slow)]
+)
+def test_a_kill_during_a_save_leaves_the_older_tag(ranks, tmp_path, dying):
+    what = {"stage": 1, "precision": "bf16", "lastgood": str(tmp_path)}
+    codes, answers, folder = ranks.ask("die_in_save", dying=dying, **what)
+    assert [codes[rank] for rank in dying] == [KILLED] * len(dying) and 0 not in codes, ranks.logs(folder)
+    assert answers == [{"first": True}] * 2
+    assert (tmp_path / "latest").read_text() == "first"
+    assert not list((tmp_path / "second").glob("*.pt"))
+    for found in ranks.run("load_newest", **what):
+        assert "/first/" in found["path"] and found["step"] == 1
+        assert found["exported"] == 7  # what save_16bit_model wrote is for torch.load
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_one_rank_cannot_save_fails_the_save_on_all(ranks, tmp_path, failing):
+    # With ZeRO 3 each rank saves the client state, so any rank can be the one.
+    found = ranks.run("fail_in_save", stage=3, lastgood=str(tmp_path), failing=failing)
+    for one in found:
+        assert one["said"].startswith(
+            f"CheckpointError: {tmp_path}/second was not saved: rank {failing}: zero_pp_rank_"
+        )
+        assert "state.held[0].lock: cannot store a builtins.function" in one["said"]
+        assert one["latest"] == "first"
+        assert one["outcomes"] == [[1, "durable"], [2, "failed"], [3, "durable"]]
+    assert (tmp_path / "latest").read_text() == "third"
+    assert not list((tmp_path / "second").iterdir())
+
+
+def test_a_background_save_never_raises_and_is_committed_at_a_later_step(ranks, tmp_path):
+    what = {"stage": 2, "precision": "bf16"}
+    found = ranks.run("in_background", lastgood=str(tmp_path / "good"), **what)
+    assert [one["latest"] for one in found] == [["a", "b"]] * 2
+    assert not list((tmp_path / "good").rglob(f"*{SINGLE_SUFFIX}"))
+    found = ranks.run("fail_in_save", stage=3, lastgood=str(tmp_path / "bad"), failing=1, background=True)
+    for one in found:
+        assert one["said"] == "" and one["latest"] == "first"
+        assert one["outcomes"] == [[1, "durable"], [2, "failed"], [3, "durable"]]
+    assert (tmp_path / "bad" / "latest").read_text() == "third"
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_named_by_load_checkpoint(ranks, tmp_path):
+    what = {"stage": 1, "precision": "bf16", "lastgood": str(tmp_path)}
+    ranks.ask("die_in_save", dying=[0, 1], **what)
+    (path,) = (tmp_path / "first").glob("*zero_pp_rank_1_*")
+    content = bytearray(path.read_bytes())
+    content[fmt.DATA_OFFSET + 300] ^= 1
+    path.write_bytes(content)
+    codes, _, folder = ranks.ask("load_newest", **what)
+    assert codes[1] == 1
+    said = (folder / "rank-1.log").read_text()
+    assert f"CorruptCheckpoint: {path}: step 1, chunk 0 of 1: checksum" in said
+
+
+def test_engines_that_cannot_be_served_are_refused(ranks):
+    (said,) = ranks.run("refuse", world=1)
+    assert "a Linear is no DeepSpeedEngine" in said[0]
+    assert "must be positive" in said[1]
+    assert "DeepSpeed's configuration chose object" in said[2]
+    assert "CheckpointEngine.save takes ['self', 'state_dict', 'path', 'extra']" in said[3]
+    assert "is installed, and this Lastgood knows" in said[3]
+    assert said[4:] == ["", ""]
