@@ -61,6 +61,14 @@ def test_from_records_and_the_ceilings_that_they_carry() -> None:
     assert "from measured runs of amd-epyc-2c" in found["answer"]
     assert {row["system"] for row in found["advice"]} == {"sync", "checkfreq", "gpm", "dcp", "pccheck"}
     assert all(row["source"].startswith("records") for row in found["advice"])
+
+
+def test_systems_that_the_records_lack_are_named(tmp_path: Path) -> None:
+    lines = Path(MEASURED, "fig8_vgg16.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "fig8_vgg16.csv").write_text("".join(line for line in lines if ",gpm," not in line))
+    found = json.loads(
+        advise("--state-gb", "0.15", "--iter-ms", "70", "--mtbf-h", "1", "--records", str(tmp_path), "--json")
+    )
     assert any("not in the records, so not compared: gpm" in note for note in found["notes"])
 
 
