@@ -282,14 +282,15 @@ def test_cells_are_medians_of_ratios_within_repetitions(tmp_path: Path) -> None:
     assert one.state_bytes == 100 << 20
 
 
-def test_runs_under_failures_and_of_figure_11_are_no_cells(tmp_path: Path) -> None:
+def test_runs_under_failures_of_figure_11_and_of_several_ranks_are_no_cells(tmp_path: Path) -> None:
     for record in records_of():
         place_record(record, tmp_path)
     expected = read_cells(tmp_path)
     goodput = make_goodput("sync", 10)
     goodput.write(tmp_path / goodput.spec.record_path())
-    drained = make_record("sync", 1, iterations_per_s=2.0)
-    place_record(drained.model_copy(update={"spec": drained.spec.model_copy(update={"drain_each": True})}), tmp_path)
+    other = make_record("sync", 1, iterations_per_s=2.0)
+    for change in ({"drain_each": True}, {"ranks": 2, "nodes": 2, "parallel": "ddp"}):
+        place_record(other.model_copy(update={"spec": other.spec.model_copy(update=change)}), tmp_path)
     assert read_cells(tmp_path) == expected
 
 

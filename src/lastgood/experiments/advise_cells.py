@@ -191,8 +191,8 @@ def _from_records(folder: Path) -> Iterator[_Run]:
             continue  # its run's own terms are in the runs without failures
         record = load_record(path)
         spec, clocks, counts = record.spec, record.clocks, record.counts
-        if spec.drain_each:
-            continue  # training waited for each checkpoint: no cell of a training
+        if spec.drain_each or spec.ranks > 1:
+            continue  # training waited for each checkpoint, or the state lies on several ranks: another question
         shared = (spec.scale, spec.workload, spec.workload_options, spec.threads, record.workload.data_name)
         yield _Run(
             source=str(path),
@@ -231,7 +231,7 @@ def _from_csv(folder: Path) -> Iterator[_Run]:
                 if not _NEEDED_COLUMNS.issubset(reader.fieldnames or ()):
                     continue  # a wide CSV, or another figure's
                 for row in reader:
-                    if row.get("drain_each") == "True":
+                    if row.get("drain_each") == "True" or row.get("ranks", "1") not in ("", "1"):
                         continue
                     try:
                         yield _csv_run(f"{path}:{reader.line_num}", row)
