@@ -6,7 +6,6 @@ a board in shared memory (goodput_board.py), so the parent can kill it at any mo
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from lastgood.errors import ConfigError, LastgoodError, WaitTimeout
+from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.goodput_board import Board
 from lastgood.experiments.goodput_record import GoodputRecord, GoodputSpec, Life
-from lastgood.experiments.machine import is_tmpfs, where_run
-from lastgood.experiments.machine_lock import machine_lock
-from lastgood.experiments.run import LOCK_WAIT_S, SILENCE_S, Scratch, import_before_fork, start_child
+from lastgood.experiments.machine import where_run
+from lastgood.experiments.run import SILENCE_S, import_before_fork, start_child
+from lastgood.experiments.turn import take_turn
 
 __all__ = ["execute_goodput"]
 
@@ -36,26 +35,12 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, report: Re
     Raises LastgoodError, naming what failed; nothing is left behind then. A restore that gives back something else
     than was saved is no error but a fault in the record.
     """
-    if is_tmpfs(scratch):
-        raise ConfigError(
-            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
-        )
-    lock = machine_lock()
-    lock.acquire(LOCK_WAIT_S, on_wait=report)
-    try:
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        began = time.monotonic()
-        folder = Scratch(scratch, spec.run)
-        try:
-            report("importing torch")
-            import_before_fork(spec.run)
-            window = _Window(spec, folder.path / "checkpoints", data_dir, report)
-            window.live_through()
-            return window.record(started_at, began, folder.path.parent)
-        finally:
-            folder.remove()
-    finally:
-        lock.release()
+    with take_turn(spec.run, scratch, report) as turn:
+        report("importing torch")
+        import_before_fork(spec.run)
+        window = _Window(spec, turn.folder / "checkpoints", data_dir, report)
+        window.live_through()
+        return window.record(turn.started_at, turn.began_s, turn.folder.parent)
 
 
 class _Window:

@@ -6,7 +6,6 @@ machine's own (hosts that share this kernel, as a testbed's nodes, share this tu
 
 from __future__ import annotations
 
-import datetime
 import os
 import secrets
 import sys
@@ -18,8 +17,7 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from lastgood.errors import ConfigError, HostError, LastgoodError
-from lastgood.experiments.machine import is_tmpfs, where_run
-from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_hosts import Place, RankHosts, find_place
 from lastgood.experiments.rank_main import RankOrder, boot_id, result_path
 from lastgood.experiments.rank_peers import peers_of_nodes
@@ -35,8 +33,8 @@ from lastgood.experiments.rank_results import (
 )
 from lastgood.experiments.ranks import why_not_over_ranks, writers_of
 from lastgood.experiments.record import RunRecord
-from lastgood.experiments.run import LOCK_WAIT_S, Scratch
 from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.turn import take_turn
 
 __all__ = ["execute_ranks"]
 
@@ -58,28 +56,13 @@ def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, 
     problem = why_not_over_ranks(spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes)
     if problem is not None:
         raise ConfigError(f"{spec.title()}: {problem}")
-    if is_tmpfs(scratch):
-        raise ConfigError(
-            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
-        )
-    lock = machine_lock()
-    lock.acquire(LOCK_WAIT_S, on_wait=report)
-    try:
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        began = time.monotonic()
-        scratch = scratch.absolute()
-        folder = Scratch(scratch, spec)
+    scratch = scratch.absolute()
+    with take_turn(spec, scratch, report) as turn, find_place(spec, given, report) as place:
+        run = _Run(spec, data_dir.absolute(), turn.folder, place, report)
         try:
-            with find_place(spec, given, report) as place:
-                run = _Run(spec, data_dir.absolute(), folder.path, place, report)
-                try:
-                    return run.record(started_at, began)
-                finally:
-                    run.tidy()
+            return run.record(turn.started_at, turn.began_s)
         finally:
-            folder.remove()
-    finally:
-        lock.release()
+            run.tidy()
 
 
 class _Run:

@@ -6,12 +6,9 @@ child begins as an interpreter that has only imported. The restorer shares no me
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
 import threading
@@ -22,24 +19,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lastgood.errors import ConfigError, LastgoodError, LockHeld, WaitTimeout
-from lastgood.experiments.machine import is_tmpfs, where_run
-from lastgood.experiments.machine_lock import machine_lock
+from lastgood.errors import ConfigError, LastgoodError, WaitTimeout
+from lastgood.experiments.machine import where_run
 from lastgood.experiments.record import Proof, RunRecord
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.timeline import write_timeline
-from lastgood.locks import FileLock
+from lastgood.experiments.turn import Turn, take_turn
 from lastgood.processes import die_with_parent
 from lastgood.workloads.registry import workload_module
 
-__all__ = ["LOCK_WAIT_S", "SILENCE_S", "Scratch", "execute", "import_before_fork", "start_child"]
+__all__ = ["SILENCE_S", "execute", "import_before_fork", "start_child"]
 
 Report = Callable[[str], None]
 
 SILENCE_S = 900.0
 """A child that says nothing for this long is ended."""
-LOCK_WAIT_S = 24 * 3600.0
-"""How long a run waits for the machine."""
 
 
 def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeline: Path | None = None) -> RunRecord:
@@ -51,38 +45,22 @@ def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeli
     """
     if timeline is not None and timeline.is_dir():
         raise ConfigError(f"timeline {timeline} is a folder; name a file, for instance {timeline / 'trace.json'}")
-    if is_tmpfs(scratch):
-        raise ConfigError(
-            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
-        )
-    lock = machine_lock()
-    lock.acquire(LOCK_WAIT_S, on_wait=report)
-    try:
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        began = time.monotonic()
-        folder = Scratch(scratch, spec)
-        try:
-            return _execute(spec, data_dir, folder.path, report, started_at, began, timeline)
-        finally:
-            folder.remove()
-    finally:
-        lock.release()
+    with take_turn(spec, scratch, report) as turn:
+        return _execute(spec, data_dir, turn, report, timeline)
 
 
 def _execute(
     spec: RunSpec,
     data_dir: Path,
-    folder: Path,
+    turn: Turn,
     report: Report,
-    started_at: str,
-    began: float,
     timeline: Path | None,
 ) -> RunRecord:
     report("importing torch")
     import_before_fork(spec)
     from lastgood.experiments.measure import prove_restore, train_and_measure
 
-    checkpoints = folder / "checkpoints"
+    checkpoints = turn.folder / "checkpoints"
     arguments = (spec, checkpoints, data_dir, timeline is not None)
     measured = _in_child(f"the trainer of {spec.title()}", train_and_measure, arguments, report)
     proof = None
@@ -103,9 +81,9 @@ def _execute(
         write_timeline(timeline, spec.title(), measured.timeline)
     return RunRecord(
         spec=spec,
-        started_at=started_at,
-        wall_s=time.monotonic() - began,
-        where=where_run(folder.parent),
+        started_at=turn.started_at,
+        wall_s=time.monotonic() - turn.began_s,
+        where=where_run(turn.folder.parent),
         workload=measured.workload,
         clocks=measured.clocks,
         resources=measured.resources,
@@ -195,57 +173,3 @@ def _child(pipe: Connection, parent: int, function: Callable[..., Any], argument
 
 
 # -- scratch -----------------------------------------------------------------------------------------------------------
-
-
-class Scratch:
-    """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
-
-    _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
-
-    def __init__(self, scratch: Path, spec: RunSpec) -> None:
-        try:
-            scratch.mkdir(parents=True, exist_ok=True)
-            self._sweep(scratch)
-            self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
-            self.path.mkdir()
-        except OSError as error:
-            raise LastgoodError(
-                f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"
-            ) from error
-        self._lock = FileLock(self.path / "lock", f"scratch folder {self.path}")
-        self._lock.acquire()
-
-    def _sweep(self, scratch: Path) -> None:
-        """Remove what killed runs left: folders whose lock is free, and those that had not come to a lock yet."""
-        for left in scratch.iterdir():
-            match = self._NAME.fullmatch(left.name)
-            if match is None:
-                continue
-            if not (left / "lock").exists():
-                if not Path("/proc", match[1]).exists():
-                    shutil.rmtree(left, ignore_errors=True)
-                continue
-            lock = FileLock(left / "lock", f"scratch folder {left}")
-            try:
-                lock.acquire()
-            except (LockHeld, OSError):
-                continue  # in use, or another user's
-            _remove_folder(left)
-            lock.release()
-
-    def remove(self) -> None:
-        """Delete the folder and all checkpoints in it."""
-        _remove_folder(self.path)
-        self._lock.release()
-
-
-def _remove_folder(folder: Path) -> None:
-    """Delete a scratch folder, its lock last: a kill half-way leaves a folder that the next run still knows."""
-    for entry in folder.iterdir():
-        if entry.name == "lock":
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
