@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,8 +76,9 @@ def test_other_code_on_one_host_is_found(bed: Testbed, tmp_path: Path) -> None:
         file.write("# another revision\n")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$(hostname)" = vm1 ] && exec {sys.executable} "$@"\n'
-        f'PYTHONPATH={copy.parent} exec {sys._base_executable} "$@"\n'  # type: ignore[attr-defined]
+        f'#!/bin/sh\n[ "$(hostname)" = vm1 ] && exec {shlex.quote(sys.executable)} "$@"\n'
+        f"PYTHONPATH={shlex.quote(str(copy.parent))} "
+        f'exec {shlex.quote(sys._base_executable)} "$@"\n'  # type: ignore[attr-defined]
     )
     python.chmod(0o755)
     code, report = check(bed, "--no-bandwidth", "--python", python)
