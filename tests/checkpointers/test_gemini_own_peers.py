@@ -61,7 +61,8 @@ def test_machines_learn_of_each_other_s_peers_and_start_only_their_own(tmp_path)
     (pid,) = peers_below(tmp_path)
     os.kill(pid, signal.SIGKILL)
     assert not wait_for_no_peer(tmp_path)
-    with pytest.raises(CheckpointError, match=r"machine 1: .*cannot be reached.*when all ranks begin again"):
+    # A dying process may still take a connection, and then resets it.
+    with pytest.raises(CheckpointError, match=r"(?s)machine 1: .*when all ranks begin again"):
         here.reach(1)
     assert peers_below(tmp_path) == []
 
