@@ -97,7 +97,7 @@ def test_terminate_ends_it_in_order(bed: Testbed) -> None:
     wait_until("the end of all that it had started", lambda: processes(bed, "vm1") <= before)
 
 
-def test_a_cut_cable_ends_it_on_both_sides(bed: Testbed) -> None:
+def test_a_cut_cable_ends_the_command_on_the_node(bed: Testbed) -> None:
     before = processes(bed, "vm2")
     with started(bed, "vm2", silence_s=2, grace_s=1) as process:
         bed.cut("vm2")

@@ -93,7 +93,10 @@ def run(
     except ValidationError as error:
         raise ConfigError(f"--spec: not a run: {error}") from error
     # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
-    report = lambda stage: console.print(f"{chosen.title()}: {stage}", markup=False)  # noqa: E731
+
+    def report(stage: str) -> None:
+        console.print(f"{chosen.title()}: {stage}", markup=False)
+
     if chosen.ranks > 1:
         record = _over_ranks(chosen, data_dir, scratch, report, timeline, hostfile, ssh_config, how, rate)
     elif hostfile is not None:
