@@ -17,12 +17,13 @@ import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.gemini import Gemini, GeminiOptions
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.partition import Network
 from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import Address, Wire, chunk_checksum, prove_trainer
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoCheckpoint
 from lastgood.state import state_digest
+from lastgood.wire.frames import Wire, chunk_checksum, prove_trainer
 from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test, wait_for_no_peer
 from tests.checkpointers.small_training import SmallTraining
 

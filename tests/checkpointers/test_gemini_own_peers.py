@@ -9,11 +9,11 @@ import signal
 import pytest
 
 from lastgood.checkpointers.gemini import Gemini, GeminiOptions
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.partition import Network
 from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings
 from lastgood.checkpointers.gemini_memory.together import address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import Address
 from lastgood.errors import CheckpointError, ConfigError
 from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test, wait_for_no_peer
 from tests.checkpointers.small_training import SmallTraining

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.partition import LEAST_CHUNK_BYTES, Network, chunks_for_gap, partition
 from lastgood.checkpointers.gemini_memory.placement import (
     groups_and_ring,
@@ -21,16 +22,15 @@ from lastgood.checkpointers.gemini_memory.placement import (
     recovery_probability,
 )
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import (
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.wire.frames import (
     MAX_CHUNK_BYTES,
-    Address,
     Kind,
     Wire,
     chunk_checksum,
     prove_peer,
     prove_trainer,
 )
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
 
 # -- placement ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lastgood.checkpointers.gemini import Gemini
-from lastgood.checkpointers.gemini_memory.wire import Address
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.errors import NoCheckpoint
 from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining

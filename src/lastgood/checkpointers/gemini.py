@@ -22,15 +22,16 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.partition import Network, partition
 from lastgood.checkpointers.gemini_memory.peers import Held, Outgoing, PeerLink, Peers, PeerSettings
 from lastgood.checkpointers.gemini_memory.placement import placement
 from lastgood.checkpointers.gemini_memory.together import Together, address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import MAX_CHUNK_BYTES, Address, available_memory_bytes
 from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory, fresh_memory
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
+from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ from lastgood.checkpointers.agreement.channel import Channel, open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
 from lastgood.checkpointers.agreement.member import Address, Member
-from lastgood.checkpointers.gemini_memory.wire import HEADER_BYTES, message_frame
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.wire.frames import HEADER_BYTES, message_frame
 
 TOKEN = b"secret"
 SILENCE_S = 1.0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lastgood.checkpointers.agreement.decide import Fate, Held, Report, Tally, Wanted, begin
 from lastgood.checkpointers.agreement.words import report_of, said_report
-from lastgood.checkpointers.gemini_memory.wire import message_frame
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage.marks import kept_sequences
+from lastgood.wire.frames import message_frame
 
 JOB = "ab" * 16
 OTHER = "cd" * 16

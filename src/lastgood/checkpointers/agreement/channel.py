@@ -1,6 +1,6 @@
 """One connection between a member and the coordinator: frames of bounded length, never blocking, and a mutual proof.
 
-The frames and the proof are those of Gemini's peers (`gemini_memory.wire`). Both sides prove that they know the job's
+The frames and the proof are those of Gemini's peers (`wire.frames`). Both sides prove that they know the job's
 token, which is not sent, so a foreign process on a port of ours, and ours on a foreign port, is refused by name.
 """
 
@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from lastgood.checkpointers.gemini_memory.wire import HEADER_BYTES, message_frame, parse_header, parse_message, proof
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message, proof
 
 __all__ = ["Channel", "close_in_forks", "open_channel", "prove_coordinator", "whole_number"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lastgood import _native
-from lastgood.checkpointers.gemini_memory.wire import Wire, available_memory_bytes
 from lastgood.errors import CheckpointError, WaitTimeout
+from lastgood.wire.frames import Wire, available_memory_bytes
 
 __all__ = ["Area", "Memory", "Store"]
 

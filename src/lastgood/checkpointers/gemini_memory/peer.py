@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from lastgood import _native
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.areas import Area, Memory, Store
-from lastgood.checkpointers.gemini_memory.wire import MAX_CHUNK_BYTES, Address, Frame, Kind, Wire, prove_peer
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
+from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, prove_peer
 
 __all__ = ["main"]
 

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import lastgood
+from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.partition import Network, chunks_for_gap
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.gemini_memory.wire import (
-    Address,
+from lastgood.cluster.remote import REMOTE_MARK
+from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
+from lastgood.locks import FileLock
+from lastgood.wire.frames import (
     Kind,
     Wire,
     chunk_checksum,
     prove_trainer,
 )
-from lastgood.cluster.remote import REMOTE_MARK
-from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
-from lastgood.locks import FileLock
 
 _log = logging.getLogger("lastgood")
 

@@ -1,4 +1,4 @@
-"""What trainer and peer say to each other over TCP: frames of bounded length, and a proof that both know the token.
+"""Frames of bounded length over TCP, and a proof that both sides know a token.
 
 A frame is a header of 28 bytes (magic, kind, CRC32C of the payload, offset, length; little-endian) and its payload.
 Messages carry JSON; chunks carry bytes of a checkpoint at `offset`, and their checksum begins with the checkpoint's
@@ -7,12 +7,10 @@ sequence and the offset, so that a chunk in a wrong place is noticed.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -30,7 +28,8 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, S
 __all__ = [
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
-    "Address",
+    "MAX_MESSAGE_BYTES",
+    "PEER_GREETING",
     "Frame",
     "Kind",
     "Wire",
@@ -45,12 +44,13 @@ __all__ = [
 ]
 
 MAX_CHUNK_BYTES = 64 << 20
-_MAX_MESSAGE_BYTES = 64 << 10
-_MAX_ADDRESS_BYTES = 4096
+MAX_MESSAGE_BYTES = 64 << 10
+"""Of a message, where a connection allows no more."""
 _HEADER = struct.Struct("<4sB3xIQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGM1"
-_GREETING = b"lastgood peer 1\n"
+PEER_GREETING = b"lastgood peer 1\n"
+"""What opens a connection to a peer of Gemini's; another protocol has another one."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 
 
@@ -83,7 +83,7 @@ def available_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise StorageError("/proc/meminfo holds no MemAvailable; give gemini's peer a limit (peer_memory_bytes)")
+    raise StorageError("/proc/meminfo holds no MemAvailable; give a limit of memory yourself")
 
 
 def message_frame(content: dict[str, Any]) -> bytes:
@@ -92,10 +92,12 @@ def message_frame(content: dict[str, Any]) -> bytes:
     return _HEADER.pack(_MAGIC, Kind.MESSAGE, _native.crc32c(body), 0, len(body)) + body
 
 
-def parse_header(content: bytes | bytearray, other: str, what: str) -> Frame:
+def parse_header(
+    content: bytes | bytearray, other: str, what: str, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> Frame:
     """Read HEADER_BYTES that `other` sent. Raises CorruptCheckpoint where they are none, or declare too much."""
     magic, kind, checksum, offset, length = _HEADER.unpack(content)
-    limits = {Kind.MESSAGE: _MAX_MESSAGE_BYTES, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
+    limits = {Kind.MESSAGE: max_message_bytes, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
     if magic != _MAGIC or kind not in limits:
         raise CorruptCheckpoint(f"{other} sent no frame of this protocol, waiting for {what}")
     if length > limits[Kind(kind)]:
@@ -124,9 +126,12 @@ class Wire:
     Buffer sizes are left to the kernel: a fixed one turns its own adaption off, and is cut to 208 KiB by default.
     """
 
-    def __init__(self, connection: socket.socket, other: str, timeout_s: float) -> None:
+    def __init__(
+        self, connection: socket.socket, other: str, timeout_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self.other = other
         self.timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
         self._socket = connection
         # One thread may read while another one writes; a timeout of the socket's own would be shared by both.
         connection.setblocking(False)
@@ -190,7 +195,7 @@ class Wire:
         """Read a header. Raises CorruptCheckpoint where it is none, or declares more than a frame may hold."""
         content = bytearray(_HEADER.size)
         self.read_into(memoryview(content), what)
-        return parse_header(content, self.other, what)
+        return parse_header(content, self.other, what, self._max_message_bytes)
 
     def read_message(self, frame: Frame) -> dict[str, Any]:
         """The content of a message whose header is `frame`."""
@@ -232,13 +237,13 @@ class Wire:
 # -- proof -------------------------------------------------------------------------------------------------------------
 
 
-def prove_trainer(wire: Wire, token: bytes) -> None:
+def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> None:
     """The trainer's side: make the peer show that it knows `token`, then show it as well. The token is not sent.
 
     Raises MismatchError where the peer is another one (its port was given to another process, say).
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
-    wire.write("a greeting to go out", _GREETING, ours)
+    wire.write("a greeting to go out", greeting, ours)
     answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
     wire.read_into(memoryview(answer), "the peer's proof")
     theirs, shown = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
@@ -247,13 +252,13 @@ def prove_trainer(wire: Wire, token: bytes) -> None:
     wire.write("a proof to go out", proof(token, b"trainer", ours, theirs))
 
 
-def prove_peer(wire: Wire, token: bytes) -> None:
+def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> None:
     """The peer's side. Raises MismatchError where the other side does not know `token`."""
-    opening = bytearray(len(_GREETING) + _NONCE_BYTES)
+    opening = bytearray(len(greeting) + _NONCE_BYTES)
     wire.read_into(memoryview(opening), "a greeting")
-    if not hmac.compare_digest(bytes(opening[: len(_GREETING)]), _GREETING):
+    if not hmac.compare_digest(bytes(opening[: len(greeting)]), greeting):
         raise MismatchError(f"{wire.other} does not speak this protocol")
-    theirs, ours = bytes(opening[len(_GREETING) :]), secrets.token_bytes(_NONCE_BYTES)
+    theirs, ours = bytes(opening[len(greeting) :]), secrets.token_bytes(_NONCE_BYTES)
     wire.write("a proof to go out", ours, proof(token, b"peer", theirs, ours))
     answer = bytearray(_PROOF_BYTES)
     wire.read_into(memoryview(answer), "the trainer's proof")
@@ -264,77 +269,3 @@ def prove_peer(wire: Wire, token: bytes) -> None:
 def proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
     """What shows that `side` knows `token`, for one connection only."""
     return hmac.new(token, side + trainer_nonce + peer_nonce, hashlib.sha256).digest()
-
-
-# -- where a peer is found ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Address:
-    """A peer process, as its address file ``peer-MACHINE-SERIAL.json`` describes it. Who can read it may connect."""
-
-    path: Path
-    host: str
-    port: int
-    token: bytes
-    pid: int
-
-    @classmethod
-    def path_of(cls, directory: Path, machine: int, serial: int) -> Path:
-        """The address file of the `serial`-th peer of `machine`."""
-        return directory / f"peer-{machine}-{serial:06d}.json"
-
-    @classmethod
-    def read(cls, path: Path) -> Address:
-        """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
-        with path.open("rb") as file:
-            text = file.read(_MAX_ADDRESS_BYTES + 1)
-        try:
-            document = json.loads(text)
-            host, port, pid, token = (document[key] for key in ("host", "port", "pid", "token"))
-            if not (isinstance(host, str) and isinstance(pid, int) and isinstance(port, int) and 0 < port < 65536):
-                raise ValueError("host, port or pid is none")
-            return cls(path, host, port, bytes.fromhex(token), pid)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path}: not the address of a peer: {error!r}; remove it") from error
-
-    def write(self) -> None:
-        """Put the file in its place in one step, readable by this user only."""
-        self._draft().replace(self.path)
-
-    def note(self) -> None:
-        """Write down the address of another machine's peer, unless it stands there already.
-
-        In a directory that both machines share, that peer watches the file which it wrote itself.
-        """
-        try:
-            known = Address.read(self.path)
-        except FileNotFoundError:
-            draft = self._draft()
-            try:
-                # A shared directory may show its files late: never over one that is there after all.
-                with contextlib.suppress(FileExistsError):
-                    os.link(draft, self.path)
-            finally:
-                draft.unlink()
-            return
-        if known != self:
-            self.write()
-
-    def _draft(self) -> Path:
-        document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
-        draft = self.path.with_suffix(f".{secrets.token_hex(4)}.draft")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(descriptor, json.dumps(document).encode())
-        finally:
-            os.close(descriptor)
-        return draft
-
-    @property
-    def on_this_machine(self) -> bool:
-        """Whether its process id is one of this machine."""
-        return self.host == "localhost" or self.host.startswith("127.")
-
-    def __str__(self) -> str:
-        return f"peer process {self.pid} at {self.host}:{self.port} ({self.path})"

@@ -1,0 +1,87 @@
+"""Where a peer process is found: its address file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood.errors import CorruptCheckpoint
+
+__all__ = ["Address"]
+
+_MAX_ADDRESS_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Address:
+    """A peer process, as its address file ``peer-MACHINE-SERIAL.json`` describes it. Who can read it may connect."""
+
+    path: Path
+    host: str
+    port: int
+    token: bytes
+    pid: int
+
+    @classmethod
+    def path_of(cls, directory: Path, machine: int, serial: int) -> Path:
+        """The address file of the `serial`-th peer of `machine`."""
+        return directory / f"peer-{machine}-{serial:06d}.json"
+
+    @classmethod
+    def read(cls, path: Path) -> Address:
+        """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
+        with path.open("rb") as file:
+            text = file.read(_MAX_ADDRESS_BYTES + 1)
+        try:
+            document = json.loads(text)
+            host, port, pid, token = (document[key] for key in ("host", "port", "pid", "token"))
+            if not (isinstance(host, str) and isinstance(pid, int) and isinstance(port, int) and 0 < port < 65536):
+                raise ValueError("host, port or pid is none")
+            return cls(path, host, port, bytes.fromhex(token), pid)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{path}: not the address of a peer: {error!r}; remove it") from error
+
+    def write(self) -> None:
+        """Put the file in its place in one step, readable by this user only."""
+        self._draft().replace(self.path)
+
+    def note(self) -> None:
+        """Write down the address of another machine's peer, unless it stands there already.
+
+        In a directory that both machines share, that peer watches the file which it wrote itself.
+        """
+        try:
+            known = Address.read(self.path)
+        except FileNotFoundError:
+            draft = self._draft()
+            try:
+                # A shared directory may show its files late: never over one that is there after all.
+                with contextlib.suppress(FileExistsError):
+                    os.link(draft, self.path)
+            finally:
+                draft.unlink()
+            return
+        if known != self:
+            self.write()
+
+    def _draft(self) -> Path:
+        document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
+        draft = self.path.with_suffix(f".{secrets.token_hex(4)}.draft")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, json.dumps(document).encode())
+        finally:
+            os.close(descriptor)
+        return draft
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether its process id is one of this machine."""
+        return self.host == "localhost" or self.host.startswith("127.")
+
+    def __str__(self) -> str:
+        return f"peer process {self.pid} at {self.host}:{self.port} ({self.path})"
