@@ -193,8 +193,8 @@ def _rings(nic: str) -> Step:
 
 
 def _flow_control(nic: str, lossless: str, priority: int, dscp: int) -> list[Step]:
-    """Pause frames or priority flow control: a link can obey one of the two."""
-    if lossless == "none":
+    """Pause frames, priority flow control, or neither: a link can obey one of the two."""
+    if lossless == "keep":
         return []
     wanted = "on" if lossless == "pause" else "off"
     told = ask("ethtool", "-a", nic) or ""
@@ -205,7 +205,7 @@ def _flow_control(nic: str, lossless: str, priority: int, dscp: int) -> list[Ste
     elif (found["RX"], found["TX"]) != (wanted, wanted):
         pause.apply = [["ethtool", "-A", nic, "rx", wanted, "tx", wanted]]
         pause.undo = [["ethtool", "-A", nic, "rx", found["RX"], "tx", found["TX"]]]
-    if lossless == "pause":
+    if lossless != "pfc":
         return [pause]
     return [pause, _priority_flow_control(nic, priority), _trust_dscp(nic, priority, dscp)]
 
@@ -369,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
     setting = commands.add_parser("setup")
     setting.add_argument("nic", nargs="+")
     setting.add_argument("--mtu", type=int, default=9000)
-    setting.add_argument("--lossless", choices=["pause", "pfc", "none"], default="pause")
+    setting.add_argument("--lossless", choices=["off", "pause", "pfc", "keep"], default="off")
     setting.add_argument("--priority", type=int, choices=range(8), default=3, help="of gradient traffic, for pfc")
     setting.add_argument("--dscp", type=int, choices=range(64), default=26, metavar="0..63", help="mark, for pfc")
     setting.add_argument("--hugepages", type=int, help="2 MiB pages for a user-space stack")
