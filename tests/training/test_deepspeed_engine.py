@@ -1,4 +1,4 @@
-"""When an update begins inside another library's step. Training under DeepSpeed: tests/experiments/test_parted_ranks."""
+"""When an update begins inside another library's step. Runs under DeepSpeed: tests/experiments/test_parted_ranks."""
 
 from __future__ import annotations
 
