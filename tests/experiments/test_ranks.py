@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,7 @@ def test_what_deepspeed_trains_can_be_planned(parallel: str) -> None:
 
 def test_without_deepspeed_figures_that_need_it_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("fig8e={parallel: pipeline}")
-    known = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "deepspeed" else known(name, *_))
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
     reason = "pipeline needs DeepSpeed, which is not installed; pip install 'lastgood[deepspeed]'"
     assert left_out(config) == {"fig8e": reason}
     assert plan_figure(config, "fig8e") == []
