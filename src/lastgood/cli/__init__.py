@@ -21,6 +21,7 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    offset,
     plan,
     plot,
     provision,
@@ -55,6 +56,7 @@ app.command()(launch.launch)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
+app.command()(offset.offset)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
