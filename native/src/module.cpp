@@ -3,6 +3,7 @@
 
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
+#include "wire/ring_bindings.hpp"
 
 NB_MODULE(_native, module) {
     module.doc() = "Lastgood's native kernels. Memory crosses the border as integer addresses and byte counts.";
@@ -10,4 +11,5 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
     lastgood::bind_wire(module);
+    lastgood::bind_ring(module);
 }

@@ -297,3 +297,67 @@ class Sender:
         """Give up what is queued and end the connection, without waiting."""
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False if it has not within `timeout_s`."""
+
+class OutOfStep(Exception):
+    """The previous rank of a ring sent another record than this rank's own plan expects."""
+
+class DamagedRecord(Exception):
+    """What the previous rank of a ring sent is no record, or damaged."""
+
+def ring_add(dtype: int, target: int, source: int, elements: int) -> None:
+    """target[i] = source[i] + target[i] for a dtype of `wire.records`; 16-bit types by way of float32, as torch."""
+
+def ring_divide(dtype: int, target: int, elements: int, divisor: int) -> None:
+    """target[i] = target[i] / divisor, rounded to the type."""
+
+class RingPlan:
+    """How one tensor goes around a ring: the same for each of its iterations. `wire.ring_comm` makes them.
+
+    `ranges` are (bytes, bucket, offset in the bucket) in the tensor's order; `own` and `previous` what this rank and
+    the one before send at each step: (chunk, whole sum or not, marked or not). ValueError where they do not fit.
+    """
+
+    def __init__(
+        self,
+        dtype: int,
+        divide: int,
+        chunk_bytes: Sequence[int],
+        ranges: Sequence[tuple[int, int, int]],
+        own: Sequence[tuple[int, bool, bool]],
+        previous: Sequence[tuple[int, bool, bool]],
+        segment_bytes: int,
+    ) -> None: ...
+
+class Ring:
+    """One rank's side of a ring all-reduce over two connected sockets, of which it takes duplicates.
+
+    Errors: OSError and TimeoutError name the neighbour; OutOfStep; DamagedRecord. Each of them ends the ring.
+    """
+
+    def __init__(
+        self,
+        previous_fd: int,
+        next_fd: int,
+        job: int,
+        epoch: int,
+        rank: int,
+        ranks: int,
+        previous_name: str,
+        next_name: str,
+        timeout_s: float,
+    ) -> None: ...
+    def all_reduce(self, plan: RingPlan, address: int, iteration: int) -> None:
+        """Reduce the tensor at `address` in place."""
+    def end(self, iteration: int) -> None:
+        """Exchange ends of iteration with the neighbours."""
+    def shut_down(self) -> None:
+        """Make every call fail, now and later."""
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes handed to the kernel, headers included."""
+    @property
+    def sent_records(self) -> int:
+        """Records sent, ends included."""
+    @property
+    def marked_bytes(self) -> int:
+        """Payload bytes sent with the final mark."""
