@@ -145,6 +145,8 @@ class Complete(_Message):
     kind: Literal["complete"] = "complete"
     iteration: _Number
     lost: tuple[_Number, ...] = ()
+    durable: _Number = 0
+    """The newest iteration that all shadows have spilled."""
 
 
 class Entry(_Message):
