@@ -93,6 +93,8 @@ class Welcome(_Message):
     layout: _Digest | None
     gradient_slots: _Number
     """Iterations beyond the applied one that it can hold."""
+    unseeded: tuple[_Number, ...] = ()
+    """Its buckets that wait for a Seed."""
 
 
 class Refused(_Message):
@@ -129,6 +131,8 @@ class Step(_Message):
     """Whether the training saved here: then side records of all ranks belong to it, and it can be given back."""
     step: _Number | None
     """The training's own number of the saved step."""
+    absent: tuple[_Number, ...] = ()
+    """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
     spill: bool = False
     """Make this iteration durable, once applied."""
 
