@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lastgood import _native
 from lastgood.gradients.pieces import Span
-from lastgood.wire.records import FINAL, DType, RecordKind
 
 __all__ = ["DataLink", "DataSettings"]
 
@@ -24,6 +26,8 @@ class DataSettings:
 
     pool_bytes: int
     """Memory for gradients that are copied."""
+    copied_bytes: int
+    """A longer run is copied in pieces of this size."""
     patience_s: float
     """How long one gradient waits for room in it, before this shadow is cut off; 0: not at all."""
     stall_s: float
@@ -75,7 +79,7 @@ class DataLink:
                 job,
                 epoch,
                 rank,
-                destination=f"shadow {self._address}",
+                f"shadow {self._address}",
                 pool_bytes=self._settings.pool_bytes,
                 stall_s=self._settings.stall_s,
             )
@@ -102,41 +106,40 @@ class DataLink:
 
         Borrowed memory must stay as it is until `wait_returned`.
         """
-        return self._put(
-            RecordKind.GRADIENT, iteration, span.bucket, span.dtype, span.offset, address, span.nbytes, borrowed
-        )
+        whole = span.nbytes if borrowed else self._settings.copied_bytes
+        ticket = 0
+        for at in range(0, span.nbytes, whole):
+            ticket = self._try(
+                partial(
+                    _put,
+                    (iteration, span.bucket, span.dtype, span.offset + at, address + at, min(whole, span.nbytes - at)),
+                    borrowed,
+                )
+            )
+            if not ticket:
+                return 0
+        if borrowed:
+            self._borrowed = max(self._borrowed, ticket)
+        return ticket
 
     def end(self, iteration: int) -> None:
         """Say that this rank sends nothing more for this iteration."""
-        self._put(RecordKind.END, iteration, 0, DType.float32, 0, 0, 0, borrowed=False)
+        self._try(lambda sender, patience_s: sender.end(iteration, timeout_s=patience_s))
 
-    def _put(
-        self,
-        kind: RecordKind,
-        iteration: int,
-        bucket: int,
-        dtype: DType,
-        offset: int,
-        address: int,
-        nbytes: int,
-        borrowed: bool,
-    ) -> int:
+    def _try(self, call: Callable[[_native.Sender, float], int]) -> int:
         sender = self._sender
         if sender is None:
             return 0
-        flags = FINAL if kind is RecordKind.GRADIENT else 0
         patience_s = self._settings.patience_s if self.patient else 0.0
+        begin = time.perf_counter()
         try:
-            ticket = int(
-                sender.put(kind, flags, iteration, bucket, dtype, offset, address, nbytes, borrowed, patience_s)
-            )
+            ticket = call(sender, patience_s)
         except OSError as error:
             self._cut(sender, str(error))
             return 0
         if not ticket:
-            self._cut(sender, f"it took nothing for {patience_s:g} s, and its queue is full")
-        elif borrowed:
-            self._borrowed = max(self._borrowed, ticket)
+            self._cut(sender, f"its queue stayed full for {patience_s:g} s")
+        self.waited_s += time.perf_counter() - begin
         return ticket
 
     def wait_returned(self, timeout_s: float) -> None:
@@ -160,7 +163,7 @@ class DataLink:
     def sent_bytes(self) -> int:
         """Payload bytes that have gone out, over all connections."""
         sender = self._sender
-        return self._sent_before + (0 if sender is None else sender.counters()["bytes"])
+        return self._sent_before + (0 if sender is None else sender.int(counters()["bytes"]))
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +177,7 @@ class DataLink:
         with self._lock:
             if sender is self._sender:
                 self._sender = None
-                self._sent_before += sender.counters()["bytes"]
+                self._sent_before += int(sender.counters()["bytes"])
             elif sender is self._next:
                 self._next = None
             else:
@@ -189,7 +192,7 @@ class DataLink:
             self._closed = True
             senders = [sender for sender in (self._sender, self._next) if sender is not None]
             if self._sender is not None:
-                self._sent_before += self._sender.counters()["bytes"]
+                self._sent_before += self._int(sender.counters()["bytes"])
             self._sender = self._next = None
         for sender in senders:
             try:
@@ -201,3 +204,7 @@ class DataLink:
 def _abort(sender: _native.Sender) -> None:
     sender.abort()
     sender.join(_END_S)
+
+
+def _put(what: tuple[int, int, int, int, int, int], borrowed: bool, sender: _native.Sender, patience_s: float) -> int:
+    return sender.put(*what, borrowed=borrowed, timeout_s=patience_s)
