@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -70,12 +71,14 @@ def summed(parts: Sequence[torch.Tensor], divide: Divide, chunk_bytes: int) -> t
 class WireTap:
     """A relay in front of a rank's listener that keeps what its previous rank sends.
 
-    `change` gives other bytes for what follows the hello, as long as it comes in one piece.
+    `change` gives other bytes for what follows the hello, as long as it comes in one piece. With `retry`, the rank
+    behind it may come later than the one in front of it.
     """
 
-    def __init__(self, change: Callable[[bytes], bytes] | None = None) -> None:
+    def __init__(self, change: Callable[[bytes], bytes] | None = None, *, retry: bool = False) -> None:
         self.content = bytearray()
         self._change = change
+        self._retry = retry
         self._server = socket.create_server(("127.0.0.1", 0))
         self._threads: list[threading.Thread] = []
         self._target = ""
@@ -94,11 +97,20 @@ class WireTap:
         with self._server:
             self._server.settimeout(20)
             inner, _ = self._server.accept()
-        host, port = self._target.split(":")
-        outer = socket.create_connection((host, int(port)), timeout=20)
+        outer = self._connect(time.monotonic() + 20)
         inner.settimeout(20)
         self._start(self._pass_on, outer, inner, False)
         self._pass_on(inner, outer, True)
+
+    def _connect(self, deadline: float) -> socket.socket:
+        host, port = self._target.split(":")
+        while True:
+            try:
+                return socket.create_connection((host, int(port)), timeout=20)
+            except OSError:
+                if not self._retry or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, forward: bool) -> None:
         try:
