@@ -1,4 +1,4 @@
-"""Rings of threads over loopback, the sums that they must give, and a relay that sees what goes over a link."""
+"""Rings of threads over loopback, and a relay that sees what goes over a link."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import torch
-
 from lastgood.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from lastgood.wire.frames import parse_header as parse_frame
-from lastgood.wire.records import HEADER_BYTES, DType, Record, parse_header
-from lastgood.wire.ring import one_channel
-from lastgood.wire.ring_comm import Divide, RingComm
+from lastgood.wire.records import HEADER_BYTES, Record, parse_header
+from lastgood.wire.ring_comm import RingComm
 from lastgood.wire.ring_link import RING_GREETING, listen_ring
 
 TOKEN = b"a token of thirty-two bytes long"
 JOB = "0123456789abcdef" * 2
 LAYOUT = "ab" * 32
-TORCH = {
-    DType.float32: torch.float32,
-    DType.float64: torch.float64,
-    DType.float16: torch.float16,
-    DType.bfloat16: torch.bfloat16,
-}
 OPENING_BYTES = len(RING_GREETING) + 32 + 32
 """Greeting, nonce and proof, in front of the hello."""
 _Result = TypeVar("_Result")
@@ -52,20 +43,6 @@ def make_ring(ranks: int, through: dict[int, Callable[[str], str]] | None = None
         return RingComm(rank, ranks, listener=listeners[rank], next_address=address, **settings)
 
     return together([lambda rank=rank: make(rank) for rank in range(ranks)])  # type: ignore[misc]
-
-
-def summed(parts: Sequence[torch.Tensor], divide: Divide, chunk_bytes: int) -> torch.Tensor:
-    """What the ring must give, in the ring's own order of additions, by torch."""
-    ranks = len(parts)
-    result = torch.empty_like(parts[0])
-    for chunk in one_channel(parts[0].numel(), parts[0].element_size(), ranks, chunk_bytes).chunks():
-        where = slice(chunk.start, chunk.start + chunk.elements)
-        own = [part[where] / ranks if divide is Divide.BEFORE else part[where] for part in parts]
-        total = own[(chunk.index + 1) % ranks]
-        for step in range(2, ranks + 1):
-            total = total + own[(chunk.index + step) % ranks]
-        result[where] = total / ranks if divide is Divide.AFTER else total
-    return result
 
 
 class WireTap:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,12 +19,32 @@ from hypothesis import strategies as st
 
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, HostError, MismatchError, WaitTimeout
 from lastgood.wire.records import FINAL, DType, RecordKind
-from lastgood.wire.ring import Cover
+from lastgood.wire.ring import Cover, one_channel
 from lastgood.wire.ring_comm import NO_BUCKET, Divide, Place, RingComm
 from lastgood.wire.ring_link import listen_ring
-from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, TORCH, WireTap, make_ring, summed, together
+from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WireTap, make_ring, together
 
+TORCH = {
+    DType.float32: torch.float32,
+    DType.float64: torch.float64,
+    DType.float16: torch.float16,
+    DType.bfloat16: torch.bfloat16,
+}
 CHUNK = 4096
+
+
+def summed(parts: Sequence[torch.Tensor], divide: Divide, chunk_bytes: int) -> torch.Tensor:
+    """What the ring must give, in the ring's own order of additions, by torch."""
+    ranks = len(parts)
+    result = torch.empty_like(parts[0])
+    for chunk in one_channel(parts[0].numel(), parts[0].element_size(), ranks, chunk_bytes).chunks():
+        where = slice(chunk.start, chunk.start + chunk.elements)
+        own = [part[where] / ranks if divide is Divide.BEFORE else part[where] for part in parts]
+        total = own[(chunk.index + 1) % ranks]
+        for step in range(2, ranks + 1):
+            total = total + own[(chunk.index + step) % ranks]
+        result[where] = total / ranks if divide is Divide.AFTER else total
+    return result
 
 
 def parts_of(ranks: int, elements: int, dtype: DType, seed: int = 0) -> list[torch.Tensor]:

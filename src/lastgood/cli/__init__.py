@@ -27,6 +27,7 @@ from lastgood.cli import (
     provision,
     report,
     run,
+    switch,
     testbed,
     trace,
     tune,
@@ -57,6 +58,7 @@ app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
 app.command()(offset.offset)
+app.command()(switch.switch)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
