@@ -213,7 +213,9 @@ class Receiver:
     def poll(self, timeout_s: float, most: int = 256) -> list[ReceiverEvent]:
         """Take up to `most` events, oldest first; an empty list if there are none within `timeout_s`."""
     def counters(self) -> dict[str, float]:
-        """Since the begin: records and bytes held, drained_bytes (of refused records), ends, checksum_s (all threads).
+        """Since the begin: records and bytes (of payloads) held, read_bytes, drained_bytes, ends, checksum_s.
+
+        read_bytes are all that came, drained_bytes of refused payloads; checksum_s is the sum over all threads.
 
         Now: connections, and parked ones, which wait for a window or for the queue.
         """
