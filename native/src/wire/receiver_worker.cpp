@@ -65,14 +65,15 @@ void ReceiverWorker::answer_bell() {
         const std::lock_guard<std::mutex> lock(inbox_mutex_);
         fresh.swap(inbox_);
     }
+    for (auto& connection : fresh) {
+        connections_.push_back(std::move(connection));
+        watch(*connections_.back());
+    }
+    // Behind the new ones: a life may have begun since they were added.
     const std::uint64_t life = hub_.windows.life();
     for (auto& connection : connections_) {
         if (connection->life != life && !connection->ended) finish(*connection, Cause::fenced, 0);
         if (connection->parked) unpark(*connection);
-    }
-    for (auto& connection : fresh) {
-        connections_.push_back(std::move(connection));
-        watch(*connections_.back());
     }
 }
 
