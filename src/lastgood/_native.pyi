@@ -156,9 +156,9 @@ class ReceiverEvent:
 class Receiver:
     """Reads gradient records (`lastgood.wire.records`) from many connections into the memory of gradient slots.
 
-    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A record's
-    range is reserved at its header and counts as held once its payload's checksum is right, so no record can change a
-    byte that another one holds or has reserved. All methods may be called from any thread.
+    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A
+    record's range is reserved at its header and counts as held once its payload's checksum is right, so no record can
+    change a byte that another one holds or has reserved. All methods may be called from any thread.
     """
 
     def __init__(
@@ -246,6 +246,8 @@ class Sender:
         cpu: int = -1,
     ) -> None:
         """Start the thread, on processor `cpu` unless that is -1. `fd` is duplicated: close yours.
+
+        Where the thread cannot be started, or kept on `cpu` (OSError), the connection is ended.
 
         Up to `queue` calls wait to go out, with up to `pool_bytes` of payloads that are copied. Payloads over
         `record_bytes` go out as several records. The connection fails (ETIMEDOUT) if the other side takes no byte for

@@ -164,6 +164,9 @@ class Plan:
         return made
 
 
+ODD = "rank epoch flags bucket dtype range payload payload job header text"
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Mostly good ones, often whole buckets; now and then one that is refused, or ends the connection."""
@@ -178,7 +181,7 @@ def plans(draw: st.DrawFn) -> Plan:
             parts.map(lambda part: (min(part) * item, max(part) * item)),
         )
     )
-    odd = st.sampled_from("rank epoch flags bucket dtype range payload payload job header text".split())
+    odd = st.sampled_from(ODD.split())
     return Plan(
         bucket,
         begin,
