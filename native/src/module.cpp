@@ -2,10 +2,14 @@
 #include <nanobind/nanobind.h>
 
 #include "storage/bindings.hpp"
+#include "wire/bindings.hpp"
+#include "wire/ring_bindings.hpp"
 
 NB_MODULE(_native, module) {
     module.doc() = "Lastgood's native kernels. Memory crosses the border as integer addresses and byte counts.";
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
+    lastgood::bind_wire(module);
+    lastgood::bind_ring(module);
 }

@@ -21,11 +21,14 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    netbench,
+    offset,
     plan,
     plot,
     provision,
     report,
     run,
+    switch,
     testbed,
     trace,
     tune,
@@ -50,11 +53,14 @@ app.command()(plot.plot)
 app.command()(claims.claims)
 app.command()(report.report)
 app.command()(ceilings.ceilings)
+app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
+app.command()(offset.offset)
+app.command()(switch.switch)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")

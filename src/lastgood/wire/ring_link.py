@@ -1,0 +1,212 @@
+"""The connections of a ring: each rank connects to the next one, and both show that they know the job's token.
+
+A link carries, in this direction only: greeting and proof (`frames`), one message (`Hello`), then gradient records.
+What comes back is the other side's proof and its answer. A switch between two ranks reads along.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, HostError, MismatchError, WaitTimeout
+from lastgood.wire.frames import Wire, prove_peer, prove_trainer
+
+__all__ = ["RING_GREETING", "Hello", "Link", "connect_ring", "listen_ring", "parse_address", "parse_hello"]
+
+RING_GREETING = b"lastgood ring 1\n"
+_PROOF_S = 10.0
+"""An unproved connection may hold up the one that is waited for this long."""
+_RETRY_S = 0.1
+_LOOK_S = 0.2
+_MAX_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who a rank is. All but `rank` and `host` must be the same for the whole ring."""
+
+    job: str
+    """32 hex digits."""
+    epoch: int
+    rank: int
+    ranks: int
+    layout: str
+    """Digest of the declared layout of gradients, 64 hex digits."""
+    host: str
+
+    def content(self) -> dict[str, Any]:
+        """As `Wire.send_message` takes it."""
+        return {"kind": "ring", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection to a neighbour, proved and greeted."""
+
+    wire: Wire
+    socket: socket.socket
+    name: str
+    """Rank, host and address, for messages."""
+
+
+def parse_hello(content: dict[str, Any], other: str) -> Hello:
+    """Check a hello that `other` sent. Raises CorruptCheckpoint for whatever is none."""
+    try:
+        if content.pop("kind") != "ring":
+            raise ValueError("of another kind")
+        hello = Hello(**content)
+        texts = {"job": (hello.job, 32), "layout": (hello.layout, 64)}
+        for what, (text, length) in texts.items():
+            if len(text) != length or set(text) - set("0123456789abcdef"):
+                raise ValueError(f"{what} is not {length} hex digits")
+        numbers = {
+            "epoch": (hello.epoch, 1 << 32),
+            "ranks": (hello.ranks, _MAX_RANKS + 1),
+            "rank": (hello.rank, hello.ranks),
+        }
+        for what, (value, limit) in numbers.items():
+            if type(value) is not int or not 0 <= value < limit:
+                raise ValueError(f"{what} is not below {limit}")
+        if not isinstance(hello.host, str) or len(hello.host) > 255:
+            raise ValueError("host is no name")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{other} sent no hello of a ring: {error}") from error
+    return hello
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[address]:port``. Raises ConfigError for anything else."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"not an address: {text!r} (HOST:PORT)")
+    return host, int(port)
+
+
+def listen_ring(host: str, port: int = 0) -> socket.socket:
+    """A socket that waits for the previous rank; port 0 takes a free one (`getsockname` tells which).
+
+    Raises HostError where this machine cannot listen there.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise HostError(
+            f"this machine cannot listen on {host}:{port}: {error}; free the port or name another"
+        ) from error
+
+
+def connect_ring(
+    own: Hello, listener: socket.socket, next_address: str, token: bytes, timeout_s: float
+) -> tuple[Link, Link]:
+    """Connect to the next rank while waiting for the previous one. Returns (previous, next).
+
+    Raises WaitTimeout where one does not come, and MismatchError where it is of another job, epoch or layout, or does
+    not know the token.
+    """
+    deadline = time.monotonic() + timeout_s
+    parse_address(next_address)
+    given_up = threading.Event()
+    with ThreadPoolExecutor(1, "ring-accept") as pool:
+        accepted = pool.submit(_accept, own, listener, token, deadline, timeout_s, given_up)
+        try:
+            following = _connect(own, next_address, token, deadline, timeout_s)
+        except BaseException:
+            # The accepting thread does not outlast this call, nor does its connection.
+            given_up.set()
+            accepted.add_done_callback(_close_accepted)
+            raise
+        try:
+            return accepted.result(), following
+        except BaseException:
+            following.wire.close()
+            raise
+
+
+def _close_accepted(accepted: Future[Link]) -> None:
+    if accepted.exception() is None:
+        accepted.result().wire.close()
+
+
+def _connect(own: Hello, address: str, token: bytes, deadline: float, timeout_s: float) -> Link:
+    """The next rank may not be there yet, nor a switch's other side: until then connections are refused or closed."""
+    rank = (own.rank + 1) % own.ranks
+    other = f"rank {rank} ({address})"
+    why = "it was not tried"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection(parse_address(address), timeout=left)
+        except OSError as error:
+            why = str(error)
+        else:
+            wire = Wire(connection, other, left)
+            try:
+                prove_trainer(wire, token, RING_GREETING)
+                wire.send_message(**own.content())
+                name = _check_answer(wire.receive_message("the next rank's answer"), rank, address, other)
+                wire.timeout_s = timeout_s
+                return Link(wire, connection, name)
+            except (MismatchError, CorruptCheckpoint):
+                wire.close()
+                raise
+            except CheckpointError as error:
+                wire.close()
+                why = str(error)
+        time.sleep(_RETRY_S)
+    raise WaitTimeout(f"waited {timeout_s:g} s for {other} to take this rank's connection; at last: {why}")
+
+
+def _check_answer(content: dict[str, Any], rank: int, address: str, other: str) -> str:
+    if content.get("kind") == "refused":
+        raise MismatchError(f"{other} refused this rank: {str(content.get('why'))[:500]}")
+    hello = parse_hello(content, other)
+    if hello.rank != rank:
+        raise MismatchError(f"{other} is rank {hello.rank}: the ring's addresses are not in the order of ranks")
+    return f"rank {rank} on {hello.host} ({address})"
+
+
+def _accept(
+    own: Hello, listener: socket.socket, token: bytes, deadline: float, timeout_s: float, given_up: threading.Event
+) -> Link:
+    previous = (own.rank - 1) % own.ranks
+    refused = "nobody connected"
+    while not given_up.is_set() and (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(min(left, _LOOK_S))
+        try:
+            connection, address = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise HostError(f"this rank cannot wait for rank {previous} any more: {error}") from error
+        peer = f"{address[0]}:{address[1]}"
+        wire = Wire(connection, peer, min(left, _PROOF_S))
+        try:
+            prove_peer(wire, token, RING_GREETING)
+            hello = parse_hello(wire.receive_message("the previous rank's hello"), peer)
+            why = _why_not(own, hello, previous)
+            if why is None:
+                wire.send_message(**own.content())
+                wire.timeout_s = timeout_s
+                return Link(wire, connection, f"rank {previous} on {hello.host} ({peer})")
+            refused = f"{peer} was refused: {why}"
+            wire.send_message(kind="refused", why=why)
+        except CheckpointError as error:
+            refused = str(error)
+        wire.close()
+    raise WaitTimeout(f"waited {timeout_s:g} s for rank {previous} to connect to this rank {own.rank}; {refused}")
+
+
+def _why_not(own: Hello, hello: Hello, previous: int) -> str | None:
+    if hello.rank != previous:
+        return f"it is rank {hello.rank}, and rank {own.rank} follows rank {previous}"
+    for field in ("job", "epoch", "ranks", "layout"):
+        theirs, ours = getattr(hello, field), getattr(own, field)
+        if theirs != ours:
+            return f"its {field} is {theirs}, that of rank {own.rank} is {ours}"
+    return None

@@ -1,0 +1,418 @@
+"""The user-space switch: what it relays is unchanged, what it copies is what shadows need, and no shadow stalls it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastgood.errors import ConfigError, HostError, LastgoodError
+from lastgood.gradients.copies import CopySettings
+from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
+from lastgood.gradients.layout import GradientLayout, plan_layout
+from lastgood.gradients.link_parser import LinkParser
+from lastgood.gradients.switch import Switch, SwitchLink, parse_link
+from lastgood.wire.frames import message_frame, proof
+from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
+from lastgood.wire.ring_comm import Divide, Place, RingComm
+from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
+from tests.gradients.receiving_shadow import ReceivingShadow
+from tests.wire.ring_helpers import JOB, TOKEN, together
+
+RANKS, SHADOWS = 3, 2
+ELEMENTS = 30_000
+SETTINGS = CopySettings(TOKEN, timeout_s=10.0)
+
+
+def layout_of(elements: int) -> GradientLayout:
+    """One vector of parameters in three buckets."""
+    third = elements // 3
+    sizes = [third, third, elements - 2 * third]
+    named = [(f"p{number}", (size,), "float32") for number, size in enumerate(sizes)]
+    return plan_layout(named, {}, ranks=RANKS, shadows=SHADOWS, bucket_bytes=4 * third)
+
+
+LAYOUT = layout_of(ELEMENTS)
+
+
+def places_of(layout: GradientLayout) -> list[Place]:
+    places, start = [], 0
+    for one in layout.parameters:
+        places.append(Place(start, one.nbytes, one.bucket, one.offset))
+        start += one.nbytes
+    return places
+
+
+class Bed:
+    """A ring through a switch with shadows behind it."""
+
+    def __init__(self, stack: ExitStack, settings: CopySettings = SETTINGS, epoch: int = 1, **options: object) -> None:
+        self.shadows = [ReceivingShadow(shadow, LAYOUT, TOKEN, JOB, epoch) for shadow in range(SHADOWS)]
+        for shadow in self.shadows:
+            stack.callback(shadow.close)
+            for name, value in options.items():
+                setattr(shadow, name, value)
+        listeners = [listen_ring("127.0.0.1") for _ in range(RANKS)]
+        self.addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        links = [SwitchLink("127.0.0.1:0", self.addresses[(rank + 1) % RANKS]) for rank in range(RANKS)]
+        self.switch = stack.enter_context(Switch(links, [one.address for one in self.shadows], settings))
+        self.comms = self.open(listeners, epoch)
+        for comm in self.comms:
+            stack.callback(comm.close)
+        self.plans = [comm.plan(ELEMENTS, DType.float32, places_of(LAYOUT), Divide.BEFORE) for comm in self.comms]
+
+    def open(self, listeners: list[socket.socket], epoch: int) -> list[RingComm]:
+        def make(rank: int) -> RingComm:
+            return RingComm(
+                rank,
+                RANKS,
+                listener=listeners[rank],
+                next_address=self.switch.addresses[rank],
+                token=TOKEN,
+                job=JOB,
+                epoch=epoch,
+                layout=LAYOUT.digest,
+                timeout_s=20.0,
+                segment_bytes=4096,
+            )
+
+        return together([lambda rank=rank: make(rank) for rank in range(RANKS)])  # type: ignore[misc]
+
+    def step(self, iteration: int) -> bytes:
+        """One iteration; what all ranks hold behind it."""
+        data = [
+            np.random.default_rng([iteration, rank]).standard_normal(ELEMENTS).astype(np.float32)
+            for rank in range(RANKS)
+        ]
+
+        def run(comm: RingComm) -> None:
+            comm.all_reduce(self.plans[comm.rank], data[comm.rank].ctypes.data, iteration)
+            comm.end(iteration)
+
+        together([lambda comm=comm: run(comm) for comm in self.comms])  # type: ignore[misc]
+        assert all(np.array_equal(data[0], other) for other in data[1:])
+        return data[0].tobytes()
+
+    def held(self, iteration: int) -> bytes:
+        """What the shadows hold, in the order of the vector."""
+        return b"".join(
+            self.shadows[one.bucket % SHADOWS].bytes_of(one.bucket, iteration)[one.offset : one.offset + one.nbytes]
+            for one in LAYOUT.parameters
+        )
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def eventually(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_shadows_hold_what_the_ranks_hold(stack: ExitStack) -> None:
+    bed = Bed(stack)
+    for iteration in range(1, 5):
+        whole = bed.step(iteration)
+        assert all(shadow.wait(iteration) for shadow in bed.shadows)
+        assert bed.held(iteration) == whole
+    assert [shadow.refused() for shadow in bed.shadows] == [{}, {}]
+    assert sorted({hello.rank for shadow in bed.shadows for hello in shadow.hellos}) == list(range(RANKS))
+    counts = bed.switch.counters()
+    assert counts["copies"]["sent_bytes"] >= 4 * ELEMENTS * 4
+    assert not counts["copies"].get("dropped_records") and not counts["copies"].get("lost_records")
+    # The ranks send nothing twice: what went through the links is the ring itself.
+    assert counts["relay"]["forward_bytes"] - sum(comm.sent_bytes for comm in bed.comms) < 1000 * RANKS
+
+
+def test_copies_wait_until_a_shadow_takes_them(stack: ExitStack) -> None:
+    bed = Bed(stack, refusing=True)
+    whole = bed.step(1)
+    assert eventually(lambda: bed.switch.counters()["copies"]["queued_bytes"] > ELEMENTS * 4)
+    for shadow in bed.shadows:
+        shadow.refusing = False
+    assert all(shadow.wait(1) for shadow in bed.shadows)
+    assert bed.held(1) == whole
+
+
+def test_a_slow_shadow_never_stalls_the_relay_and_its_loss_is_counted(stack: ExitStack) -> None:
+    bed = Bed(stack, CopySettings(TOKEN, queue_bytes=1 << 16, timeout_s=10.0), refusing=True)
+    for iteration in range(1, 21):
+        bed.step(iteration)  # each has a timeout of its own; nothing here waits for shadows
+    counts = bed.switch.counters()["copies"]
+    assert counts["dropped_records"] > 0
+    assert counts["queued_bytes"] <= RANKS * SHADOWS * ((1 << 16) + (1 << 20))
+    for shadow in bed.shadows:
+        shadow.refusing = False
+    # Ends of iteration were kept, so the shadows can tell that something is missing for good.
+    assert eventually(
+        lambda: (
+            [shadow.look() for shadow in bed.shadows] != []
+            and all((rank, 20) in shadow.ends for shadow in bed.shadows for rank in range(RANKS))
+        )
+    )
+    assert any(shadow.missing(20) for shadow in bed.shadows)
+    # And a later iteration is whole again.
+    for iteration in (21, 22, 23, 24, 25):
+        whole = bed.step(iteration)
+        time.sleep(0.05)
+    assert all(shadow.wait(25) for shadow in bed.shadows)
+    assert bed.held(25) == whole
+
+
+def test_a_shadow_that_dies_and_comes_again_is_connected_anew(stack: ExitStack) -> None:
+    bed = Bed(stack)
+    bed.step(1)
+    assert bed.shadows[1].wait(1)
+    bed.shadows[1].close()
+    bed.step(2)
+    later = ReceivingShadow(1, LAYOUT, TOKEN, JOB, port=int(bed.shadows[1].address.rpartition(":")[2]))
+    stack.callback(later.close)
+    assert eventually(lambda: len(later.hellos) == RANKS)
+    whole = bed.step(3)
+    bed.shadows[1] = later
+    assert all(shadow.wait(3) for shadow in bed.shadows)
+    assert bed.held(3) == whole
+
+
+def test_the_last_copies_arrive_behind_the_ranks_end(stack: ExitStack) -> None:
+    bed = Bed(stack, refusing=True)
+    whole = bed.step(1)
+    for comm in bed.comms:
+        comm.close()
+    for shadow in bed.shadows:
+        shadow.refusing = False
+    assert all(shadow.wait(1) for shadow in bed.shadows)
+    assert bed.held(1) == whole
+    assert eventually(lambda: all(row["queued_bytes"] == 0 for row in bed.switch.counters()["now"]))
+
+
+def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack) -> None:
+    bed = Bed(stack)
+    bed.step(1)
+    assert all(shadow.wait(1) for shadow in bed.shadows)
+    for comm in bed.comms:
+        comm.close()
+    host_ports = [address.rpartition(":") for address in bed.addresses]
+    listeners = [listen_ring(host, int(port)) for host, _, port in host_ports]
+    again = bed.open(listeners, epoch=2)
+    for comm in again:
+        stack.callback(comm.close)
+    assert eventually(lambda: {hello.epoch for shadow in bed.shadows for hello in shadow.hellos} == {1, 2})
+    # What the old one's copies came to is kept.
+    assert eventually(lambda: bed.switch.counters()["copies"]["connections"] == 2 * RANKS * SHADOWS)
+    assert bed.switch.counters()["copies"]["sent_bytes"] >= ELEMENTS * 4
+
+
+# -- the relay ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_ring_is_relayed_unchanged_and_not_copied(stack: ExitStack) -> None:
+    echo = socket.create_server(("127.0.0.1", 0))
+    stack.callback(echo.close)
+    switch = stack.enter_context(
+        Switch([SwitchLink("127.0.0.1:0", f"127.0.0.1:{echo.getsockname()[1]}")], ["127.0.0.1:1"], SETTINGS)
+    )
+    host, _, port = switch.addresses[0].rpartition(":")
+    content = np.random.default_rng(5).integers(0, 256, 3_000_001, dtype=np.uint8).tobytes()
+
+    def serve() -> bytes:
+        connection, _ = echo.accept()
+        with connection:
+            got = bytearray()
+            while data := connection.recv(1 << 16):
+                got += data
+                connection.sendall(data[::-1])
+            return bytes(got)
+
+    def ask() -> int:
+        with socket.create_connection((host, int(port)), 10) as connection:
+            sender = threading.Thread(target=lambda: (connection.sendall(content), connection.shutdown(socket.SHUT_WR)))
+            sender.start()
+            count = 0
+            while data := connection.recv(1 << 16):
+                count += len(data)
+            sender.join(20)
+            return count
+
+    got, count = together([serve, ask])  # type: ignore[list-item]
+    assert got == content and count == len(content)
+    counts = switch.counters()["relay"]
+    assert counts["forward_bytes"] == counts["back_bytes"] == len(content)
+    assert counts["blind_links"] == 1
+
+
+def test_a_next_rank_that_is_not_there_yet_closes_the_connection(stack: ExitStack) -> None:
+    absent = socket.create_server(("127.0.0.1", 0))
+    target = f"127.0.0.1:{absent.getsockname()[1]}"
+    absent.close()
+    switch = stack.enter_context(Switch([SwitchLink("127.0.0.1:0", target)], [], SETTINGS))
+    host, _, port = switch.addresses[0].rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        assert connection.recv(1) == b""
+    assert switch.counters()["relay"]["unreachable_connections"] == 1
+
+
+def test_an_address_in_use_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(HostError, match=address):
+            Switch([SwitchLink("127.0.0.1:0", "x:1"), SwitchLink(address, "x:1")], [], SETTINGS)
+
+
+@pytest.mark.parametrize("text", ["x", "a:1", "a:1=b", "a=b:1", "a:1=b:99999"])
+def test_what_is_no_link_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_link(text)
+
+
+# -- reading along -----------------------------------------------------------------------------------------------------
+
+GREETED = Hello(JOB, 1, 2, 3, "ab" * 32, "host")
+NONCE, ANSWER_NONCE = bytes(range(32)), bytes(range(32, 64))
+
+
+def opening(token: bytes = TOKEN) -> bytes:
+    return RING_GREETING + NONCE + proof(token, b"trainer", NONCE, ANSWER_NONCE) + message_frame(GREETED.content())
+
+
+records = st.lists(
+    st.builds(
+        lambda kind, flags, bucket, length: Record(
+            RecordKind(kind), 1, 1, 2, 9, bucket, DType.float32, 0, 0 if kind == 2 else 4 * length, flags=flags
+        ),
+        st.sampled_from([1, 1, 2]),
+        st.sampled_from([0, FINAL]),
+        st.integers(0, 5),
+        st.integers(0, 40),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(records=records, cuts=st.lists(st.integers(0, 4000), max_size=30))
+def test_records_are_found_however_the_bytes_are_cut(records: list[Record], cuts: list[int]) -> None:
+    pieces = [pack_header(record) + bytes([index]) * record.length for index, record in enumerate(records)]
+    stream = opening() + b"".join(pieces)
+    hellos: list[Hello] = []
+    found: list[tuple[Record, bytes]] = []
+    parser = LinkParser("a test", TOKEN, hellos.append, lambda record, content: found.append((record, content)))
+    parser.feed_back(memoryview(ANSWER_NONCE[:7]))
+    parser.feed_back(memoryview(ANSWER_NONCE[7:] + bytes(32) + b"and more"))
+    borders = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    for begin, end in pairwise(borders):
+        parser.feed(memoryview(stream)[begin:end])
+    assert hellos == [GREETED]
+    wanted = [
+        piece for record, piece in zip(records, pieces, strict=True) if record.kind is RecordKind.END or record.flags
+    ]
+    assert [content for _, content in found] == wanted
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"GET / HTTP/1.1\r\n" + bytes(100),
+        opening(b"another token"),
+        opening()[:80] + bytes(28),
+        opening()[:80] + message_frame({"kind": "ring"}),
+        opening() + bytes(64),
+        opening() + pack_header(Record(RecordKind.GRADIENT, 1, 1, 1, 1))[:-1] + b"\0",
+    ],
+)
+def test_nothing_is_copied_for_those_who_do_not_speak_properly(stream: bytes) -> None:
+    seen: list[object] = []
+    parser = LinkParser("a test", TOKEN, lambda hello: None, lambda record, content: seen.append(record))
+    parser.feed_back(memoryview(ANSWER_NONCE + bytes(32)))
+    with pytest.raises(LastgoodError, match="a test"):
+        parser.feed(memoryview(stream))
+    assert not seen
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_faults_are_those_of_the_seed() -> None:
+    plan = FaultPlan(seed=3, loss=0.2, duplicate=0.2, reorder=0.2, delay=0.2, corrupt=0.2, truncate=0.1)
+    content = [bytes([number]) * 50 for number in range(200)]
+
+    def run(stream: str) -> list[object]:
+        faults = CopyFaults(plan, stream)
+        return [list(faults.befall(one)) for one in content]
+
+    assert run("a") == run("a")
+    assert run("a") != run("b")
+
+
+def test_each_fault_does_what_it_says() -> None:
+    content = [bytes([number]) * 50 for number in range(100)]
+
+    def run(**rates: float) -> list[list[tuple[bytes, float, bool]]]:
+        faults = CopyFaults(FaultPlan(**rates), "a")  # type: ignore[arg-type]
+        return [[(one.content, one.delay_s, one.cut) for one in faults.befall(each)] for each in content]
+
+    assert run() == [[(each, 0.0, False)] for each in content]
+    assert run(loss=1) == [[]] * 100
+    assert run(duplicate=1) == [[(each, 0.0, False)] * 2 for each in content]
+    assert [one for group in run(reorder=1) for one in group][:2] == [
+        (content[1], 0.0, False),
+        (content[0], 0.0, False),
+    ]
+    assert run(delay=1, delay_s=0.5) == [[(each, 0.5, False)] for each in content]
+    for each, group in zip(content, run(corrupt=1), strict=True):
+        ((changed, _, _),) = group
+        differing = int.from_bytes(changed, "big") ^ int.from_bytes(each, "big")
+        assert differing.bit_count() == 1
+    for each, group in zip(content, run(truncate=1), strict=True):
+        ((short, _, cut),) = group
+        assert cut and len(short) < 50 and each.startswith(short)
+
+
+def test_fault_text() -> None:
+    assert parse_faults("loss=0.5,seed=7,delay_s=2") == FaultPlan(seed=7, loss=0.5, delay_s=2.0)
+    for text in ("loss", "loss=2", "lose=0.1", "seed=x"):
+        with pytest.raises(ConfigError):
+            parse_faults(text)
+
+
+@pytest.mark.parametrize("fault", ["loss", "duplicate", "reorder", "delay", "corrupt", "truncate"])
+def test_no_fault_gives_a_shadow_wrong_bytes(stack: ExitStack, fault: str) -> None:
+    plan = parse_faults(f"{fault}=0.05,delay_s=0.01,seed=11")
+    bed = Bed(stack, CopySettings(TOKEN, timeout_s=5.0, faults=plan))
+    harmless = fault in ("duplicate", "delay")
+    whole = b""
+    for iteration in range(1, 4):
+        whole = bed.step(iteration)
+        for shadow in bed.shadows:
+            shadow.wait(iteration, 5.0 if harmless else 0.3)
+    assert bed.switch.counters()["copies"]["faults"] > 0
+    found, at = bed.held(3), 0
+    for one in LAYOUT.parameters:
+        # A bucket is as it should be, or known to lack something.
+        missing = bed.shadows[one.bucket % SHADOWS]._receiver.missing(3).get(one.bucket)
+        same = found[at : at + one.nbytes] == whole[at : at + one.nbytes]
+        assert same or missing, f"{one.name} differs, and nobody knows"
+        at += one.nbytes
+    if fault == "duplicate":
+        assert sum(shadow.refused().get("duplicate", 0) for shadow in bed.shadows) > 0
+        assert found == whole
+    if fault == "corrupt":
+        assert any(shadow.refused() for shadow in bed.shadows)

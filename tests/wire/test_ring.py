@@ -1,0 +1,205 @@
+"""The ring's layout, against a step-by-step run of a ring whose chunks are the sets of ranks that they sum over."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastgood.errors import ConfigError
+from lastgood.wire.nccl import KNOWN_VERSIONS, nccl_layout
+from lastgood.wire.ring import Cover, RingLayout, is_final, is_marked, one_channel, sent_chunk, step_count
+
+
+def counts_of(layout: RingLayout) -> list[int]:
+    return [chunk.elements for chunk in layout.chunks()]
+
+
+# -- the steps -------------------------------------------------------------------------------------------------------
+
+
+def run_ring(ranks: int) -> list[list[tuple[int, frozenset[int]]]]:
+    """For each step, what each rank sends: chunk index and the ranks whose sum it is.
+
+    Written from what a ring does, not from the formula: a rank begins with its predecessor's chunk, then passes on
+    whatever it received last, after adding its own part to it while it lacks that.
+    """
+    held = {(rank, chunk): frozenset({rank}) for rank in range(ranks) for chunk in range(ranks)}
+    passing = {rank: (rank - 1) % ranks for rank in range(ranks)}
+    steps = []
+    for _ in range(2 * ranks - 2):
+        sent = [(passing[rank], held[rank, passing[rank]]) for rank in range(ranks)]
+        steps.append(sent)
+        for rank in range(ranks):
+            chunk, summed = sent[(rank - 1) % ranks]
+            held[rank, chunk] = summed if rank in summed else summed | {rank}
+            passing[rank] = chunk
+    assert all(summed == frozenset(range(ranks)) for summed in held.values())
+    return steps
+
+
+@pytest.mark.parametrize("ranks", range(2, 18))
+def test_steps_are_those_of_a_ring_that_was_run(ranks: int) -> None:
+    steps = run_ring(ranks)
+    assert len(steps) == step_count(ranks)
+    for step, sent in enumerate(steps):
+        for rank, (chunk, summed) in enumerate(sent):
+            assert sent_chunk(ranks, rank, step) == chunk
+            assert is_final(ranks, step) == (len(summed) == ranks)
+
+
+@pytest.mark.parametrize("ranks", range(2, 18))
+@pytest.mark.parametrize("cover", Cover)
+def test_a_cover_marks_each_chunk_once_and_only_whole_sums(ranks: int, cover: Cover) -> None:
+    marked = [
+        (rank, chunk)
+        for step, sent in enumerate(run_ring(ranks))
+        for rank, (chunk, summed) in enumerate(sent)
+        if is_marked(cover, ranks, rank, step) and len(summed) == ranks
+    ]
+    everything = [
+        (rank, step)
+        for rank in range(ranks)
+        for step in range(step_count(ranks))
+        if is_marked(cover, ranks, rank, step)
+    ]
+    assert len(everything) == len(marked) == ranks
+    assert sorted(chunk for _, chunk in marked) == list(range(ranks))
+    by_rank = [sum(1 for rank, _ in marked if rank == one) for one in range(ranks)]
+    assert by_rank == ([1] * ranks if cover is Cover.BALANCED else [1, *[0] * (ranks - 2), ranks - 1])
+
+
+# -- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elements", "element_bytes", "counts"),
+    [
+        (1024, 4, [256, 256, 256, 256]),
+        (1023, 4, [256, 256, 256, 255]),
+        (1001, 4, [252, 252, 252, 245]),
+        (10, 4, [4, 4, 2, 0]),
+        (1000, 2, [256, 256, 256, 232]),
+        (3, 4, [3, 0, 0, 0]),
+        (1, 8, [1, 0, 0, 0]),
+        (0, 4, []),
+        (4 * 524288, 4, [524288] * 4),
+        (4 * 524288 + 5, 4, [524288] * 4 + [4, 1, 0, 0]),
+        (4 * 524288 - 1, 4, [524288] * 3 + [524287]),
+    ],
+)
+def test_worked_examples_of_nccl_with_four_ranks(elements: int, element_bytes: int, counts: list[int]) -> None:
+    assert counts_of(one_channel(elements, element_bytes, 4)) == counts
+    assert counts_of(nccl_layout(elements, element_bytes, 4)) == counts
+
+
+def test_worked_example_of_the_artefact_cover() -> None:
+    layout = one_channel(1024, 4, 4)
+    rows = [
+        (send.rank, send.step, send.chunk.index, send.chunk.start, send.chunk.elements)
+        for send in layout.marked(Cover.ARTEFACT)
+    ]
+    assert sorted(rows) == [(0, 3, 0, 0, 256), (3, 3, 3, 768, 256), (3, 4, 2, 512, 256), (3, 5, 1, 256, 256)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    elements=st.one_of(st.integers(0, 40), st.integers(0, 20_000), st.integers(0, 3_000_000)),
+    element_bytes=st.sampled_from([1, 2, 4, 8]),
+    ranks=st.integers(2, 9),
+    channels=st.integers(1, 24),
+    version=st.sampled_from(KNOWN_VERSIONS),
+    protocol=st.sampled_from(["simple", "ll"]),
+    cover=st.sampled_from(Cover),
+)
+def test_every_layout_covers_every_element_once(
+    elements: int, element_bytes: int, ranks: int, channels: int, version: str, protocol: str, cover: Cover
+) -> None:
+    if version == "2.22":
+        protocol = "simple"
+    layout = nccl_layout(
+        elements, element_bytes, ranks, channels=channels, version=version, protocol=protocol, buffer_bytes=1 << 16
+    )
+    chunks = list(layout.chunks())
+    assert len(chunks) % ranks == 0
+    assert len({chunk.channel for chunk in chunks}) <= channels
+    position = 0
+    for chunk in chunks:
+        assert chunk.start == position
+        position += chunk.elements
+    assert position == elements
+    assert max((chunk.elements * element_bytes for chunk in chunks), default=0) <= 1 << 15
+    marked = sorted(layout.marked(cover), key=lambda send: send.chunk.start)
+    assert [send.chunk for send in marked] == [chunk for chunk in chunks if chunk.elements]
+    every = [send for rank in range(ranks) for send in layout.sends(rank, cover)]
+    assert len(every) == len(chunks) * step_count(ranks)
+    again = sorted((send for send in every if send.marked and send.chunk.elements), key=lambda send: send.chunk.start)
+    assert again == marked
+
+
+# -- several channels ------------------------------------------------------------------------------------------------
+
+
+def part_counts(*arguments: int, **options: object) -> list[int]:
+    return [part.elements for part in nccl_layout(*arguments, **options).parts]  # type: ignore[arg-type]
+
+
+def test_cells_of_16_bytes_go_to_channels_evenly() -> None:
+    # 1000 fp32 are 250 cells; each of 4 channels may carry 8000 // 4 = 2000 bytes of traffic: 62 cells of 32, rounded
+    # down for the first one and up for the others.
+    assert part_counts(1000, 4, 4, channels=4, version="2.22.3") == [62 * 4, 63 * 4, 63 * 4, 62 * 4]
+    # A channel carries at least 512 bytes of traffic, so 256 bytes of the buffer.
+    assert part_counts(100, 4, 4, channels=16, version="2.22.3") == [64, 36]
+
+
+def test_cells_of_16_kib_go_to_channels_evenly() -> None:
+    # 400,000 bytes are 25 cells (the last one is not full): 7 each for the first three channels, 4 for the last one.
+    cell = 16384 // 4
+    assert part_counts(100_000, 4, 4, channels=4, version="2.30") == [7 * cell, 7 * cell, 7 * cell, 100_000 - 21 * cell]
+    assert part_counts(100, 4, 4, channels=16, version="2.28.3") == [100]
+    assert part_counts(2 * cell, 4, 4, channels=16, version="2.28.3") == [cell, cell]
+
+
+def test_ll_has_cells_of_4_kib_and_chunks_of_32_kib() -> None:
+    cell = 4096 // 4
+    assert part_counts(3 * cell + 1, 4, 4, channels=16, version="2.30", protocol="ll") == [cell, cell, cell, 1]
+    assert counts_of(nccl_layout(4 * 8192, 4, 4, protocol="ll")) == [8192] * 4
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="depends on its version"):
+        nccl_layout(100, 4, 4, channels=2)
+    with pytest.raises(ConfigError, match=r"NCCL 2\.25\.1 shares .* not known"):
+        nccl_layout(100, 4, 4, channels=2, version="2.25.1")
+    with pytest.raises(ConfigError, match=r"2\.9"):
+        nccl_layout(100, 4, 4, version="2.9")
+    with pytest.raises(ConfigError, match="protocol ll"):
+        nccl_layout(100, 4, 4, channels=2, version="2.22", protocol="ll")
+    with pytest.raises(ConfigError, match="ll128"):
+        nccl_layout(100, 4, 4, protocol="ll128")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((-1, 4, 4), "elements, not -1"),
+        ((1 << 51, 4, 4), "elements"),
+        ((10, 3, 4), "bytes, not 3"),
+        ((10, 4, 1), "2 to"),
+        ((10, 4, 1 << 17), "ranks"),
+    ],
+)
+def test_sizes_that_no_ring_has_are_refused(arguments: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        one_channel(*arguments)
+    with pytest.raises(ConfigError, match=words):
+        nccl_layout(*arguments)
+
+
+def test_odd_chunks_and_channels_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        one_channel(10, 4, 4, 100)
+    with pytest.raises(ConfigError, match="channels, not 0"):
+        nccl_layout(10, 4, 4, channels=0)
+    with pytest.raises(ConfigError, match="BUFFSIZE"):
+        nccl_layout(10, 4, 4, buffer_bytes=100)
