@@ -20,7 +20,7 @@ from lastgood.experiments.rank_part import Part
 from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.timeline import Timeline
-from lastgood.state import flatten, seed_everything, state_digest
+from lastgood.state import flatten, seed_everything
 from lastgood.training.loop import Segment, TrainingLoop, configure_compute
 from lastgood.workloads.base import Workload
 from lastgood.workloads.registry import build_workload, workload_options_class
@@ -91,6 +91,9 @@ class _Alone:
         """The system of the spec."""
         return make_checkpointer(self._spec, checkpoints)
 
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """Its own newest."""
+
     def check(self, state: dict[str, Any]) -> None:
         """Any state will do."""
 
@@ -110,6 +113,8 @@ def train_and_measure(
     part = part or _Alone(spec)
     report("building the workload")
     workload = build_planned(spec, data_dir)
+    # Before it is spread over ranks: of a shard or a stage a rank has no more than its own.
+    parameters = sum(parameter.numel() for parameter in workload.model.parameters())
     part.parallelise(workload)
     checkpointer = part.checkpointer(checkpoints)
     loop = TrainingLoop(workload, checkpointer, 0, spec.device)
@@ -144,7 +149,7 @@ def train_and_measure(
         flat = flatten(loop.state, spread=True)
         measurement = Measurement(
             workload=WorkloadFacts(
-                parameters=sum(parameter.numel() for parameter in workload.model.parameters()),
+                parameters=parameters,
                 state_bytes=flat.layout.payload_bytes,
                 state_tensors=flat.layout.tensor_count(),
                 data_name=workload.data_facts["name"],
@@ -202,9 +207,9 @@ def prove_restore(
     part.meet()
     report("restoring")
     started = time.perf_counter()
-    step = loop.restore()
+    step = loop.restore(part.common_step(checkpointer))
     restore_s = time.perf_counter() - started
-    digest = state_digest(loop.state)
+    digest = loop.digest()
     report("training on from the restored state")
     workload.model.train()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
@@ -224,7 +229,7 @@ def _live_proof(loop: TrainingLoop) -> LiveProof:
     loop.train(1)
     loop.save()
     loop.train(1)
-    digest, step = state_digest(loop.state), loop.progress.step
+    digest, step = loop.digest(), loop.progress.step
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
     drain_checked(loop.checkpointer)
@@ -251,8 +256,10 @@ def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
 
 def scramble(workload: Workload) -> None:
     """Make every parameter and generator wrong, so that what a restore leaves out shows."""
+    updated = (parameter for group in workload.optimizer.param_groups for parameter in group["params"])
+    wrong = {id(parameter): parameter for parameter in (*workload.model.parameters(), *updated)}
     with torch.no_grad():
-        for parameter in workload.model.parameters():
+        for parameter in wrong.values():
             parameter.add_(1)
     seed_everything(20_000_001)
     for _ in range(3):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
+from lastgood.checkpointers.agreement import rank_directory
 from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.gemini import Gemini
 from lastgood.checkpointers.none import NoCheckpointing
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import LastgoodError
+from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.ranks import writers_of
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.spec import Parallel, RunSpec
 from lastgood.state import state_digest
 from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
 from lastgood.workloads.base import Workload
@@ -34,11 +37,66 @@ class Part(Protocol):
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
         """The system, as this process uses it."""
 
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """The step to restore; None: the checkpointer's newest."""
+
     def check(self, state: dict[str, Any]) -> None:
         """Refuse a state that the system would not give back. Called once, outside the measurement."""
 
     def meet(self) -> None:
         """Wait for the other processes."""
+
+
+def _data_parallel(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+    del spec
+    wrapper = wrap_data_parallel(workload)
+
+    def mark(traffic: Any) -> None:
+        from lastgood.checkpointers.gemini_memory.ddp import marked_all_reduce
+
+        wrapper.register_comm_hook(traffic, marked_all_reduce)
+
+    return mark
+
+
+def _sharded(workload: Workload, spec: RunSpec) -> None:
+    shard(workload, spec.device)
+
+
+def _zero(stage: int) -> _Way:
+    def way(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+        from lastgood.integrations.deepspeed_traffic import mark_communication
+        from lastgood.training.deepspeed_engine import partition
+
+        partition(workload, stage, _batch_size(spec), spec.device)
+        return mark_communication
+
+    return way
+
+
+def _pipeline(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+    from lastgood.integrations.deepspeed_traffic import mark_communication
+    from lastgood.training.deepspeed_engine import cut_into_stages
+
+    cut_into_stages(workload, spec.ranks, _batch_size(spec), spec.device)
+    return mark_communication
+
+
+def _batch_size(spec: RunSpec) -> int:
+    """Of one rank, or of one micro-batch."""
+    return int(str(spec.workload_options["batch_size"]))
+
+
+_Way = Callable[[Workload, RunSpec], Callable[[Any], None] | None]
+_WAYS: Final[Mapping[Parallel, _Way]] = {
+    "ddp": _data_parallel,
+    "fsdp2": _sharded,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "pipeline": _pipeline,
+}
+"""Each spreads a workload that was just built over all ranks, and returns what marks its communication for Gemini."""
 
 
 class JoinedPart:
@@ -47,8 +105,9 @@ class JoinedPart:
     def __init__(self, spec: RunSpec, *, restoring: bool) -> None:
         self._spec = spec
         self._restoring = restoring
-        self._writers = writers_of(spec.system)
-        self._wrapper: Any = None
+        self._writers = writers_of(spec.system, spec.parallel)
+        self._mark: Callable[[Any], None] | None = None
+        """Makes training's communication known to what Gemini calls traffic."""
         self.rank = dist.get_rank()
 
     @classmethod
@@ -64,15 +123,13 @@ class JoinedPart:
         return cls(spec, restoring=restoring)
 
     def parallelise(self, workload: Workload) -> None:
-        """DDP or FSDP2, and this rank's part of the stream.
+        """The way of the spec, and this rank's part of the stream, which a pipeline's ranks all have whole.
 
         All ranks seed their generators alike: a state that rank 0 writes for all is that of all.
         """
-        workload.data = RankStream(workload.data, self.rank, self._spec.ranks)
-        if self._spec.parallel == "fsdp2":
-            shard(workload, self._spec.device)
-        else:
-            self._wrapper = wrap_data_parallel(workload)
+        if self._spec.parallel != "pipeline":
+            workload.data = RankStream(workload.data, self.rank, self._spec.ranks)
+        self._mark = _WAYS[self._spec.parallel](workload, self._spec)
 
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
         """Where rank 0 writes for all, the others have none: they wait for it in the next exchange of gradients."""
@@ -83,18 +140,29 @@ class JoinedPart:
         own: dict[str, Any] = {}
         if self._writers == "each":
             own = {"rank": self.rank, "world_size": spec.ranks}
+        elif self._writers == "apart":
+            checkpoints = rank_directory(checkpoints, self.rank)
         elif self._writers == "peers":
             own = {"machine": self.rank, "machines": spec.ranks}
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
         found.events_kept = None
-        if self._writers == "peers":
-            self._mark_traffic(found)
+        if isinstance(found, Gemini) and self._mark is not None:
+            self._mark(found.traffic)
         return found
 
-    def _mark_traffic(self, gemini: Any) -> None:
-        from lastgood.checkpointers.gemini_memory.ddp import marked_all_reduce
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """Where ranks write apart, the newest step that every rank has; None: the system finds it out.
 
-        self._wrapper.register_comm_hook(gemini.traffic, marked_all_reduce)
+        Raises NoCheckpoint where a rank has none.
+        """
+        if self._writers != "apart":
+            return None
+        newest: list[Any] = [None] * self._spec.ranks
+        dist.all_gather_object(newest, checkpointer.latest())
+        lacking = [rank for rank, step in enumerate(newest) if step is None]
+        if lacking:
+            raise NoCheckpoint(f"{self._spec.title()}: ranks {lacking} have no checkpoint, ranks' newest: {newest}")
+        return int(min(newest))
 
     def check(self, state: dict[str, Any]) -> None:
         """Where rank 0 writes for all, its state must be all ranks'. Raises LastgoodError, naming another one."""

@@ -31,7 +31,7 @@ from lastgood.experiments.rank_results import (
     merge_resources,
     merge_workloads,
 )
-from lastgood.experiments.ranks import why_not_over_ranks, writers_of
+from lastgood.experiments.ranks import why_no_deepspeed, why_not_over_ranks, writers_of
 from lastgood.experiments.record import RunRecord
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.turn import take_turn
@@ -53,7 +53,9 @@ def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, 
     `data_dir` and `scratch` are folders of the same names on every host. Raises LastgoodError: of a rank that failed,
     with its host and its last lines.
     """
-    problem = why_not_over_ranks(spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes)
+    problem = why_no_deepspeed(spec.parallel) or why_not_over_ranks(
+        spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes
+    )
     if problem is not None:
         raise ConfigError(f"{spec.title()}: {problem}")
     scratch = scratch.absolute()
@@ -72,7 +74,7 @@ class _Run:
         self.folder = folder
         self.place = place
         self.report = report
-        self.writers = writers_of(spec.system)
+        self.writers = writers_of(spec.system, spec.parallel)
 
     def record(self, started_at: str, began: float) -> RunRecord:
         """Both launches, and what they make together."""

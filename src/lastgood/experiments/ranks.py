@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Final, Literal
 
 from lastgood.experiments.spec import Parallel
 
-__all__ = ["MODELS_OF", "Writers", "why_not_over_ranks", "writers_of"]
+__all__ = ["MODELS_OF", "PARTED", "Writers", "why_no_deepspeed", "why_not_over_ranks", "writers_of"]
 
-Writers = Literal["nobody", "first", "each", "peers"]
-"""Whose state reaches storage: rank 0's for all (the others wait for it), each rank's own, or each to another node."""
+Writers = Literal["nobody", "first", "each", "apart", "peers"]
+"""Whose state reaches storage: rank 0's for all (the others wait for it), each rank's own, which all agree on, each
+rank's own without an agreement, or each to another node."""
 
 _WRITERS: Final[Mapping[str, Writers]] = {
     "none": "nobody",
@@ -19,15 +21,31 @@ _WRITERS: Final[Mapping[str, Writers]] = {
     "pccheck": "each",
     "gemini": "peers",
 }
-MODELS_OF: Final[Mapping[Parallel, tuple[str, ...] | None]] = {"none": None, "ddp": None, "fsdp2": ("opt", "bloom")}
+PARTED: Final[tuple[Parallel, ...]] = ("zero1", "zero2", "zero3", "pipeline")
+"""DeepSpeed's ways: what a rank keeps is a part of its own, in plain tensors."""
+_CAUSAL: Final = ("opt", "bloom")
+MODELS_OF: Final[Mapping[Parallel, tuple[str, ...] | None]] = {
+    "none": None,
+    "ddp": None,
+    "fsdp2": _CAUSAL,
+    **dict.fromkeys(PARTED, _CAUSAL),
+}
 """Models that can be trained in a way; None: all."""
 _ONE_STATE: Final = ("transformer_xl", "resnet50")
 """Models with a state of each rank's own: a memory of hidden states, statistics of BatchNorm."""
 
 
-def writers_of(system: str) -> Writers:
+def writers_of(system: str, parallel: Parallel) -> Writers:
     """Who writes. Raises KeyError for a system that does not run over several ranks."""
-    return _WRITERS[system]
+    writers = _WRITERS[system]
+    return "apart" if writers == "first" and parallel in PARTED else writers
+
+
+def why_no_deepspeed(parallel: Parallel) -> str | None:
+    """Why nothing can be trained in this way here, with what to do; None if it can. Imports nothing."""
+    if parallel in PARTED and importlib.util.find_spec("deepspeed") is None:
+        return f"{parallel} needs DeepSpeed, which is not installed; pip install 'lastgood[deepspeed]'"
+    return None
 
 
 def why_not_over_ranks(model: str, system: str, parallel: Parallel, ranks: int, nodes: int) -> str | None:
@@ -37,9 +55,9 @@ def why_not_over_ranks(model: str, system: str, parallel: Parallel, ranks: int, 
     models = MODELS_OF[parallel]
     if models is not None and model not in models:
         return f"{parallel} is for {' and '.join(models)}, not for {model}; ddp is for all models"
-    writers = _WRITERS[system]
-    if writers in ("first", "peers") and parallel != "ddp":
-        return f"{system} keeps a whole state, which no rank has under {parallel}; it goes with ddp"
+    writers = writers_of(system, parallel)
+    if writers in ("first", "peers") and parallel == "fsdp2":
+        return f"{system} keeps plain tensors, which no rank has under fsdp2; it goes with ddp and DeepSpeed's ways"
     if writers == "first" and model in _ONE_STATE:
         return (
             f"{system} writes rank 0's state, and every rank of {model} has a part of its own; pccheck writes them all"

@@ -14,8 +14,9 @@ __all__ = ["SPEC_VERSION", "Parallel", "RunSpec", "Scale"]
 
 SPEC_VERSION: Literal[1] = 1
 Scale = Literal["laptop", "gpu", "paper"]
-Parallel = Literal["none", "ddp", "fsdp2"]
-"""How several ranks train one model: data-parallel copies, or each rank a shard of every parameter."""
+Parallel = Literal["none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"]
+"""How several ranks train one model: data-parallel copies, each rank a shard of every parameter, DeepSpeed's ZeRO with
+optimizer states, gradients too, or parameters too partitioned, or DeepSpeed's pipeline with a stage on each rank."""
 Scalar = str | int | float | bool | None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.attachment import Progress
 from lastgood.checkpointers.base import Checkpointer
-from lastgood.state import RngState
+from lastgood.state import RngState, state_digest
 from lastgood.training.clock import StepClock
 from lastgood.workloads.base import Batch, Workload
 
@@ -110,17 +110,15 @@ class TrainingLoop:
         """Save now, whatever the interval says."""
         self.checkpointer.save(self.progress.step)
 
+    def digest(self) -> str:
+        """Of the live state, and of what the workload makes from it."""
+        derived = self.workload.derived
+        return state_digest(self.state if derived is None else {**self.state, "derived": derived()})
+
     def _step(self, segment: Segment) -> torch.Tensor:
-        clock, workload = segment.clock, self.workload
+        clock = segment.clock
         clock.step_started()
-        batch = self._to_device(next(workload.data))
-        loss = workload.loss(batch)
-        loss.backward()
-        clock.update_reached()
-        workload.optimizer.step()
-        if workload.scheduler is not None:
-            workload.scheduler.step()
-        workload.optimizer.zero_grad(set_to_none=True)
+        loss = (self.workload.step or self._plain_step)(self._next_batch, clock.update_reached)
         self.progress.step += 1
         if self.interval_steps and (self.progress.step - self.first_step) % self.interval_steps == 0:
             before = time.perf_counter()
@@ -129,9 +127,22 @@ class TrainingLoop:
             if self.drain_each:
                 self.checkpointer.drain()
         clock.step_ended()
+        return loss
+
+    def _plain_step(self, next_batch: Callable[[], Batch], update_reached: Callable[[], None]) -> torch.Tensor:
+        """The step of a workload that brings none of its own; see `Stepper`."""
+        workload = self.workload
+        loss = workload.loss(next_batch())
+        loss.backward()
+        update_reached()
+        workload.optimizer.step()
+        if workload.scheduler is not None:
+            workload.scheduler.step()
+        workload.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def _next_batch(self) -> Batch:
+        batch = next(self.workload.data)
         if self.device == "cpu":
             return batch
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

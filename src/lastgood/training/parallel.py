@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["RankStream", "shard", "wrap_data_parallel"]
+__all__ = ["RankStream", "loss_module", "shard", "wrap_data_parallel"]
 
 
 class RankStream(BatchStream):
@@ -46,13 +46,15 @@ def wrap_data_parallel(workload: Workload) -> DistributedDataParallel:
 
     # A blob's ballast never gets a gradient, which DDP must be told to look for.
     wrapper = DistributedDataParallel(
-        _loss_module(workload.model, workload.loss), find_unused_parameters=workload.name == "blob"
+        loss_module(workload.model, workload.loss), find_unused_parameters=workload.name == "blob"
     )
     workload.loss = wrapper
     return wrapper
 
 
-def _loss_module(model: torch.nn.Module, loss: Callable[[Batch], torch.Tensor]) -> torch.nn.Module:
+def loss_module(model: torch.nn.Module, loss: Callable[[Batch], torch.Tensor]) -> torch.nn.Module:
+    """A module that goes from a batch to its loss, and holds `model`, which `loss` calls."""
+
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Batch", "BatchStream", "Workload", "WorkloadOptions"]
+__all__ = ["Batch", "BatchStream", "Stepper", "Workload", "WorkloadOptions"]
 
 Batch = dict[str, "torch.Tensor"]
 
@@ -73,12 +73,24 @@ class BatchStream(ABC):
         self.consumed = int(state["consumed"])
 
 
+class Stepper(Protocol):
+    """One whole training step: forward, backward, the optimizer's update, its schedule, gradients cleared."""
+
+    def __call__(self, next_batch: Callable[[], Batch], update_reached: Callable[[], None]) -> torch.Tensor:
+        """Take it, and return the scalar loss, detached.
+
+        `next_batch` gives the next batch of `Workload.data`, on the device. `update_reached` is called once, with all
+        gradients there and no weight changed yet.
+        """
+
+
 @dataclass
 class Workload:
     """One training job, ready to step.
 
     `loss` runs the forward pass on a batch that is already on the device and returns the scalar loss.
     `extra` holds further parts of the state (objects with state_dict/load_state_dict), such as a recurrent memory.
+    An engine that trains in the model's place brings a `step` of its own, which does not ask for `loss`.
     """
 
     name: str
@@ -90,10 +102,18 @@ class Workload:
     """What the data is: keys `name`, `source` and `sha256`, for the run record."""
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    step: Stepper | None = None
+    """None: `loss`, its backward pass, and the optimizer's own step."""
+    weights: torch.nn.Module | None = None
+    """What the optimizer updates, where that is not the model's own memory (a shard of it); loading it makes the
+    model's weights anew."""
+    derived: Callable[[], dict[str, torch.Tensor]] | None = None
+    """The model's tensors that are made from `weights`: in no checkpoint, but a restore must bring them back too."""
 
     def state(self) -> dict[str, Any]:
         """All that this training needs to go on, but for the random number generators (the loop adds those)."""
-        state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+        weights = self.model if self.weights is None else self.weights
+        state: dict[str, Any] = {"model": weights, "optimizer": self.optimizer, "data": self.data}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler
         state.update(self.extra)
