@@ -11,14 +11,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ranks import Writers
-from lastgood.experiments.record import Clocks, Counts, Proof, RankFacts, RanksRun, Resources, WorkloadFacts
+from lastgood.experiments.record import (
+    Clocks,
+    Counts,
+    Proof,
+    RankFacts,
+    RanksRun,
+    Resources,
+    ShadowFacts,
+    WorkloadFacts,
+)
 
 __all__ = [
     "LiveRank",
+    "LivedRank",
     "MeasuredRank",
     "RestoredRank",
     "merge_clocks",
@@ -62,13 +72,28 @@ class MeasuredRank(_Result):
     counts: Counts
     storage: dict[str, object]
     notes: list[str]
+    shadows: list[ShadowFacts] = Field(default_factory=list)
+    """Rank 0's view of them; the others have none."""
     live: LiveRank | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
         """Of one checkpoint; on a disk, without what alignment adds to it."""
         written = self.counts.durable + self.counts.superseded
         each = round(self.resources.bytes_written / written) if written else 0
-        return each if writers == "peers" else min(self.workload.state_bytes, each)
+        return each if writers in ("peers", "shadows") else min(self.workload.state_bytes, each)
+
+
+class LivedRank(_Result):
+    """What a rank hands back behind a kill, once it has restored and taken a few steps."""
+
+    reached_step: int
+    """The last step that this rank had finished before the kill."""
+    restored_step: int
+    restore_s: float
+    losses_checked: int
+    losses_equal: bool
+    live: LiveRank | None
+    """Of the last life, where the run also proves a restore."""
 
 
 class RestoredRank(_Result):
@@ -197,7 +222,7 @@ def merge_ranks(
         )
         for number, one in enumerate(measured)
     ]
-    on_links = writers == "peers"
+    on_links = writers in ("peers", "shadows")
     return RanksRun(
         launcher=launcher,
         hosts=list(hosts),
