@@ -8,6 +8,7 @@ and what they returned, None where they did not get that far.
 from __future__ import annotations
 
 import argparse
+import copy
 import enum
 import hashlib
 import json
@@ -27,8 +28,12 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.integrations.deepspeed import export_torch, use_lastgood
+from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
+from lastgood.integrations.deepspeed_traffic import mark_communication
 from lastgood.processes import die_with_parent
+from lastgood.state import apply_tree, flatten, state_digest, unflatten
 from lastgood.storage.write import SlotWrite
 
 # Its shared-memory transport would be compiled for a minute; gloo does without.
@@ -310,8 +315,64 @@ def refuse(rank, asked):
     yield said
 
 
+def live_again(rank, asked):
+    """Train on from a copy of the live state, twice; and what of Gemini's marks is there after a step."""
+    training = Training(**asked)
+    engine = training.engine
+    live = LiveZero(engine)
+
+    def train(steps):
+        losses = training.train(steps)
+        live.settle()
+        return losses
+
+    train(3)
+    state = {"model": live.weights, "optimizer": live.optimizer, "engine": EngineCounters(engine)}
+    state["scheduler"] = engine.lr_scheduler
+
+    def digest():
+        return state_digest({**state, "derived": live.model_tensors()})
+
+    flat = flatten(state)
+    updated = sum(block.numel() for block in flat.deferred)
+    kept = unflatten(flat.layout, [block.clone() for block in flat.blocks], "a copy")
+    before, losses = digest(), train(3)
+    other = digest()
+    # Loading keeps the tensors of an optimizer's state, so the second time they have been trained on.
+    apply_tree(state, copy.deepcopy(kept), "a copy")
+    after, again = digest(), train(3)
+    traffic = Traffic(100)
+    mark_communication(traffic)
+    for _ in range(3):
+        train(1)
+        traffic.update()
+    facts = traffic.facts()["communication_s"]
+    found = {"before": before, "other": other, "after": after, "losses": losses, "again": again, "updated": updated}
+    buffers = [name for name in live.weights.state_dict() if name.startswith("buffer")]
+    yield {**found, "buffers": buffers, "busy": traffic.is_busy, "traffic": facts}
+
+
+def refuse_live(rank, asked):
+    """What `LiveZero` says of engines that it cannot serve."""
+    from lastgood.errors import ConfigError
+
+    said = []
+    for kind in ({"stage": 0}, {"stage": 2, "precision": "fp16"}):
+        try:
+            LiveZero(Training(**kind).engine)
+        except ConfigError as error:
+            said.append(str(error))
+    training = Training(stage=3)
+    del training.engine.optimizer.persistent_parameters
+    try:
+        LiveZero(training.engine)
+    except ConfigError as error:
+        said.append(str(error))
+    yield said
+
+
 WORKS = {one.__name__: one for one in (save_twice, load_both, compare_files, die_in_save, load_newest, fail_in_save)}
-WORKS |= {one.__name__: one for one in (in_background, refuse)}
+WORKS |= {one.__name__: one for one in (in_background, refuse, live_again, refuse_live)}
 
 
 def one_rank(rank, asked, answer):

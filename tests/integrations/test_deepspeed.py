@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.errors import ConfigError
+from lastgood.integrations.deepspeed_traffic import mark_communication
 from lastgood.storage import format as fmt
 from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
 
@@ -184,3 +187,38 @@ def test_engines_that_cannot_be_served_are_refused(ranks):
     assert "CheckpointEngine.save takes ['self', 'state_dict', 'path', 'extra']" in said[3]
     assert "is installed, and this Lastgood knows" in said[3]
     assert said[4:] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param({"stage": 1}, id="zero1", marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, id="zero2"),
+        pytest.param({"stage": 2, "precision": "bf16"}, id="zero2-bf16", marks=pytest.mark.slow),
+        pytest.param({"stage": 3}, id="zero3"),
+        pytest.param({"stage": 3, "precision": "bf16"}, id="zero3-bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_ranks_live_partitions_are_its_state(ranks, kind):
+    found = ranks.run("live_again", **kind)
+    assert len({one["before"] for one in found}) == 2  # parts, not copies
+    for one in found:
+        assert one["after"] == one["before"] != one["other"]
+        assert one["again"] == one["losses"]
+        assert one["buffers"] == ["buffer 1/seen"]
+        # Partitions and two moments, each half of 740 parameters and some padding, may be copied until the next update.
+        assert 3 * 4 * 370 <= one["updated"] <= 3 * 4 * 400
+        assert not one["busy"] and one["traffic"]["iterations_without"] == 2
+        assert one["traffic"]["without_checkpoint_traffic"] > 0
+
+
+def test_live_states_that_are_not_known_are_refused(ranks):
+    (said,) = ranks.run("refuse_live", world=1)
+    assert "of ZeRO stage 0 has no partitions" in said[0]
+    assert "a dynamic loss scale (fp16) is no part of this live state" in said[1]
+    assert "of ZeRO stage 3 has no persistent_parameters" in said[2]
+
+
+def test_communication_is_marked_only_where_deepspeed_is_initialised():
+    with pytest.raises(ConfigError, match=r"backend NoneType has no all_gather, .*after deepspeed.initialize"):
+        mark_communication(Traffic(1))

@@ -13,7 +13,7 @@ try:
     from lastgood.experiments.figures import figure_kind, figure_names
     from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow, skipped_systems
+    from lastgood.experiments.plan import SIMPLE, left_out, plan_figure, plan_workflow
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -45,8 +45,9 @@ def read_configuration():
 
 CONFIG = read_configuration()
 PLAN = plan_workflow(CONFIG)
+LEFT_OUT = left_out(CONFIG)
 if workflow.is_main_process:  # each job reads these files again
-    for skipped, reason in skipped_systems(CONFIG).items():
+    for skipped, reason in LEFT_OUT.items():
         logger.warning(f"{skipped} is left out: {reason}")
 SIMPLE_SPEC = plan_figure(CONFIG, SIMPLE)[0]
 FIGURE_NAMES = figure_names()
@@ -118,8 +119,15 @@ def panel_files(figure, model):
 
 
 def figure_files(figure):
-    """All that a figure's target makes."""
+    """All that a figure's target makes. What is left out is refused only where it is asked for."""
+    if figure in LEFT_OUT:
+        return lambda wildcards: refuse(figure)
     return [file for name, model in PANELS if name == figure for file in panel_files(figure, model)]
+
+
+def refuse(figure):
+    """Say why there is no such figure here."""
+    raise WorkflowError(f"{figure} cannot be made here: {LEFT_OUT[figure]}")
 
 
 def reference_of(figure):

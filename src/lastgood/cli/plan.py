@@ -29,13 +29,13 @@ def plan(
     """
     from lastgood.experiments.config import load_config, parse_overrides
     from lastgood.experiments.grid import find_root
-    from lastgood.experiments.plan import load_prediction_grid, plan_figure, predict_runs, skipped_systems
+    from lastgood.experiments.plan import left_out, load_prediction_grid, plan_figure, predict_runs
 
     root = find_root()
     overrides = parse_overrides([*(config or []), *(more or [])])
     settings = load_config(configfile or root / "config" / "laptop.yaml", overrides)
-    for system, reason in skipped_systems(settings).items():
-        typer.echo(f"{system} is left out: {reason}", err=True)
+    for name, reason in left_out(settings).items():
+        typer.echo(f"{name} is left out: {reason}", err=True)
     runs = predict_runs(plan_figure(settings, figure), Path(settings.results_dir), load_prediction_grid(root, figure))
     left = [run for run in runs if not run.done]
     minutes = sum(run.seconds for run in left) / 60

@@ -148,7 +148,11 @@ def _nodes(frame: pd.DataFrame) -> str:
     rate = first["link_bits_per_s"]
     link = "link rate not known" if pd.isna(rate) else f"links of {float(rate) / 1e9:g}\N{NO-BREAK SPACE}Gbit/s"
     where = f"{nodes} node{'' if nodes == 1 else 's'}"
-    return f"{ranks} ranks ({first['parallel']}) on {where}, {link}; batch and threads are of each rank."
+    of_each = "batch and threads are of each rank"
+    if first["parallel"] == "pipeline":
+        of_each = f"batch is of each of {ranks} micro-batches, threads are of each rank"
+    state = "" if first["parallel"] == "ddp" else " The state is that of the rank with most of it."
+    return f"{ranks} ranks ({first['parallel']}) on {where}, {link}; {of_each}.{state}"
 
 
 def _set_up(frame: pd.DataFrame, points: str) -> str:

@@ -139,7 +139,9 @@ class NodesSection(Part):
     )
     model: _Model
     options: dict[str, Any] = Field(description="options of the model that differ from those in `workloads`")
-    parallel: Literal["ddp", "fsdp2"] = Field(description="ddp or fsdp2: how ranks share the work")
+    parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"] = Field(
+        description="ddp, fsdp2, or DeepSpeed's zero1, zero2, zero3 or pipeline: how ranks share the work"
+    )
     systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
         description="a list of systems that run over several ranks; none is always measured"
     )

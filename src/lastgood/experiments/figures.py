@@ -25,6 +25,7 @@ from lastgood.experiments.cells import (
     plan_throughput,
 )
 from lastgood.experiments.goodput_record import GoodputSpec
+from lastgood.experiments.ranks import why_no_deepspeed
 from lastgood.experiments.spec import RunSpec, Scale
 from lastgood.experiments.variants import BLOB
 
@@ -111,6 +112,8 @@ class FigureKind:
     """What `collect_files` puts into columns; None for a figure with a `collect` of its own."""
     always: Callable[[Config], bool] = lambda _: True
     """Whether `all`, `paper`, `report` and `claims` have it; by its own name it can be asked for in any case."""
+    lacks: Callable[[Config], str | None] = lambda _: None
+    """Why this machine can make no run of it, with what to do; None if it can. Such a figure has no panels."""
 
     def collector(self) -> Callable[..., CollectedFigure]:
         """The function that makes the CSV files."""
@@ -142,13 +145,18 @@ def _from_runs(
 
 def _over_nodes(figure: str) -> FigureKind:
     """Figure 8 over several nodes. Without a hostfile it needs root and makes a testbed, which nobody gets unasked."""
+
+    def lacks(config: Config) -> str | None:
+        return why_no_deepspeed(getattr(config, figure).parallel)
+
     return FigureKind(
         lambda config: plan_nodes(config, getattr(config, figure), figure),
-        lambda config: [getattr(config, figure).model],
+        lambda config: [] if lacks(config) else [getattr(config, figure).model],
         "lastgood.experiments.collect:collect_files",
         "lastgood.experiments.plot_throughput:plot_throughput",
         THROUGHPUT,
         lambda config: getattr(config, figure).hostfile is not None,
+        lacks,
     )
 
 

@@ -35,11 +35,16 @@ def _problems(config: Config, sources: Sources, figure: str, section: NodesSecti
             problems.append(sources.problem((figure, "systems", number), reason))
     given = {**config.workload_options(section.model).model_dump(), **section.options}
     try:
-        workload_options_class(section.model).model_validate(given)
+        options = workload_options_class(section.model).model_validate(given)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         where = (figure, "options", *(part for part in detail["loc"]))
         problems.append(sources.problem(where, f"{detail['msg']}; see docs/options.md"))
+    else:
+        layers = getattr(options, "layers", section.ranks)
+        if section.parallel == "pipeline" and section.ranks > layers:
+            text = f"{section.ranks} ranks are as many stages, and {section.model} has {layers} layers; give it more"
+            problems.append(sources.problem((figure, "parallel"), text))
     if section.hostfile is not None:
         problems += _hostfile_problems(sources, figure, section, Path(section.hostfile))
     return problems

@@ -19,13 +19,13 @@ __all__ = [
     "SIMPLE",
     "PlannedRun",
     "WorkflowPlan",
+    "left_out",
     "load_prediction_grid",
     "plan_figure",
     "plan_names",
     "plan_workflow",
     "predict_minutes",
     "predict_runs",
-    "skipped_systems",
 ]
 
 SIMPLE = "test_simple"
@@ -49,9 +49,14 @@ def plan_figure(config: Config, figure: str) -> Sequence[PlannedSpec]:
     return figure_kind(figure).plan(config)
 
 
-def skipped_systems(config: Config) -> dict[str, str]:
-    """Systems of the figures that this machine lacks, and why: no figure has runs of them. Who plans must show this."""
-    return why_unavailable([*config.systems, *(config.fig11.systems or [])])
+def left_out(config: Config) -> dict[str, str]:
+    """Systems that this machine lacks, and why: no figure has runs of them; and figures that have no runs at all.
+
+    Who plans must show this.
+    """
+    found = why_unavailable([*config.systems, *(config.fig11.systems or [])])
+    reasons = {figure: figure_kind(figure).lacks(config) for figure in figure_names()}
+    return {**found, **{figure: reason for figure, reason in reasons.items() if reason is not None}}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.experiments.config_values import BASELINE, SWEPT
+from lastgood.experiments.ranks import why_no_deepspeed
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.options import BlobOptions
 
@@ -60,7 +61,7 @@ def throughput_variants(config: Config, model: str) -> list[Variant]:
 
 
 def available(systems: Sequence[str]) -> list[str]:
-    """Those of `systems` that can be used here; `plan.skipped_systems` says why the others cannot."""
+    """Those of `systems` that can be used here; `plan.left_out` says why the others cannot."""
     lacking = why_unavailable(systems)
     return [system for system in systems if system not in lacking]
 
@@ -108,9 +109,13 @@ def memory_variants(config: Config) -> list[Variant]:
 def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[Variant]:
     """Figures 8e and 8f: every system, on the model with the section's own options.
 
-    What ranks hold alike PCcheck writes once where all of them can read it back.
+    What ranks hold alike PCcheck writes once where all of them can read it back. None where DeepSpeed is needed and
+    missing: `plan.left_out` says so.
     """
-    once = {"replicated": "ddp" if section.parallel == "ddp" else "placements"} if section.shared_scratch else {}
+    if why_no_deepspeed(section.parallel):
+        return []
+    declared = {"ddp": "ddp", "fsdp2": "placements"}.get(section.parallel)
+    once = {"replicated": declared} if section.shared_scratch and declared else {}
     workload = config.workload_options(section.model)
     options = type(workload).model_validate({**workload.model_dump(), **section.options})
     return [

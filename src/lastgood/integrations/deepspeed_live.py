@@ -21,9 +21,10 @@ else:
 __all__ = ["EngineCounters", "LiveZero", "import_deepspeed"]
 
 _NEEDED: Final[Mapping[int, tuple[str, ...]]] = {
-    1: ("optimizer", "single_partition_of_fp32_groups", "update_lp_params"),
+    1: ("optimizer", "dynamic_loss_scale", "single_partition_of_fp32_groups", "update_lp_params"),
     3: (
         "optimizer",
+        "dynamic_loss_scale",
         "fp16_groups",
         "fp32_partitioned_groups_flat",
         "persistent_parameters",
@@ -45,9 +46,9 @@ def import_deepspeed() -> Any:
 
 
 class LiveZero:
-    """What rank r keeps of a training under ZeRO 1, 2 or 3, of an engine that does not offload.
+    """What rank r keeps of a training under ZeRO 1, 2 or 3, in fp32 or bf16, without offload.
 
-    Raises ConfigError where the engine's optimizer is not what this module knows.
+    Raises ConfigError where the engine's optimizer is not what this module knows, or has a loss scale that changes.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -124,6 +125,8 @@ def _check(zero: Any, stage: int) -> None:
             f"{', '.join(lacking) or 'partitions'}, which this Lastgood takes its live state from; docs/deepspeed.md "
             "names the versions that it knows"
         )
+    if zero.dynamic_loss_scale:
+        raise ConfigError("a dynamic loss scale (fp16) is no part of this live state; train in bf16 or fp32")
 
 
 def _flat_weights(
