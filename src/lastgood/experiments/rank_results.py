@@ -223,12 +223,15 @@ def merge_ranks(
         for number, one in enumerate(measured)
     ]
     on_links = writers in ("peers", "shadows")
+    per_link = _most(ranks, [one.host for one in measured]) if on_links else 0
+    if writers == "shadows":
+        per_link = _past_shadows(ranks, [one.host for one in measured[0].shadows]) if link_bits_per_s else 0
     return RanksRun(
         launcher=launcher,
         hosts=list(hosts),
         link_bits_per_s=link_bits_per_s,
         bytes_per_disk=0 if on_links else _most(ranks, [one.boot_id for one in measured]),
-        bytes_per_link=_most(ranks, [one.host for one in measured]) if on_links else 0,
+        bytes_per_link=per_link,
         ranks=ranks,
     )
 
@@ -238,6 +241,14 @@ def _most(ranks: Sequence[RankFacts], places: Sequence[str]) -> int:
     for one, place in zip(ranks, places, strict=True):
         totals[place] += one.checkpoint_bytes
     return max(totals.values())
+
+
+def _past_shadows(ranks: Sequence[RankFacts], shadows: Sequence[str]) -> int:
+    """The most that a host sends to shadows of other hosts: each shadow gets an equal part of what a rank sends."""
+    totals: dict[str, float] = defaultdict(float)
+    for one in ranks:
+        totals[one.host] += one.checkpoint_bytes * (1 - shadows.count(one.host) / len(shadows))
+    return round(max(totals.values()))
 
 
 def _one(what: str, values: Sequence[T]) -> T:
