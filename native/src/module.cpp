@@ -1,6 +1,7 @@
 // lastgood._native: each folder under src/ adds its own functions.
 #include <nanobind/nanobind.h>
 
+#include "optim/bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
 
@@ -9,5 +10,9 @@ NB_MODULE(_native, module) {
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
+<<<<<<< HEAD
     lastgood::bind_wire(module);
+=======
+    lastgood::bind_optim(module);
+>>>>>>> part-opt
 }

@@ -296,9 +296,7 @@ class Conductor:
         certificate = self._state.decide()
         if certificate is None:
             return
-        message = Complete(
-            iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable
-        )
+        message = Complete(iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable)
         for link in self.links:
             link.post(message, certificate.iteration)
         self._announce()
