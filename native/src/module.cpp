@@ -10,9 +10,6 @@ NB_MODULE(_native, module) {
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
-<<<<<<< HEAD
-    lastgood::bind_wire(module);
-=======
     lastgood::bind_optim(module);
->>>>>>> part-opt
+    lastgood::bind_wire(module);
 }
