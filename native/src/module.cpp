@@ -1,6 +1,7 @@
 // lastgood._native: each folder under src/ adds its own functions.
 #include <nanobind/nanobind.h>
 
+#include "optim/bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
 
@@ -10,4 +11,5 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
     lastgood::bind_wire(module);
+    lastgood::bind_optim(module);
 }
