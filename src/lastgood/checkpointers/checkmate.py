@@ -1,7 +1,7 @@
 """Checkmate (NSDI'26): shadows repeat every update from the gradients alone, so each step is a checkpoint.
 
-The final gradients of each iteration go to shadows (`lastgood storage serve`), processes on CPUs that hold parameters and
-optimizer state, and apply the same update. Training saves nothing but a small side record of what gradients do not
+The final gradients of each iteration go to shadows (`lastgood storage serve`), processes on CPUs that hold parameters
+and optimizer state, and apply the same update. Training saves nothing but a small side record of what gradients do not
 carry. docs/checkmate.md says what it promises.
 
 The parts are in `gradients`: taps take gradients, links send them, the conductor finds out which iteration is complete
@@ -63,8 +63,8 @@ class Checkmate(Checkpointer):
     ) -> None:
         if interval_steps not in (None, 1):
             raise ConfigError(
-                f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, so "
-                "each step is a checkpoint; leave it out"
+                f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, "
+                "so each step is a checkpoint; leave it out"
             )
         super().__init__(directory, options, interval_steps=interval_steps, **knobs)
         assert isinstance(self.options, CheckmateOptions)
@@ -237,9 +237,7 @@ class Checkmate(Checkpointer):
         event.bytes_written = life.stream.sent_bytes + len(record)
         with self._settling:
             self._pending[iteration] = event
-        side = Side(
-            rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record)
-        )
+        side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
         life.conductor.side(side, record)
 
     def _distrust(self, life: Life, iteration: int) -> None:

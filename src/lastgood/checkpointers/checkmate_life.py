@@ -17,8 +17,8 @@ from lastgood.checkpointers.checkmate_restore import (
     check_shadows,
     job_of,
     note_job,
-    read_token,
     ranks_together,
+    read_token,
 )
 from lastgood.checkpointers.gemini_memory.together import Together
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
@@ -148,9 +148,7 @@ def begin_life(
     if buckets:
         assert tap is not None
         borrow = tap.owns_memory and knobs.policy == "block"
-        tap.open(
-            Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, knobs.verify_every or 100, mover)
-        )
+        tap.open(Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, knobs.verify_every or 100, mover))
     return life
 
 
@@ -180,9 +178,7 @@ def _layout_of_all(
     declared = tracked.declared()
     shadows = len(knobs.shadows)
     if not union or together is None:
-        layout = plan_layout(
-            declared, spec.to_data(), ranks=ranks, shadows=shadows, bucket_bytes=knobs.bucket_bytes
-        )
+        layout = plan_layout(declared, spec.to_data(), ranks=ranks, shadows=shadows, bucket_bytes=knobs.bucket_bytes)
         digests = [layout.digest] if together is None else together.tell(layout.digest)
         if len(set(digests)) != 1:
             raise ConfigError("checkmate: ranks have different models or optimizers, so their gradients are no means")
@@ -191,7 +187,9 @@ def _layout_of_all(
     specs = {replace(one, groups=tuple(replace(group, parameters=()) for group in one.groups)) for _, one in told}
     if len(specs) != 1:
         raise ConfigError("checkmate: ranks have different optimizers, and shadows can follow one only")
-    firsts, names, owners = [], [], []
+    firsts: list[int] = []
+    names: list[tuple[str, tuple[int, ...], str]] = []
+    owners: list[int] = []
     for number, (parameters, _) in enumerate(told):
         firsts.append(len(names))
         names += [(f"rank{number}/{name}", shape, dtype) for name, shape, dtype in parameters]

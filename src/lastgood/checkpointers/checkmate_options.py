@@ -9,7 +9,6 @@ from pydantic import Field, field_validator
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions
 from lastgood.gradients.data_link import DataSettings
 from lastgood.gradients.layout import BUCKET_BYTES
-from lastgood.gradients.links import split_address
 from lastgood.gradients.pieces import Cover
 from lastgood.units import MIB
 
@@ -28,8 +27,8 @@ class CheckmateOptions(BaseOptions):
     """The file with the secret that trainers and shadows share."""
     policy: Literal["block", "queue", "drop"] = "block"
     """What training does when a shadow is slow. ``block``: wait, at most `patience_s`; ``queue``: let up to
-    `queue_bytes` wait in memory, and wait only when that is full; ``drop``: never wait, leave out what finds no room, and
-    bring the shadow up to date again from the training's state."""
+    `queue_bytes` wait in memory, and wait only when that is full; ``drop``: never wait, leave out what finds no room,
+    and bring the shadow up to date again from the training's state."""
     queue_bytes: int = Field(default=256 * MIB, ge=MIB)
     """Memory on each rank, for each shadow, for gradients that are copied on their way out."""
     patience_s: float | None = Field(default=None, gt=0, le=DEFAULT_TIMEOUT_S)
@@ -55,7 +54,9 @@ class CheckmateOptions(BaseOptions):
     @classmethod
     def _addresses(cls, shadows: tuple[str, ...]) -> tuple[str, ...]:
         for address in shadows:
-            split_address(address)
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{address!r} is no HOST:PORT")
         if len(set(shadows)) != len(shadows):
             raise ValueError("a shadow is named twice")
         return shadows

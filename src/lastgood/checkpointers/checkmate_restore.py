@@ -49,8 +49,6 @@ __all__ = [
 
 _JOB_FILE = "checkmate.json"
 _MAX_TOKEN_BYTES = 4096
-_MOST_WIDENED = 2
-"""An optimizer's tensor may have wider elements than its parameter: float64 beside float32, or float32 beside 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def check_shadows(knobs: CheckmateOptions) -> None:
     """Raises ConfigError where no shadow is named."""
     if not knobs.shadows:
         raise ConfigError(
-            'checkmate: give shadows=["host:port", ...]; each is started with `lastgood storage serve` (docs/checkmate.md)'
+            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts each of them (docs/checkmate.md)'
         )
 
 
@@ -112,8 +110,8 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
     kept = {status.job for status in _statuses(knobs, token) if status.job is not None}
     if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
         raise MismatchError(
-            f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep {', '.join(sorted(kept))}; "
-            "give the shadows of this job, or start them anew"
+            f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
+            f"{', '.join(sorted(kept))}; give the shadows of this job, or start them anew"
         )
     return noted or (kept.pop() if kept else None)
 
@@ -127,7 +125,9 @@ def _noted_job(directory: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); remove it to take the job that the shadows keep") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); remove it to take the job that the shadows keep"
+        ) from error
     return str(job)
 
 
@@ -167,9 +167,7 @@ def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
 # -- restoring ---------------------------------------------------------------------------------------------------------
 
 
-def restore_together(
-    directory: Path, state: Mapping[str, Any], knobs: CheckmateOptions, step: int | None
-) -> Restored:
+def restore_together(directory: Path, state: Mapping[str, Any], knobs: CheckmateOptions, step: int | None) -> Restored:
     """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
     check_shadows(knobs)
     token = read_token(knobs)
@@ -179,8 +177,8 @@ def restore_together(
     if rank == 0:
         try:
             told = (_find(directory, knobs, token, step), None)
-        except LastgoodError as error:
-            told = (None, error)  # the others wait for what this rank tells
+        except LastgoodError as one:
+            told = (None, one)  # the others wait for what this rank tells
     if together is not None:
         told = together.tell(told)[0]
     plan, error = told
@@ -189,8 +187,8 @@ def restore_together(
     assert plan is not None
     if plan.ranks != ranks:
         raise MismatchError(
-            f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this system "
-            "restores on as many"
+            f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
+            "system restores on as many"
         )
     fault: LastgoodError | None = None
     try:
@@ -217,9 +215,7 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)
-    side, _ = asking.fetch_side(
-        knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s
-    )
+    side, _ = asking.fetch_side(knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s)
     note_job(directory, job)
     return _Plan(job, epoch, choice, _layout_in(side.layout, f"step {choice.step}").ranks)
 
@@ -236,9 +232,7 @@ def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayou
 class _Load:
     """One rank's part of a restore: its own side record, and its tensors from all shadows in parallel."""
 
-    def __init__(
-        self, state: Mapping[str, Any], knobs: CheckmateOptions, token: bytes, plan: _Plan, rank: int
-    ) -> None:
+    def __init__(self, state: Mapping[str, Any], knobs: CheckmateOptions, token: bytes, plan: _Plan, rank: int) -> None:
         self._state = state
         self._knobs = knobs
         self._token = token
@@ -275,9 +269,7 @@ class _Load:
         missing = [name for index, name in enumerate(self._tracked.names) if (index, "parameter") not in self._tensors]
         if missing:
             raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
-        tree = restored_tree(
-            self._state, self._tracked, open_side(record, self._where), self._tensors, self._where
-        )
+        tree = restored_tree(self._state, self._tracked, open_side(record, self._where), self._tensors, self._where)
         apply_tree(self._state, tree, self._where)
 
     def _first_of(self, layout: GradientLayout) -> int:
@@ -291,8 +283,8 @@ class _Load:
         for held, wanted in zip(theirs, self._tracked.declared(), strict=False):
             if held != wanted:
                 raise MismatchError(
-                    f"{self._where}: the checkpoint holds {held[0]} as {held[2]} {held[1]}, the state has {wanted[0]} as "
-                    f"{wanted[2]} {wanted[1]}"
+                    f"{self._where}: the checkpoint holds {held[0]} as {held[2]} {held[1]}, "
+                    f"the state has {wanted[0]} as {wanted[2]} {wanted[1]}"
                 )
         if len(theirs) != len(self._tracked.parameters):
             raise MismatchError(
@@ -315,8 +307,8 @@ class _Load:
             or prod(entry.shape) > limit
         ):
             raise CorruptCheckpoint(
-                f"{self._where}: {entry.key} of {self._tracked.names[index]} is declared as {entry.dtype} {entry.shape} of "
-                f"{entry.nbytes} bytes"
+                f"{self._where}: {entry.key} of {self._tracked.names[index]} is declared as {entry.dtype} {entry.shape} "
+                f"of {entry.nbytes} bytes"
             )
         memory = torch.empty(entry.shape, dtype=dtype)
         ordered = memory

@@ -37,7 +37,7 @@ from lastgood.gradients.messages import (
 )
 from lastgood.gradients.tracked import BucketCopy
 
-__all__ = ["Conductor", "Settled", "Settings"]
+__all__ = ["Conductor", "Settings", "Settled"]
 
 _log = logging.getLogger("lastgood")
 
@@ -245,8 +245,8 @@ class Conductor:
         with self._changed:
             if self._fenced is None:
                 self._fenced = (
-                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at {self._identity.epoch}: "
-                    "another life of this job has taken over; nothing more is kept from here"
+                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
+                    f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
                 )
                 _log.error("checkmate: %s", self._fenced)
             self._changed.notify_all()

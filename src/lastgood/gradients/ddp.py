@@ -1,4 +1,4 @@
-"""The communication hook for DistributedDataParallel: ``model.register_comm_hook(checkpointer.tap, checkmate_hook)``."""
+"""DistributedDataParallel's communication hook: ``model.register_comm_hook(checkpointer.tap, checkmate_hook)``."""
 
 # DDP compares the hook's annotations with torch's classes, so they may not be text: no `annotations` from __future__.
 import torch

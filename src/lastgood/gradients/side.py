@@ -57,11 +57,7 @@ def reduced_state(state: Mapping[str, Any], tracked: Tracked) -> dict[str, Any]:
     places = {_place(local_part(parameter)) for parameter in tracked.parameters}
     for name, part in state.items():
         if isinstance(part, torch.nn.Module):
-            reduced[name] = {
-                key: value
-                for key, value in part.state_dict().items()
-                if not _is_updated(value, places)
-            }
+            reduced[name] = {key: value for key, value in part.state_dict().items() if not _is_updated(value, places)}
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in tracked.optimizer.param_groups
     ]

@@ -1,4 +1,4 @@
-"""What one rank sends, iteration by iteration: numbers them, and sends runs of gradients to the shadows that own them."""
+"""What one rank sends: numbers iterations, and sends runs of gradients to the shadows that own them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Tracked:
         optimizers = {name: part for name, part in state.items() if isinstance(part, torch.optim.Optimizer)}
         if len(optimizers) != 1:
             raise ConfigError(
-                f"checkmate follows one optimizer, and this state has {len(optimizers)} ({', '.join(optimizers) or '-'})"
+                f"checkmate follows one optimizer, and this state has {len(optimizers)}: {', '.join(optimizers) or '-'}"
             )
         ((self.part, self.optimizer),) = optimizers.items()
         self.parameters: list[torch.Tensor] = [

@@ -80,8 +80,8 @@ class UpdateNotes:
             lacking = sum(id(one) not in held and one.grad is not None for one in self._tracked.parameters)
             if lacking:
                 raise ConfigError(
-                    f"checkmate: {lacking} of the optimizer's parameters are not among those to clip; shadows repeat one "
-                    "clipping of all of them: call clip_grad_norm_ once, with all"
+                    f"checkmate: {lacking} of the optimizer's parameters are not among those to clip; shadows repeat "
+                    "one clipping of all of them: call clip_grad_norm_ once, with all"
                 )
         return given
 
@@ -121,9 +121,8 @@ class UpdateNotes:
     def _inverse_scale(self) -> float | None:
         """What a loss scaler has multiplied this iteration's gradients by, as its unscale_ computes it."""
         for scaler in self._scalers:
-            states = scaler._per_optimizer_states
-            mine = states[id(self._tracked.optimizer)] if id(self._tracked.optimizer) in states else None
-            # Found overflows are noted by unscale_; a fused optimizer unscales by itself, and they are noted all the same.
+            mine = scaler._per_optimizer_states.get(id(self._tracked.optimizer))
+            # unscale_ notes overflows; so does a step with a fused optimizer, which unscales by itself.
             unscaled = mine is not None and mine["found_inf_per_device"]
             scale = scaler._scale
             if unscaled and scale is not None and getattr(self._tracked.optimizer, "grad_scale", None) is None:
@@ -169,8 +168,8 @@ class Samples:
                 expected.clamp_(-clip.limit, clip.limit)
             if not torch.equal(expected.view(1).nan_to_num(0.0), found.view(1).nan_to_num(0.0)):
                 return (
-                    f"the gradient of {self._tracked.names[index]} is {found.item()!r} at optimizer.step(), and what was "
-                    f"reduced makes {expected.item()!r} (element {element}): something changed gradients between "
+                    f"the gradient of {self._tracked.names[index]} is {found.item()!r} at optimizer.step(), and what "
+                    f"was reduced makes {expected.item()!r} (element {element}): something changed gradients between "
                     "backward() and step(). Clip with checkpointer.clip_grad_norm_ or clip_grad_value_, and put the "
                     "GradScaler into the state; shadows cannot repeat other changes"
                 )
