@@ -1,11 +1,15 @@
 // lastgood._native: each folder under src/ adds its own functions.
 #include <nanobind/nanobind.h>
 
+#include "optim/bindings.hpp"
 #include "storage/bindings.hpp"
+#include "wire/bindings.hpp"
 
 NB_MODULE(_native, module) {
     module.doc() = "Lastgood's native kernels. Memory crosses the border as integer addresses and byte counts.";
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
+    lastgood::bind_optim(module);
+    lastgood::bind_wire(module);
 }

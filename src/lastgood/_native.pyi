@@ -1,7 +1,7 @@
 """Native kernels. Memory crosses the border as integer addresses and byte counts; the GIL is released in long calls."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Buffer
 
@@ -127,3 +127,208 @@ def read_verify(
 
 def prefill(fd: int, offset: int, nbytes: int) -> None:
     """Write zeros over a range of whole 4096-byte blocks."""
+
+class ReceiverEvent:
+    """Something that happened on a connection."""
+
+    @property
+    def kind(self) -> Literal["complete", "end", "closed"]:
+        """All bytes of a bucket at an iteration are held; a rank's END record; a connection is read no more."""
+    @property
+    def connection(self) -> int:
+        """The number that `Receiver.add` gave; of ``complete``, the connection that brought the last byte."""
+    @property
+    def rank(self) -> int:
+        """The connection's rank."""
+    @property
+    def bucket(self) -> int:
+        """Of ``complete``."""
+    @property
+    def iteration(self) -> int:
+        """Of ``complete`` and ``end``."""
+    @property
+    def cause(self) -> str:
+        """Of ``closed``: "" where the other side closed it between two records, else a name of docs/wire-format.md."""
+    @property
+    def errno(self) -> int:
+        """Of ``closed`` with the cause ``broken``: the operating system's number; else 0."""
+
+class Receiver:
+    """Reads gradient records (`lastgood.wire.records`) from many connections into the memory of gradient slots.
+
+    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A record's
+    range is reserved at its header and counts as held once its payload's checksum is right, so no record can change a
+    byte that another one holds or has reserved. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        job: int,
+        epoch: int,
+        buckets: Sequence[tuple[int, int, int]],
+        slots: Sequence[Sequence[int]],
+        *,
+        threads: int = 1,
+        cpus: Sequence[int] = (),
+        queue: int = 4096,
+        stall_s: float = 60.0,
+        owner: Any = None,
+    ) -> None:
+        """Start `threads` threads; thread i stays on ``cpus[i % len(cpus)]`` if there are any.
+
+        `buckets` are (index, bytes, dtype of `wire.records.DType`) of those that are received here; ``slots[s][b]`` is
+        the address of the b-th one's memory in slot s, which `owner` (kept alive) owns. Up to `queue` events wait for
+        `poll`; while it is full, connections that have something to tell are not read. A record that has begun and
+        brings no byte for `stall_s` ends its connection. A bucket of 0 bytes is complete always, and has no event.
+        """
+    def add(self, fd: int, rank: int) -> int:
+        """Read records of `rank` from a connection from here on; return its number. `fd` is duplicated: close yours."""
+    def advance(self, first: int) -> None:
+        """Move all placed windows forward to begin at iteration `first`, and clear the slots that they leave."""
+    def set_first(self, bucket: int, first: int) -> bool:
+        """Place a bucket's window: from here on records beyond it wait.
+
+        False, and nothing is changed, where iterations from `first` on may have been forgotten already.
+        """
+    def reset(self, bucket: int) -> None:
+        """Let a bucket's window float from where it is: a record beyond it moves it along, and no connection waits.
+
+        All windows float at first, from the first record on.
+        """
+    def begin(self, epoch: int, *, keep: bool) -> None:
+        """Close all connections, forget what is not complete, and take records of `epoch` only.
+
+        With `keep`, complete iterations and windows stay; without, nothing is held and all windows float. Events of
+        before are dropped, except those of closed connections: ask `complete`. Raises ValueError for an older epoch.
+        """
+    def first(self, bucket: int) -> int | None:
+        """The first iteration of a bucket's window; None while it floats and nothing has come."""
+    def complete(self, bucket: int, iteration: int) -> bool:
+        """Whether all bytes of a bucket are held for an iteration of its window."""
+    def missing(self, iteration: int) -> dict[int, list[tuple[int, int]]]:
+        """(begin, end) of the bytes that are not held, by bucket; buckets whose placed window is past it lack nothing.
+
+        What a floating window has forgotten is missing.
+        """
+    def poll(self, timeout_s: float, most: int = 256) -> list[ReceiverEvent]:
+        """Take up to `most` events, oldest first; an empty list if there are none within `timeout_s`."""
+    def counters(self) -> dict[str, float]:
+        """Since the begin: records and bytes held, drained_bytes (of refused records), ends, checksum_s (all threads).
+
+        Now: connections, and parked ones, which wait for a window or for the queue.
+        """
+    def refused(self) -> dict[str, int]:
+        """Records and connections that were refused, by cause (docs/wire-format.md)."""
+    def close(self, timeout_s: float) -> bool:
+        """Close all connections and end the threads; False if they have not ended within `timeout_s`."""
+
+class Sender:
+    """Sends gradient records over one connection, in the order of the calls, from a thread of its own.
+
+    A failed connection comes out of the next call as OSError whose text names `destination`. All methods may be called
+    from any thread.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        job: int,
+        epoch: int,
+        rank: int,
+        destination: str,
+        *,
+        pool_bytes: int = 33554432,
+        queue: int = 4096,
+        record_bytes: int = 1048576,
+        stall_s: float = 60.0,
+        cpu: int = -1,
+    ) -> None:
+        """Start the thread, on processor `cpu` unless that is -1. `fd` is duplicated: close yours.
+
+        Up to `queue` calls wait to go out, with up to `pool_bytes` of payloads that are copied. Payloads over
+        `record_bytes` go out as several records. The connection fails (ETIMEDOUT) if the other side takes no byte for
+        `stall_s`.
+        """
+    def put(
+        self,
+        iteration: int,
+        bucket: int,
+        dtype: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        borrowed: bool,
+        timeout_s: float,
+        final: bool = True,
+    ) -> int:
+        """Queue a gradient: `nbytes` at `address` that belong at byte `offset` of a bucket. Return a ticket, from 1 on.
+
+        Return 0 where the queue or the pool has no room within `timeout_s`. Borrowed memory is sent from where it lies,
+        and must not change until `returned`; other memory is copied before this returns. Raises ValueError for what
+        makes no record, and for a copy that the pool can never hold.
+        """
+    def end(self, iteration: int, *, timeout_s: float) -> int:
+        """Queue an END record: nothing more comes for this iteration. Return as `put`."""
+    def returned(self, ticket: int) -> bool:
+        """Whether nothing of all calls up to `ticket` is read any more: it has gone out, or the thread has ended."""
+    def wait_returned(self, ticket: int, timeout_s: float) -> bool:
+        """Wait until all calls up to `ticket` have gone out to the kernel; False if they have not within `timeout_s`.
+
+        Raises OSError where the connection has failed; then nothing is read any more, either.
+        """
+    @property
+    def last_ticket(self) -> int:
+        """Of the newest call; 0 before the first."""
+    @property
+    def errno(self) -> int:
+        """The operating system's number of what ended the connection (ECANCELED: `abort`), or 0."""
+    def counters(self) -> dict[str, float]:
+        """Since the begin: records (ends among them), bytes, sends (system calls), checksum_s, blocked_s.
+
+        blocked_s was spent waiting for the other side to take more. Now: queued calls and queued_bytes.
+        """
+    def close(self, timeout_s: float) -> bool:
+        """Send what is queued, close the connection and end the thread.
+
+        False, and all is given up, where that fails (`errno`) or takes longer than `timeout_s`.
+        """
+    def abort(self) -> None:
+        """Give up what is queued and end the connection, without waiting."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; False if it has not within `timeout_s`."""
+
+def device_step_variants() -> list[str]:
+    """Names of the variants of `device_step` that this CPU can run, fastest first."""
+
+def device_step(
+    tensors: Sequence[tuple[int, int, int, int, int, int, float, float, bool, bool]],
+    *,
+    kind: str,
+    family: str,
+    dtype: str,
+    decay: str,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    factors: Sequence[float],
+    limit: float,
+    divisor: float,
+    lanes: int,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """One step of torch's CUDA optimizers, to the bit, over tensors in host memory.
+
+    `kind` is sgd or adam, `family` foreach, single or fused, `dtype` float32, float64 or bfloat16, `decay` none, l2 or
+    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment and
+    its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a momentum
+    buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of `factors`,
+    bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: OptimizerSpec.
+    """

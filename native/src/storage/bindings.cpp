@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "python.hpp"
 #include "storage/chunk_pool.hpp"
 #include "storage/crc32c.hpp"
 #include "storage/os_io.hpp"
@@ -91,12 +92,6 @@ class WriterHandle : public SlotWriter {
         shut_down();
     }
 };
-
-// Lets Python run its signal handlers while the calling thread waits without the GIL.
-void check_signals() {
-    const nb::gil_scoped_acquire held;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
 
 std::vector<Range> to_ranges(const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& pairs) {
     std::vector<Range> ranges;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -137,5 +138,14 @@ SignalsBlocked::SignalsBlocked() {
 }
 
 SignalsBlocked::~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, reinterpret_cast<sigset_t*>(saved_), nullptr); }
+
+void pin_thread(std::thread& thread, int cpu, const std::string& what) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    if (cpu < 0 || cpu >= CPU_SETSIZE) throw OsError(EINVAL, "pinning of " + what, 0, 0);
+    CPU_SET(cpu, &one);
+    const int number = pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);
+    if (number != 0) throw OsError(number, "pinning of " + what, 0, 0);
+}
 
 }  // namespace lastgood

@@ -8,6 +8,7 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace lastgood {
 
@@ -99,5 +100,8 @@ class SignalsBlocked {
   private:
     alignas(16) unsigned char saved_[128];
 };
+
+// Keeps a thread on one processor, or throws OsError; `what` names the thread.
+void pin_thread(std::thread& thread, int cpu, const std::string& what);
 
 }  // namespace lastgood

@@ -1,7 +1,5 @@
 #include "storage/slot_writer.hpp"
 
-#include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,15 +23,6 @@ namespace {
 
 constexpr std::uint64_t kParallelCopyBytes = 8 << 20;  // below, starting a thread costs more than it saves
 constexpr double kDestructorWaitS = 5.0;
-
-void pin(std::thread& thread, int cpu) {
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    if (cpu < 0 || cpu >= CPU_SETSIZE) throw OsError(EINVAL, "pinning of a writer thread", 0, 0);
-    CPU_SET(cpu, &one);
-    const int number = pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);
-    if (number != 0) throw OsError(number, "pinning of a writer thread", 0, 0);
-}
 
 // A run of the stream inside one chunk.
 struct Piece {
@@ -345,7 +334,8 @@ SlotWriter::SlotWriter(std::shared_ptr<ChunkPool> pool, int fd, std::uint64_t da
                 ++state_->live;
             }
             state_->threads.emplace_back([state = state_] { state->write_jobs(); });
-            if (!options.cpus.empty()) pin(state_->threads.back(), options.cpus[number % options.cpus.size()]);
+            if (!options.cpus.empty())
+                pin_thread(state_->threads.back(), options.cpus[number % options.cpus.size()], "a writer thread");
         }
     } catch (const std::system_error& reason) {
         {

@@ -26,6 +26,7 @@ from lastgood.cli import (
     provision,
     report,
     run,
+    storage,
     testbed,
     trace,
     tune,
@@ -62,6 +63,7 @@ app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
+app.add_typer(storage.app, name="storage")
 app.add_typer(trace.app, name="trace")
 
 

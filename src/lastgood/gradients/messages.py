@@ -93,6 +93,8 @@ class Welcome(_Message):
     layout: _Digest | None
     gradient_slots: _Number
     """Iterations beyond the applied one that it can hold."""
+    unseeded: tuple[_Number, ...] = ()
+    """Its buckets that wait for a Seed."""
 
 
 class Refused(_Message):
@@ -106,10 +108,11 @@ class Refused(_Message):
 
 
 class Declare(_Message):
-    """The layout of this epoch. Answered by Welcome (same layout and an adopted state), or Refused.
+    """The layout of this epoch. Answered by Welcome, or Refused.
 
-    `adopt` is the iteration that the shadow must stand at, with the same layout, to keep its state; otherwise (or with
-    None) all of its buckets are unseeded then, and wait for Seed.
+    `adopt` is the iteration that the shadow must stand at, with the same layout, to keep its state; the epoch's first
+    iteration is the one behind it. Otherwise (or with None) all of its buckets are unseeded then, and wait for Seed.
+    Said again in one epoch with the same layout it changes nothing: a conductor that connects again may do so.
     """
 
     kind: Literal["declare"] = "declare"
@@ -128,6 +131,8 @@ class Step(_Message):
     """Whether the training saved here: then side records of all ranks belong to it, and it can be given back."""
     step: _Number | None
     """The training's own number of the saved step."""
+    absent: tuple[_Number, ...] = ()
+    """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
     spill: bool = False
     """Make this iteration durable, once applied."""
 
@@ -141,6 +146,8 @@ class Complete(_Message):
     kind: Literal["complete"] = "complete"
     iteration: _Number
     lost: tuple[_Number, ...] = ()
+    durable: _Number = 0
+    """The newest iteration that all shadows have spilled; only then is an older spill's slot used again."""
 
 
 class Entry(_Message):
@@ -196,7 +203,10 @@ class Side(_Message):
 
 
 class Have(_Message):
-    """This shadow holds all of every iteration up to this one (to rank 0)."""
+    """This shadow can be brought to exactly this iteration (to rank 0).
+
+    Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here.
+    """
 
     kind: Literal["have"] = "have"
     iteration: _Number
@@ -210,7 +220,10 @@ class Applied(_Message):
 
 
 class Torn(_Message):
-    """Bytes of these buckets are missing for good since this iteration: they want a Seed (to rank 0)."""
+    """Bytes of these buckets are missing for good since this iteration: they want a Seed (to rank 0).
+
+    Without buckets: a side record of this iteration is missing for good, so it cannot be given back.
+    """
 
     kind: Literal["torn"] = "torn"
     iteration: _Number
@@ -263,6 +276,8 @@ class Saved(_Message):
     """An iteration that a shadow could give back."""
 
     kind: Literal["saved"] = "saved"
+    epoch: _Number
+    """In which it was made: what two lives of a training made under one number is not one thing."""
     iteration: _Number
     step: _Number
 
@@ -298,6 +313,8 @@ class Fetch(_Message):
     kind: Literal["fetch"] = "fetch"
     epoch: _Number
     iteration: _Number
+    made: _Number
+    """`Saved.epoch` of it."""
     source: Literal["memory", "durable"]
 
 
@@ -307,6 +324,7 @@ class FetchSide(_Message):
     kind: Literal["fetch_side"] = "fetch_side"
     epoch: _Number
     iteration: _Number
+    made: _Number
     rank: _Number
     source: Literal["memory", "durable"]
 

@@ -1,0 +1,631 @@
+"""What a shadow decides: which iteration its buckets may be brought to, what is torn, what can be given back.
+
+No input, output, clock, thread or torch: messages and events go in, `take` gives what is to be said and done at the
+border (`Tell`, `Window`, `Open`, `DropSide`), `next_work` what is to be done in memory, one bucket at a time.
+
+What it promises, whatever the order of its inputs: a bucket is brought from one iteration to the next only if rank 0
+said that all shadows hold that one; each bucket holds its value behind one iteration and the gradients of those that
+follow, so that at least one saved iteration stays producible while the next is coming; nothing of an epoch that was
+fenced is ever applied, unless a restore asks for exactly that iteration.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from lastgood.errors import CheckpointError, MismatchError
+from lastgood.gradients.messages import Applied, Complete, Diverged, Have, Saved, Seeded, Spilled, Step, Torn
+from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
+from lastgood.gradients.shadow_bucket import BucketState
+
+__all__ = ["ShadowState"]
+
+_MAX_STEPS = 100_000
+
+
+class ShadowState:
+    """One shadow, from its start on. Not safe for several threads: the caller holds a lock.
+
+    Args:
+        slots: gradients of how many iterations each bucket can hold; at least 2.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.job: str | None = None
+        self.epoch = 0
+        self.layout: str | None = None
+        self.declared = False
+        """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
+        self.completed = 0
+        self.spilling: int | None = None
+        self.missed_checks = 0
+        self._buckets: dict[int, BucketState] = {}
+        self._ranks = 0
+        self._side_ranks: frozenset[int] = frozenset()
+        self._steps: dict[int, Step] = {}
+        self._saves: dict[int, Saved] = {}
+        self._sides: dict[int, set[int]] = {}
+        self._given_up: set[int] = set()
+        self._newest_side: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._holding: dict[int, int] = {}
+        self._have: int | None = None
+        self._applied: int | None = None
+        self._restoring: int | None = None
+        self._decided_spill = self._goal = 0
+        self._spill_left: set[int] = set()
+        self._out: deque[Output] = deque()
+        self._ready: deque[int] = deque()
+        self._dirty = False
+
+    # -- outputs ---------------------------------------------------------------------------------------------------
+
+    def take(self) -> list[Output]:
+        """What is to be said and done since the last call, in order."""
+        out = list(self._out)
+        self._out.clear()
+        return out
+
+    def next_work(self) -> Work | None:
+        """The next thing to do in memory; its bucket is busy until `done` or `failed`."""
+        while True:
+            while self._ready:
+                number = self._ready.popleft()
+                work = self._work_of(number)
+                if work is not None:
+                    self._start(work)
+                    return work
+            if not self._dirty:
+                return None
+            self._dirty = False
+            self._retarget()
+            self._ready.extend(self._buckets)
+
+    # -- epochs ----------------------------------------------------------------------------------------------------
+
+    def fence(self, job: str, epoch: int) -> None:
+        """Begin an epoch: what is not whole is given up, nothing more is applied until a restore or Declare says so.
+
+        Raises MismatchError for another job, or an epoch that is not newer.
+        """
+        if self.job not in (None, job):
+            raise MismatchError(
+                f"this shadow keeps the state of job {self.job}, and job {job} asks for it; start a shadow of its own, "
+                "or stop this one and start it anew (with another folder for spills)"
+            )
+        if epoch <= self.epoch:
+            raise MismatchError(f"epoch {epoch} is not newer than this shadow's epoch {self.epoch}; ask for its status")
+        self.job, self.epoch, self.declared = job, epoch, False
+        self._ended.clear()
+        self._gone.clear()
+        self._newest_side.clear()
+        self._restoring = None
+        for bucket in self._buckets.values():
+            bucket.checks.clear()
+        self._settle()
+
+    def declare(
+        self, layout: str, buckets: Sequence[int], side_ranks: Iterable[int], ranks: int, adopt: int | None
+    ) -> bool:
+        """The epoch's layout. Says whether the state that was here is kept. The caller sets all memory up again if not.
+
+        The caller's receiver begins anew either way: no gradients are held behind this.
+        """
+        kept = adopt is not None and layout == self.layout and self._stands_at(adopt)
+        if kept:
+            assert adopt is not None
+            for bucket in self._buckets.values():
+                # Skipped steps may have been applied behind it; they changed nothing, and their numbers come again.
+                bucket.at, bucket.floor = adopt, min(bucket.floor, adopt)
+                bucket.received.clear()
+                bucket.torn = bucket.landing = None
+                bucket.landed = bucket.windowed = bucket.opened = False
+            for known in (self._steps, self._saves, self._sides):
+                for iteration in [one for one in known if one > adopt]:
+                    del known[iteration]
+        else:
+            self._buckets = {number: BucketState() for number in buckets}
+            for iteration in self._sides:
+                self._out.append(DropSide(iteration))
+            self._steps.clear()
+            self._saves.clear()
+            self._sides.clear()
+        self.layout, self.declared = layout, True
+        self._side_ranks, self._ranks = frozenset(side_ranks), ranks
+        self.completed = self._decided_spill = adopt if kept and adopt is not None else 0
+        self._given_up.clear()
+        self._holding.clear()
+        self._have = self._applied = self._restoring = self.spilling = None
+        self._spill_left.clear()
+        self._ready.clear()
+        for number, bucket in self._buckets.items():
+            self._out.append(Window(number, adopt + 1) if kept and adopt is not None else Open(number))
+            bucket.busy = False
+        self._settle()
+        return kept
+
+    def greet(self) -> None:
+        """Rank 0 has (again) connected: tell it how things stand."""
+        self._have = self._applied = None
+        self._settle()
+        wanting = self.unseeded
+        if wanting and self.declared:
+            self._torn(self.completed, wanting, "they have no value")
+
+    def restore_to(self, saved: Saved) -> None:
+        """Bring everything to a saved iteration, after a fence. Raises CheckpointError where that cannot be."""
+        if self.declared:
+            raise CheckpointError("training goes on in this epoch; a restore fences first")
+        if saved not in self.restorable():
+            held = ", ".join(f"{one.iteration} of epoch {one.epoch}" for one in self.restorable()) or "none"
+            raise CheckpointError(
+                f"iteration {saved.iteration} of epoch {saved.epoch} cannot be given back from this shadow's memory; "
+                f"what can: {held}"
+            )
+        self._restoring = saved.iteration
+        self._settle()
+
+    def restored(self, saved: Saved) -> bool:
+        """Whether all buckets stand at that iteration now."""
+        return self._stands_at(saved.iteration) and self._saves.get(saved.iteration) == saved
+
+    def replaced(self, saved: Saved, layout: str, buckets: Sequence[int], side_ranks: Iterable[int]) -> None:
+        """All is now what a spill of this iteration held: values and side records. Only before Declare."""
+        self.layout, self._side_ranks = layout, frozenset(side_ranks)
+        at = saved.iteration
+        self._buckets = {number: BucketState(at=at, floor=at, opened=False) for number in buckets}
+        for iteration in self._sides:
+            if iteration != at:
+                self._out.append(DropSide(iteration))
+        self._steps.clear()
+        self._saves = {at: saved}
+        self._sides = {at: set(self._side_ranks)}
+        self._restoring = None
+        self._ready.clear()
+        self._settle()
+
+    def emptied(self) -> None:
+        """All values are lost. Only before Declare."""
+        for bucket in self._buckets.values():
+            self._lose(bucket)
+        self._settle()
+
+    def saved_at(self, iteration: int) -> Saved:
+        """A saved iteration. Raises CheckpointError where it is none (any more)."""
+        if iteration not in self._saves:
+            raise CheckpointError(f"iteration {iteration} is not held as a saved one")
+        return self._saves[iteration]
+
+    def is_landing(self, bucket: int, iteration: int) -> bool:
+        """Whether a seed that began is still wanted."""
+        found = self._buckets.get(bucket)
+        return found is not None and found.landing == iteration and not found.landed
+
+    # -- from trainers ---------------------------------------------------------------------------------------------
+
+    def step(self, message: Step) -> None:
+        """What an iteration needs beside gradients. Raises CheckpointError where far too many are open."""
+        if message.iteration in self._steps or message.iteration <= self._lowest():
+            return
+        if len(self._steps) >= _MAX_STEPS:
+            raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {message.iteration} is one too many")
+        self._steps[message.iteration] = message
+        if message.saved and message.iteration not in self._given_up:
+            self._saves[message.iteration] = Saved(
+                epoch=self.epoch, iteration=message.iteration, step=message.step or 0
+            )
+        self._give_up_sides()
+        self._settle()
+
+    def side(self, rank: int, iteration: int) -> bool:
+        """A side record has arrived whole. Says whether it is to be kept."""
+        self._newest_side[rank] = max(iteration, self._newest_side.get(rank, 0))
+        wanted = rank in self._side_ranks and iteration not in self._given_up and iteration >= self._oldest()
+        if wanted:
+            self._sides.setdefault(iteration, set()).add(rank)
+        self._give_up_sides()
+        self._settle()
+        return wanted
+
+    def side_refused(self, iteration: int, why: str) -> None:
+        """A side record could not be kept: that iteration cannot be given back."""
+        self._give_up(iteration, why)
+        self._settle()
+
+    def complete(self, message: Complete) -> None:
+        """All shadows (but lost ones) hold everything up to this iteration."""
+        if message.iteration > self.completed:
+            self.completed = message.iteration
+            self._out.append(Tell(message, everyone=True))
+            self._settle()
+
+    def check(self, bucket: int, iteration: int, checksum: int) -> None:
+        """A checksum to compare once the bucket stands at that iteration."""
+        found = self._buckets.get(bucket)
+        if found is None:
+            raise CheckpointError(f"bucket {bucket} is not this shadow's")
+        if found.at is not None and found.floor > iteration:
+            self.missed_checks += 1
+        else:
+            found.checks = {iteration: checksum}
+        self._settle()
+
+    def seed_begun(self, bucket: int, iteration: int) -> None:
+        """A seed arrives. Raises CheckpointError where an earlier one of this bucket is not in its place yet."""
+        found = self._buckets.get(bucket)
+        if found is None:
+            raise CheckpointError(f"bucket {bucket} is not this shadow's")
+        if found.landing is not None:
+            raise CheckpointError(f"bucket {bucket} still has the seed of iteration {found.landing}; try again later")
+        if found.at is not None and iteration < found.at and not found.busy:
+            # It is beyond the seed: what followed the seed is applied and gone.
+            self._lose(found)
+        found.landing, found.landed, found.windowed = iteration, False, False
+        self._settle()
+
+    def window_set(self, bucket: int, held: Collection[int] | None) -> None:
+        """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
+        found = self._buckets[bucket]
+        if held is not None:
+            found.received = set(held)
+        elif found.landing is not None:
+            following = found.landing + 1
+            found.landing, found.landed, found.windowed, found.opened = None, False, False, True
+            self._torn(following, [bucket], "newer gradients had overwritten it before its seed began")
+        self._settle()
+
+    def seed_landed(self, bucket: int) -> None:
+        """All bytes of the seed are here."""
+        found = self._buckets[bucket]
+        iteration = found.landing
+        if iteration is None:
+            return
+        found.landed = True
+        self._settle()
+        seeded = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
+        self._out.append(Tell(seeded, everyone=True))
+
+    def seed_failed(self, bucket: int) -> None:
+        """The seed will not come whole; the bucket waits for another one."""
+        found = self._buckets[bucket]
+        if found.landing is not None and not found.landed:
+            if found.windowed:
+                found.received.clear()
+            found.landing, found.windowed, found.opened = None, False, False
+            self._settle()
+
+    # -- from the receiver -----------------------------------------------------------------------------------------
+
+    def received(self, bucket: int, iteration: int) -> None:
+        """All gradients of a bucket and iteration are held."""
+        found = self._buckets[bucket]
+        if found.opened and not found.windowed:
+            return
+        base = found.landing if found.windowed and found.landing is not None else found.at
+        if iteration in found.received or (base is not None and iteration <= base):
+            return
+        found.received.add(iteration)
+        count = self._holding[iteration] = self._holding.get(iteration, 0) + 1
+        # In the steady state only the last bucket of an iteration changes what can be said.
+        if count >= len(self._buckets) or self.waiting or iteration <= self.completed:
+            self._settle()
+
+    def ended(self, rank: int, iteration: int) -> None:
+        """A rank sends nothing more for this iteration, nor for older ones."""
+        self._ended[rank] = max(iteration, self._ended.get(rank, 0))
+        self._settle()
+
+    def connected(self, rank: int) -> None:
+        """A data connection of this rank begins."""
+        self._gone.discard(rank)
+
+    def gone(self, rank: int) -> None:
+        """The last data connection of this rank ended: it never sends again what it has not sent."""
+        self._gone.add(rank)
+        self._settle()
+
+    # -- from memory -----------------------------------------------------------------------------------------------
+
+    def done(self, work: Work) -> None:
+        """Work is done as it should be."""
+        bucket = self._buckets[work.bucket]
+        bucket.busy = False
+        if isinstance(work, Apply):
+            bucket.at = work.iteration
+            bucket.received.discard(work.iteration)
+            if not bucket.exhausted:
+                self._out.append(Window(work.bucket, work.iteration + 1))
+        elif isinstance(work, Commit):
+            if not bucket.windowed:
+                self._out.append(Window(work.bucket, work.iteration + 1))
+            bucket.at = bucket.floor = work.iteration
+            bucket.received = {one for one in bucket.received if one > work.iteration}
+            bucket.torn = bucket.landing = None
+            bucket.landed = bucket.windowed = bucket.opened = False
+        elif isinstance(work, Copy):
+            self._spill_left.discard(work.bucket)
+        self._settle()
+
+    def failed(self, work: Work, why: str) -> None:
+        """Work failed: what the bucket holds now is not known."""
+        bucket = self._buckets[work.bucket]
+        if isinstance(work, Check):
+            self._lose(bucket)
+            self._out.append(Tell(Diverged(iteration=work.iteration, bucket=work.bucket), everyone=True))
+        elif isinstance(work, Copy):
+            bucket.busy = False
+            self.spill_over(work.iteration, why)
+        else:
+            self._lose(bucket)
+            self._torn(work.iteration, [work.bucket], why)
+        self._settle()
+
+    def spill_over(self, iteration: int, error: str | None = None) -> None:
+        """The spill is durable, or failed."""
+        if self.spilling == iteration:
+            self.spilling = None
+            self._spill_left.clear()
+            self._out.append(Tell(Spilled(iteration=iteration, error=error), everyone=True))
+            self._settle()
+
+    @property
+    def spill_copied(self) -> int | None:
+        """The iteration of which all buckets are copied for the spill."""
+        return self.spilling if not self._spill_left else None
+
+    # -- what is so ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Buckets that wait for a seed, or have one on its way."""
+        return sum(
+            1 for one in self._buckets.values() if one.wants_seed or (one.landing is not None and not one.landed)
+        )
+
+    @property
+    def whole(self) -> bool:
+        """No bucket waits for a seed, and there is an iteration that all can be brought to."""
+        return bool(self._buckets) and self.waiting == 0 and self._newest() is not None
+
+    @property
+    def have(self) -> int:
+        """The newest iteration that this shadow can be brought to; 0 if none."""
+        return self._newest() or 0
+
+    @property
+    def unseeded(self) -> list[int]:
+        """Buckets that wait for a seed, none of which is on its way."""
+        return [number for number, bucket in self._buckets.items() if bucket.wants_seed]
+
+    @property
+    def applied(self) -> int:
+        """The iteration that all buckets are behind; 0 if one has no value."""
+        return min((bucket.at or 0 for bucket in self._buckets.values()), default=0)
+
+    @property
+    def positions(self) -> dict[int, int | None]:
+        """Where each bucket stands."""
+        return {number: bucket.at for number, bucket in self._buckets.items()}
+
+    def restorable(self) -> list[Saved]:
+        """Saved iterations that all buckets can be brought to and whose side records are here, oldest first."""
+        return [
+            saved
+            for iteration, saved in sorted(self._saves.items())
+            if self._sides_whole(iteration) and self._producible(iteration)
+        ]
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _producible(self, iteration: int) -> bool:
+        bases = [bucket.base_for(iteration) for bucket in self._buckets.values()]
+        if not bases or None in bases:
+            return False
+        lowest = min(base for base in bases if base is not None)
+        return all(one in self._steps for one in range(lowest + 1, iteration + 1))
+
+    def _sides_whole(self, iteration: int) -> bool:
+        return self._side_ranks <= self._sides.get(iteration, set())
+
+    def _stands_at(self, iteration: int) -> bool:
+        return bool(self._buckets) and all(
+            not bucket.busy and bucket.at is not None and bucket.floor <= iteration <= bucket.at
+            for bucket in self._buckets.values()
+        )
+
+    def _newest(self) -> int | None:
+        """The newest iteration that can be produced, with its side records if it was saved."""
+        if not self._buckets or self.waiting:
+            return None
+        newest = min(bucket.end for bucket in self._buckets.values())
+        low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
+        for iteration in range(newest, low - 1, -1):
+            complete = iteration not in self._saves or self._sides_whole(iteration)
+            if complete and self._producible(iteration):
+                return iteration
+        return None
+
+    def _oldest(self) -> int:
+        """No older iteration can ever be given back."""
+        return min(
+            (
+                bucket.floor if bucket.at is not None else self.completed - self.slots
+                for bucket in self._buckets.values()
+            ),
+            default=0,
+        )
+
+    def _lowest(self) -> int:
+        """All buckets are behind this iteration, or wait for the seed of a later one."""
+        return min(
+            (bucket.at if bucket.at is not None else self.completed - self.slots for bucket in self._buckets.values()),
+            default=0,
+        )
+
+    def _settle(self) -> None:
+        """After every change: tears, what can be said, what can be forgotten."""
+        self._dirty = True
+        self._tear()
+        for number, bucket in self._buckets.items():
+            self._follow_seed(number, bucket)
+        if self.declared:
+            have = self._newest()
+            if have is not None and have != self._have:
+                self._have = have
+                self._out.append(Tell(Have(iteration=have)))
+            applied = self.applied
+            if applied != self._applied and all(bucket.at is not None for bucket in self._buckets.values()):
+                self._applied = applied
+                self._out.append(Tell(Applied(iteration=applied), everyone=True))
+        self._forget()
+
+    def _tear(self) -> None:
+        # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
+        known = max(self._steps, default=0)
+        ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
+        ended = {**self._ended, **ended}
+        if len(ended) < self._ranks or not self._ranks or not self.declared:
+            return
+        over = min(ended.values())
+        torn: dict[int, list[int]] = {}
+        for number, bucket in self._buckets.items():
+            if bucket.at is None or bucket.torn is not None or bucket.landing is not None or bucket.opened:
+                continue
+            # The one that is being applied is still among the received.
+            missing = bucket.chain_end(bucket.at) + 1
+            if missing <= over:
+                bucket.torn = missing
+                torn.setdefault(missing, []).append(number)
+        for iteration, numbers in torn.items():
+            self._torn(iteration, numbers, "all ranks have ended this iteration, and bytes of it have not come")
+
+    def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
+        self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))
+
+    def _follow_seed(self, number: int, bucket: BucketState) -> None:
+        """Once nothing held is in the way, a torn bucket's slots are free for what follows its seed."""
+        if bucket.busy or not bucket.exhausted or not self.declared:
+            return
+        if bucket.landing is not None:
+            if not bucket.windowed:
+                bucket.windowed = True
+                bucket.received.clear()
+                self._out.append(Window(number, bucket.landing + 1, ask=True))
+        elif not bucket.opened:
+            bucket.opened = True
+            bucket.received.clear()
+            self._out.append(Open(number))
+
+    def _lose(self, bucket: BucketState) -> None:
+        bucket.at, bucket.torn, bucket.busy = None, None, False
+        bucket.floor = 0
+        bucket.checks.clear()
+        bucket.received.clear()
+        bucket.opened = bucket.windowed = False  # `_follow_seed` sees to its slots
+
+    def _give_up_sides(self) -> None:
+        for iteration in list(self._saves):
+            come = self._sides.get(iteration, set())
+            late = [rank for rank in self._side_ranks - come if self._newest_side.get(rank, 0) > iteration]
+            if late:
+                self._give_up(iteration, f"rank {late[0]} sent a later side record, and none of this iteration")
+
+    def _give_up(self, iteration: int, why: str) -> None:
+        if iteration in self._given_up:
+            return
+        self._given_up.add(iteration)
+        self._saves.pop(iteration, None)
+        if self._sides.pop(iteration, None):
+            self._out.append(DropSide(iteration))
+        self._torn(iteration, [], why)
+
+    def _forget(self) -> None:
+        oldest, lowest = self._oldest(), self._lowest()
+        for iteration in [one for one in self._sides if one < oldest]:
+            del self._sides[iteration]
+            self._out.append(DropSide(iteration))
+        for known in (self._saves, self._steps, self._holding):
+            bound = oldest if known is self._saves else lowest + 1
+            for iteration in [one for one in known if one < bound]:
+                del known[iteration]
+        self._given_up = {one for one in self._given_up if one >= oldest}
+
+    # -- how far -----------------------------------------------------------------------------------------------------
+
+    def _target(self) -> int:
+        """The iteration that buckets may be brought to now."""
+        if not self.declared:
+            return self._word
+        newest = self._newest()
+        if newest is None or newest < self.completed:
+            return self.completed  # it is not waited for, or catches up: nothing can be given back meanwhile
+        good = [saved.iteration for saved in self.restorable() if saved.iteration <= self.completed]
+        if not good:
+            return self.completed
+        # What can be given back is not overwritten by an update that nobody saved, while there is room for more.
+        target = good[-1]
+        while target < self.completed and target + 1 in self._steps and self._steps[target + 1].rule is None:
+            target += 1
+        return target if self.completed < target + self.slots else self.completed
+
+    @property
+    def _word(self) -> int:
+        """Up to which iteration all shadows hold everything, as far as it counts now."""
+        if self.declared:
+            return self.completed
+        return -1 if self._restoring is None else self._restoring
+
+    def _retarget(self) -> None:
+        self._goal = self._target()
+        for iteration in sorted(one for one in self._steps if self._decided_spill < one <= self._goal):
+            self._decided_spill = iteration
+            if self._steps[iteration].spill:
+                self._begin_spill(iteration)
+
+    def _begin_spill(self, iteration: int) -> None:
+        why = None
+        if self.spilling is not None:
+            why = f"the spill of iteration {self.spilling} is still being written"
+        elif iteration not in self._saves or not self._sides_whole(iteration):
+            why = "it was not saved, or a side record of it is missing"
+        elif not self._producible(iteration):
+            why = "a bucket of it waits for a seed, or was seeded later"
+        if why is not None:
+            self._out.append(Tell(Spilled(iteration=iteration, error=why), everyone=True))
+            return
+        self.spilling = iteration
+        self._spill_left = set(self._buckets)
+
+    def _work_of(self, number: int) -> Work | None:
+        bucket = self._buckets.get(number)
+        if bucket is None or bucket.busy:
+            return None
+        if bucket.landed and bucket.landing is not None and self._seed_is_due(bucket, bucket.landing):
+            return Commit(number, bucket.landing)
+        if bucket.at is None:
+            return None
+        for iteration in list(bucket.checks):
+            if bucket.floor <= iteration <= bucket.at:
+                return Check(number, iteration, bucket.checks.pop(iteration))
+        if number in self._spill_left and self.spilling is not None and bucket.floor <= self.spilling <= bucket.at:
+            return Copy(number, self.spilling)
+        following = bucket.at + 1
+        limit = self._goal if bucket.landing is None else min(self._goal, bucket.landing)
+        if following <= limit and following in bucket.received and following in self._steps and not bucket.windowed:
+            return Apply(number, following, self._steps[following])
+        return None
+
+    def _seed_is_due(self, bucket: BucketState, iteration: int) -> bool:
+        """Whether its value is no longer of use, since it is none, has come as far, or all shadows are further."""
+        if bucket.at is None or bucket.at >= iteration or self._word >= iteration:
+            return True
+        return bucket.exhausted and self._word > bucket.at
+
+    def _start(self, work: Work) -> None:
+        bucket = self._buckets[work.bucket]
+        bucket.busy = True
+        if isinstance(work, Apply) and work.step.rule is not None:
+            bucket.floor = work.iteration  # its old value is lost from here on
