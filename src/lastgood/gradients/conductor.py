@@ -260,8 +260,9 @@ class Conductor:
             elif isinstance(message, Complete):
                 self._follow(message)
             elif isinstance(message, Torn):
-                self._torn += 1
-                _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
+                if not set(message.buckets) <= state.shadows[shadow].wants or not message.buckets:
+                    self._torn += 1
+                    _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
                 state.torn(shadow, message.iteration, message.buckets)
             elif isinstance(message, Diverged):
                 self._diverged += 1

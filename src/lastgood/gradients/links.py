@@ -46,6 +46,7 @@ _OUTBOX_BYTES = 512 * MIB
 _RESENT = 64
 """Steps and side records that are kept to be sent again."""
 _END_S = 5.0
+_MAX_EARLY = 1000
 _NOTHING = memoryview(b"")
 
 
@@ -215,14 +216,11 @@ class ShadowLink:
         except MismatchError as error:
             self._find_out(error)
             raise
+        early: list[Message] = []
         try:
             if mine.rank == 0:
                 wire.send_message(**Declare(layout=mine.layout.to_data(), adopt=mine.adopt).content())
-                answer = parse_message(wire.receive_message("the answer to a layout"), wire.other)
-                if not isinstance(answer, Welcome):
-                    why = answer.why if isinstance(answer, Refused) else f"it answered {answer.kind}"
-                    raise MismatchError(f"shadow {self.address} does not take the layout: {why}")
-                welcome = answer
+                welcome, early = self._answer_to_layout(wire)
             if (welcome.shadow, welcome.shadows) != (self.shadow, mine.layout.shadows):
                 raise MismatchError(
                     f"shadow {self.address} is number {welcome.shadow} of {welcome.shadows}; here it is number "
@@ -238,7 +236,21 @@ class ShadowLink:
                 self._outbox.append(_Outgoing(self._complete, self._complete.iteration, _NOTHING))
             self._outbox_bytes = sum(len(one.payload) for one in self._outbox)
         self._listener.connected(self.shadow, welcome)
+        for message in early:
+            self._listener.heard(self.shadow, message)
         return wire
+
+    def _answer_to_layout(self, wire: Wire) -> tuple[Welcome, list[Message]]:
+        """What the shadow answers, and what it says of the state that it has kept before that."""
+        early: list[Message] = []
+        while True:
+            answer = parse_message(wire.receive_message("the answer to a layout"), wire.other)
+            if isinstance(answer, Welcome):
+                return answer, early
+            if isinstance(answer, Refused) or len(early) > _MAX_EARLY:
+                why = answer.why if isinstance(answer, Refused) else "it says too much"
+                raise MismatchError(f"shadow {self.address} does not take the layout: {why}")
+            early.append(answer)
 
     def _find_out(self, refused: MismatchError) -> None:
         """Why a hello was refused. Rank 0 lets a shadow that is new join this epoch."""
