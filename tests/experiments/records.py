@@ -55,6 +55,7 @@ def make_record(
             "repetition": repetition,
             "data": None,
             "drain_each": False,
+            "shadows": 2 if system == "checkmate" else 0,
         },
         "where": {
             "cpu": "Example CPU",

@@ -140,6 +140,53 @@ def test_two_ranks_give_one_proved_record(job):
     assert record.clocks.elapsed_s == max(one.elapsed_s for one in record.ranks.ranks)
 
 
+def test_a_run_that_is_killed_tells_what_that_took_back(job):
+    code, output = job.finish(spec_of(kills=1, proof=False))
+    assert code == 0, output
+    record = load_record(job.out)
+    (failure,) = record.failures
+    assert failure.lost_steps == failure.reached_step - failure.restored_step >= 0
+    # Behind warm-up, one untimed checkpoint and the measured steps; saves fall on every second step from there.
+    assert failure.restored_step >= 5 and failure.restored_step % 2 == 1
+    assert failure.losses_equal and failure.restore_s > 0
+    assert record.proof is None and record.counts.durable == 2
+    assert job.left() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_before_its_kill_fails_the_run(job):
+    process = job.start(spec_of(kills=1, measured_steps=400_000))
+    job.ranks()[1].send_signal(signal.SIGKILL)
+    assert process.wait(120) == 1
+    assert "rank 1 on " in job.log.read_text() and "SIGKILL" in job.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["checkfreq", "dcp"])
+def test_what_rank_0_writes_is_all_ranks_state_with_batch_norm_too(job, system):
+    """The statistics of each rank's own batch differ; DDP gives all of them rank 0's in the next forward pass."""
+    prepare_dataset("images", job.data_dir)
+    options = {"batch_size": 2, "image_size": 32, "classes": 10}
+    record = proved(job, spec_of(system, workload="resnet18", workload_options=options, kills=2))
+    assert [failure.losses_equal for failure in record.failures] == [True, True]
+    assert any(failure.losses_checked for failure in record.failures)
+
+
+@pytest.mark.slow
+def test_shadows_outlive_kills_and_give_all_of_it_back(job):
+    prepare_dataset("wikitext", job.data_dir)
+    spec = spec_of("checkmate", workload="opt", workload_options=OPT, interval_steps=1, shadows=2, kills=2)
+    record = proved(job, spec)
+    assert len(record.shadows) == 2
+    for shadow in record.shadows:
+        assert shadow.cpu_s > 0 and shadow.peak_rss_bytes > 1 << 20 and shadow.optimizer_s > 0
+    # Every gradient arrives once: 4 bytes of each parameter in each measured step.
+    assert sum(shadow.received_bytes for shadow in record.shadows) == 4 * 4 * record.workload.parameters
+    for failure in record.failures:
+        assert failure.losses_equal and 0 <= failure.lost_steps <= 3
+    assert record.counts.durable == 4
+
+
 @pytest.mark.slow
 def test_where_rank_0_writes_for_all_the_others_write_nothing(job):
     prepare_dataset("wikitext", job.data_dir)
@@ -209,18 +256,25 @@ def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["gemini", "pccheck"])
+@pytest.mark.parametrize("system", ["gemini", "pccheck", "checkmate"])
 def test_two_nodes_of_a_testbed(system, job):
     reason = why_no_testbed()
     if reason is not None:
         pytest.skip(reason)
     prepare_dataset("wikitext", job.data_dir)
-    spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT)
+    own = {"shadows": 2, "interval_steps": 1} if system == "checkmate" else {}
+    spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT, kills=1, **own)
     record = proved(job, spec, "--rate", "1gbit")
     assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
     assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == "torchrun"
     state = record.workload.state_bytes
-    if system == "gemini":
+    assert record.failures[0].losses_equal
+    if system == "checkmate":
+        # Each rank sends half of the gradients, half of that to the other node's shadow, and a side record.
+        gradients = 4 * record.workload.parameters
+        assert [one.host for one in record.shadows] == ["vm1", "vm2"] and record.ranks.bytes_per_disk == 0
+        assert gradients / 4 <= record.ranks.bytes_per_link < gradients / 4 + 65536
+    elif system == "gemini":
         assert record.ranks.bytes_per_disk == 0 and state <= record.ranks.bytes_per_link < 1.1 * state + 65536
     else:
         assert (record.ranks.bytes_per_disk, record.ranks.bytes_per_link) == (2 * state, 0)

@@ -167,6 +167,7 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
     wanted |= {"fig9", "fig9_vgg16", "fig9_opt"}
     wanted |= {"paper", "fig11", "fig11_blob", "fig12", "fig12_vgg16", "fig13", "fig13_vgg16", "fig14", "fig14_vgg16"}
     wanted |= {"fig8e", "fig8e_opt", "fig8f", "fig8f_bloom"}
+    wanted |= {"checkmate", "checkmate_resnet18", "checkmate_opt", "checkmate_optimizer"}
     assert wanted | {"test_simple"} <= names
 
 

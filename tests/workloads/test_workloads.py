@@ -82,6 +82,7 @@ def test_the_formula_predicts_the_size_of_the_state(name: str, data_dir: Path) -
 def test_published_sizes(name: str) -> None:
     published = {
         "vgg16": ({"classifier_width": 4096, "image_size": 224, "classes": 1000}, 138_357_544),
+        "resnet18": ({"image_size": 224, "classes": 1000}, 11_689_512),
         "resnet50": ({"image_size": 224, "classes": 1000}, 25_557_032),
         "bert": (
             {

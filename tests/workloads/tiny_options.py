@@ -9,6 +9,10 @@ TINY: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 2, "image_size": 32, "classes": 10, "classifier_width": 8},
         {"batch_size": 1, "image_size": 40, "classes": 13, "classifier_width": 11},
     ],
+    "resnet18": [
+        {"batch_size": 2, "image_size": 32, "classes": 10},
+        {"batch_size": 1, "image_size": 40, "classes": 17},
+    ],
     "resnet50": [
         {"batch_size": 2, "image_size": 32, "classes": 10},
         {"batch_size": 1, "image_size": 40, "classes": 17},

@@ -86,7 +86,7 @@ def spec_of(wildcards):
 
 def hosts_of(wildcards):
     """Options of `lastgood run` for a run over several nodes: where they are. No part of the run's settings."""
-    sections = {figure: getattr(CONFIG, figure) for figure in ("fig8e", "fig8f")}
+    sections = {figure: getattr(CONFIG, figure) for figure in ("fig8e", "fig8f", "checkmate")}
     section = next(sections[figure] for (figure, _), records in PLAN.records.items() if record_of(wildcards) in records)
     given = (("--hostfile", section.hostfile), ("--ssh-config", section.ssh_config), ("--rate", section.rate))
     return " ".join(f"{option} {shlex.quote(value)}" for option, value in given if value is not None)

@@ -29,6 +29,7 @@ from lastgood.cli import (
     report,
     run,
     switch,
+    storage,
     testbed,
     trace,
     tune,
@@ -68,6 +69,7 @@ app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
+app.add_typer(storage.app, name="storage")
 app.add_typer(trace.app, name="trace")
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from lastgood.experiments.style import system_label
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
-__all__ = ["goodput_caption", "persist_caption", "sweep_caption", "throughput_caption"]
+__all__ = ["checkmate_caption", "goodput_caption", "persist_caption", "sweep_caption", "throughput_caption"]
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
@@ -26,6 +26,40 @@ def throughput_caption(frame: pd.DataFrame) -> str:
         _published(frame),
     ]
     return _joined_sentences([*sentences, _revision(frame)])
+
+
+def checkmate_caption(frame: pd.DataFrame) -> str:
+    """Machine, nodes, repetitions, how each panel is to be read, what the paper says, bound and revision."""
+    shadows, kills = int(frame["shadows"].max()), int(frame["kills"].max())
+    sharing = " They and the trainers share these cores." if str(frame["scale"].iloc[0]) == "laptop" else ""
+    sentences = [
+        _machine(frame),
+        _nodes(frame),
+        f"Checkmate with {shadows} shadow{'' if shadows == 1 else 's'}.{sharing}" if shadows else "",
+        _set_up(frame, "bar (and number under it) median, circles single runs"),
+        "(a) Pale: lost to the drain.",
+        "(b) The shortest measured interval at which a system trains as fast as Checkmate with a checkpoint every "
+        "iteration; > and pale: none of those measured does.",
+        f"(c) The last step done less the step restored in fresh processes, at the interval f of (b), or the longest "
+        f"measured; {kills} SIGKILL to all ranks a run, at seeded moments."
+        if kills
+        else "",
+        "(d), (e) Over measured steps and drain at the shortest interval; Gemini's peers are not counted.",
+        _checkmate_published(frame),
+        _bound(frame),
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
+
+
+def _checkmate_published(frame: pd.DataFrame) -> str:
+    sources = sorted(set(frame["paper_source"].dropna()))
+    if not sources:
+        return ""
+    return (
+        "Dashed: the paper's ranges: (a) how far others would be below Checkmate, (b) its frequency over theirs, "
+        f"(c) how far it would be below their mean ({'; '.join(sources)})."
+    )
 
 
 def sweep_caption(frame: pd.DataFrame) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.experiments.config import Config
-from lastgood.experiments.config_values import BASELINE
+from lastgood.experiments.config_values import BASELINE, EACH_STEP
 from lastgood.experiments.goodput_record import GoodputSpec
 from lastgood.experiments.grid import find_root
 from lastgood.experiments.machine import machine_label
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.spec import Parallel, RunSpec
 from lastgood.experiments.spot_trace import load_trace
 from lastgood.experiments.variants import (
     Variant,
+    checkmate_variants,
     concurrency_variants,
     goodput_variants,
     memory_variants,
@@ -29,13 +30,14 @@ from lastgood.experiments.variants import (
 from lastgood.workloads.registry import workload_options_class
 
 if TYPE_CHECKING:
-    from lastgood.experiments.figure_sections import NodesSection
+    from lastgood.experiments.figure_sections import CheckmateSection, NodesSection
     from lastgood.experiments.grid import Prediction
 
 __all__ = [
     "goodput_modelled_s",
     "in_batches",
     "modelled_s",
+    "plan_checkmate",
     "plan_concurrency",
     "plan_goodput",
     "plan_memory",
@@ -150,21 +152,46 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
 
     Cores are shared out among the ranks of a host; those are all ranks where a testbed's nodes are this machine.
     """
-    beside = section.ranks if section.hostfile is None else section.slots
-    changes = {
-        "ranks": section.ranks,
-        "nodes": section.nodes,
-        "parallel": section.parallel,
-        "threads": max(1, config.thread_count // beside),
-    }
+    changes = _over_ranks(config, section, section.parallel)
     specs: list[RunSpec] = []
     for repetition in range(section.repetitions):
         for found in nodes_variants(config, section, figure):
-            for interval in [0] if found.system == BASELINE else section.intervals:
+            for interval in _intervals_of(found.system, section.intervals):
                 steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
                 spec = _spec(config, found, interval, repetition)
                 specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
     return in_batches(specs, config.seed)
+
+
+def plan_checkmate(config: Config) -> list[RunSpec]:
+    """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed behind it.
+
+    Only Checkmate's runs also take the digest's proof: figures 8e and 8f prove the others, and behind every kill losses
+    are compared.
+    """
+    section = config.checkmate
+    specs: list[RunSpec] = []
+    for repetition in range(section.repetitions):
+        for model in section.models:
+            for found in checkmate_variants(config, model):
+                for interval in _intervals_of(found.system, section.intervals):
+                    spec = _spec(config, found, interval, repetition)
+                    steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
+                    own = {
+                        **_over_ranks(config, section, "ddp"),
+                        "measured_steps": steps,
+                        "kills": section.kills if interval else 0,
+                        "proof": spec.proof and (found.system == EACH_STEP or not section.kills),
+                    }
+                    specs.append(spec.model_copy(update=own))
+    return in_batches(specs, config.seed)
+
+
+def _over_ranks(config: Config, section: NodesSection | CheckmateSection, parallel: Parallel) -> dict[str, Any]:
+    """What is different for a run over several ranks."""
+    beside = section.ranks if section.hostfile is None else section.slots
+    threads = max(1, config.thread_count // beside)
+    return {"ranks": section.ranks, "nodes": section.nodes, "parallel": parallel, "threads": threads}
 
 
 def plan_simple(config: Config) -> list[RunSpec]:
@@ -184,7 +211,7 @@ def _plan_models(
             specs += [
                 _spec(config, found, interval, repetition)
                 for found in variants(config, model)
-                for interval in ([0] if found.system == BASELINE else intervals)
+                for interval in _intervals_of(found.system, intervals)
             ]
     return in_batches(specs, config.seed)
 
@@ -217,7 +244,13 @@ def _spec(config: Config, found: Variant, interval: int, repetition: int) -> Run
         seed=config.seed + repetition,
         repetition=repetition,
         data=config.data.of_workload(found.model),
+        shadows=config.checkmate.shadows if found.system == EACH_STEP else 0,
     )
+
+
+def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
+    """Those of `intervals` at which `system` is measured: nothing else than 1 makes sense of Checkmate."""
+    return {BASELINE: [0], EACH_STEP: [1]}.get(system, intervals)
 
 
 def _whole_intervals(steps: int, interval: int) -> int:
@@ -236,7 +269,7 @@ def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
         seconds += checkpoints * state_bytes * (1 / prediction.persist_bytes_per_s + 1 / prediction.copy_bytes_per_s)
         if prediction.state_bytes_per_s is not None:
             seconds += state_bytes / prediction.state_bytes_per_s * (2 if spec.proof else 1)
-    return seconds + (prediction.proof_s if spec.proof else 0.0)
+    return seconds + (spec.kills + spec.proof) * prediction.proof_s
 
 
 def goodput_modelled_s(spec: GoodputSpec, prediction: Prediction) -> float:

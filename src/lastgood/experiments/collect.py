@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
@@ -25,7 +25,7 @@ from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
 from lastgood.experiments.config_values import BASELINE
 from lastgood.experiments.figures import figure_kind
 from lastgood.experiments.published import Published, load_published, published_slowdown
-from lastgood.experiments.record import RunRecord, WhereRun, load_record
+from lastgood.experiments.record import RunRecord, ShadowFacts, WhereRun, load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import system_rank
 from lastgood.experiments.tidy import TIDY_COLUMNS, TidyRow
@@ -212,7 +212,8 @@ def _row(
             bound = throughput_bound(
                 iteration_s=baseline.iteration_s,
                 interval_steps=spec.interval_steps,
-                state_bytes=record.workload.state_bytes,
+                # Checkmate sends gradients from where they are; nothing copies the state.
+                state_bytes=0 if spec.shadows else record.workload.state_bytes,
                 copy_bytes_per_s=copy_ceiling,
                 persist_bytes_per_s=stored.bytes_per_s,
                 hide_s=baseline.hide_s,
@@ -307,7 +308,24 @@ def _row(
         parallel=spec.parallel,
         link_bits_per_s=record.ranks.link_bits_per_s if record.ranks else None,
         stored_bytes=stored.nbytes if stored and spec.interval_steps else None,
+        shadows=spec.shadows,
+        **_of_shadows(record.shadows),
+        kills=spec.kills,
+        lost_steps=";".join(str(failure.lost_steps) for failure in record.failures) or None,
+        lives_unlike=sum(not failure.losses_equal for failure in record.failures),
     )
+
+
+def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:
+    """Columns of a run under Checkmate: sums over its shadows."""
+    if not shadows:
+        return {}
+    return {
+        "shadow_cpu_s": sum(one.cpu_s for one in shadows),
+        "shadow_received_bytes": sum(one.received_bytes for one in shadows),
+        "shadow_optimizer_s": sum(one.optimizer_s for one in shadows),
+        "shadow_peak_rss_bytes": sum(one.peak_rss_bytes for one in shadows),
+    }
 
 
 @dataclass(frozen=True)
@@ -325,6 +343,8 @@ def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
     Hosts are taken to have disks like the one that was measured, and share it where they share a kernel.
     """
     ranks = record.ranks
+    if record.spec.shadows and (ranks is None or not ranks.bytes_per_link):
+        return _Stored(0, ceilings.persist_bytes_per_s, "disk")
     if ranks is None:
         return _Stored(record.workload.state_bytes, ceilings.persist_bytes_per_s, "disk")
     if not ranks.bytes_per_link:

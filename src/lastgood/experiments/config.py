@@ -37,6 +37,7 @@ from lastgood.experiments.config_values import (
 )
 from lastgood.experiments.feasible import check_machine, pool_problems
 from lastgood.experiments.figure_sections import (
+    CheckmateSection,
     ConcurrencySection,
     GoodputSection,
     MemorySection,
@@ -63,7 +64,10 @@ __all__ = [
     "show_errors",
 ]
 
-_SECTIONS = ("data", "workloads", "knobs", "simple", "fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f")
+_SECTIONS = (
+    *("data", "workloads", "knobs", "simple"),
+    *("fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f", "checkmate"),
+)
 """Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
 
 
@@ -137,6 +141,7 @@ class Config(Part):
     fig14: MemorySection = Field(description="what figure 14 measures")
     fig8e: NodesSection = Field(description="what figure 8e measures, over several nodes")
     fig8f: NodesSection = Field(description="what figure 8f measures, over several nodes")
+    checkmate: CheckmateSection = Field(description="what Checkmate's figure measures, over several nodes")
 
     @property
     def scratch_folder(self) -> Path:
@@ -152,13 +157,13 @@ class Config(Part):
     def used_models(self) -> list[str]:
         """Models of the figures and of test_simple that have options of their own, each once."""
         sweeps = [self.fig12.model, self.fig13.model, self.fig14.model, self.fig8e.model, self.fig8f.model]
-        return list(dict.fromkeys([*self.models, self.simple.model, *sweeps]))
+        return list(dict.fromkeys([*self.models, self.simple.model, *sweeps, *self.checkmate.models]))
 
     @property
     def used_systems(self) -> list[str]:
         """Systems of the figures and of test_simple, each once."""
         more = [*(self.fig9.systems or []), *(self.fig11.systems or []), *self.fig8e.systems, *self.fig8f.systems]
-        return list(dict.fromkeys([*self.systems, self.simple.system, *more, SWEPT]))
+        return list(dict.fromkeys([*self.systems, self.simple.system, *more, *self.checkmate.systems, SWEPT]))
 
     def workload_options(self, model: str) -> WorkloadOptions:
         """Validated options of `model`."""

@@ -15,6 +15,7 @@ from lastgood.workloads.registry import workload_names
 
 __all__ = [
     "BASELINE",
+    "EACH_STEP",
     "SWEPT",
     "Count",
     "CountOrZero",
@@ -33,6 +34,9 @@ __all__ = [
 
 SWEPT = "pccheck"
 """The system whose knobs figures 12 to 14 vary."""
+
+EACH_STEP = "checkmate"
+"""The system that knows no interval but 1."""
 
 BASELINE = "none"
 """The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""

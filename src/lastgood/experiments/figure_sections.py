@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -12,6 +12,7 @@ from lastgood.errors import ConfigError
 from lastgood.experiments.config_values import (
     BASELINE,
     Count,
+    CountOrZero,
     Distinct,
     Interval,
     ModelName,
@@ -23,7 +24,17 @@ from lastgood.experiments.config_values import (
 )
 from lastgood.experiments.spot_trace import load_trace
 
-__all__ = ["ConcurrencySection", "GoodputSection", "MemorySection", "NodesSection", "PersistSection", "ThreadsSection"]
+__all__ = [
+    "CheckmateSection",
+    "ConcurrencySection",
+    "GoodputSection",
+    "MemorySection",
+    "NodesSection",
+    "OptimizerBench",
+    "OptimizerModel",
+    "PersistSection",
+    "ThreadsSection",
+]
 
 
 def _no_baseline(systems: list[str] | None) -> list[str] | None:
@@ -59,6 +70,10 @@ _Intervals = Annotated[
     Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
 ]
 _SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
+OptimizerModel = Literal[
+    "resnet50", "resnet152", "vgg11", "vit_h_14", "gpt3_medium", "gpt3_large", "gpt3_xl", "gpt3_6_7B"
+]
+"""Shapes of `lastgood optbench`: Checkmate's own benchmark has these."""
 _Model = Annotated[ModelName, Field(description="one of the models")]
 
 
@@ -151,6 +166,63 @@ class NodesSection(Part):
     intervals: _Intervals
     iterations: Count = Field(description="a whole number from 1: steps measured, at least")
     repetitions: _Repetitions
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one training."""
+        return self.nodes * self.slots
+
+
+class OptimizerBench(Part):
+    """The panel of Checkmate's figure that times a shadow's update."""
+
+    model: OptimizerModel = Field(
+        description=f"one of {', '.join(get_args(OptimizerModel))}: shapes of `lastgood optbench`"
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(description="sgd, adam or adamw")
+    threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: threads of each shadow"
+    )
+    shadows: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: shadows that share the model's buckets"
+    )
+    updates: Count = Field(description="a whole number from 1: updates timed at each point")
+
+
+class CheckmateSection(Part):
+    """Checkmate's figure: what a checkpoint of each iteration costs, over several nodes, and what failures cost."""
+
+    hostfile: UserPath | None = Field(
+        description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
+    )
+    ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
+    nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
+    slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
+    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+        description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
+    )
+    shadows: Annotated[Count, Field(le=4096)] = Field(
+        description="a whole number from 1 to 4096: Checkmate's shadows, spread over the hosts"
+    )
+    models: Annotated[list[ModelName], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of models, at least one; data-parallel training"
+    )
+    options: dict[ModelName, dict[str, Any]] = Field(
+        description="by model: options that differ from those in `workloads`"
+    )
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
+        description="a list of systems that run over several ranks; none is always measured, checkmate at 1 only"
+    )
+    shared_scratch: bool = Field(
+        description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
+    )
+    intervals: _Intervals
+    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
+    kills: Annotated[CountOrZero, Field(le=1000)] = Field(
+        description="a whole number from 0 to 1000: kills of all ranks behind each measurement, for the lost iterations"
+    )
+    repetitions: _Repetitions
+    optimizer: OptimizerBench = Field(description="what the panel on optimizers times")
 
     @property
     def ranks(self) -> int:

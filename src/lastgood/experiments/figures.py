@@ -16,6 +16,7 @@ from lastgood.experiments.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THR
 from lastgood.experiments.cells import (
     goodput_modelled_s,
     modelled_s,
+    plan_checkmate,
     plan_concurrency,
     plan_goodput,
     plan_memory,
@@ -188,6 +189,14 @@ _FIGURES = {
     ),
     "fig8e": _over_nodes("fig8e"),
     "fig8f": _over_nodes("fig8f"),
+    "checkmate": FigureKind(
+        plan_checkmate,
+        lambda config: config.checkmate.models,
+        "lastgood.experiments.checkmate_collect:collect_checkmate_files",
+        "lastgood.experiments.plot_checkmate:plot_checkmate",
+        THROUGHPUT,
+        lambda config: config.checkmate.hostfile is not None,
+    ),
 }
 
 _RECORDS: dict[type, RecordKind] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +28,7 @@ _COUNTERS = (
 _TIMES = ("restoring_s", "restored_s", "training_s")
 _FIELD_BYTES = 8
 _LOSSES_AT = (len(_COUNTERS) + len(_TIMES)) * _FIELD_BYTES
+_BOARD_BYTES = _LOSSES_AT + MAX_STEPS * _FIELD_BYTES
 _UNSET = -1
 
 
@@ -37,13 +39,16 @@ class Board:
     seconds, which all processes of a machine share; 0 is "not yet". Counters are -1 before their first value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        """In memory for children; or in a file, with what it holds if it is there, for processes that are no kin."""
+        there = path is not None and path.exists()
         # Pages that nobody touches cost nothing.
-        memory = mmap.mmap(-1, _LOSSES_AT + MAX_STEPS * _FIELD_BYTES)
+        memory = mmap.mmap(-1, _BOARD_BYTES) if path is None else _in_file(path)
         self._counters = np.frombuffer(memory, np.int64, len(_COUNTERS))
         self._times = np.frombuffer(memory, np.float64, len(_TIMES), len(_COUNTERS) * _FIELD_BYTES)
         self._losses = np.frombuffer(memory, np.uint64, MAX_STEPS, _LOSSES_AT)
-        self.begin_life()
+        if not there:
+            self.begin_life()
 
     def begin_life(self) -> None:
         """Forget what a life said about itself; losses and the state's size stay."""
@@ -102,6 +107,12 @@ class Board:
         """Seconds of the restore, once it is done."""
         restored = self.time_of("restored_s")
         return restored - self.time_of("restoring_s") if restored else None
+
+
+def _in_file(path: Path) -> mmap.mmap:
+    with path.open("a+b") as file:
+        file.truncate(_BOARD_BYTES)
+        return mmap.mmap(file.fileno(), _BOARD_BYTES)
 
 
 def losses_equal(one: float, two: float, relative: float) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -17,7 +17,8 @@ from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.rank_part import Part
-from lastgood.experiments.record import Clocks, Counts, Resources, WorkloadFacts
+from lastgood.experiments.record import Clocks, Counts, Resources, ShadowFacts, WorkloadFacts
+from lastgood.experiments.shadow_meters import ShadowMeters, shadow_options
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.timeline import Timeline
 from lastgood.state import flatten, seed_everything
@@ -28,10 +29,12 @@ from lastgood.workloads.registry import build_workload, workload_options_class
 __all__ = [
     "LiveProof",
     "Measurement",
+    "Onward",
     "RestoredProof",
     "build_planned",
     "drain_checked",
     "forget_cached_pages",
+    "live_proof",
     "make_checkpointer",
     "prove_restore",
     "scramble",
@@ -42,6 +45,7 @@ _PROOF_STEPS_AFTER = 2
 """Steps trained on after the proved checkpoint, live and restored, whose losses must agree."""
 
 Report = Callable[[str], None]
+Onward = Callable[[TrainingLoop, "Measurement"], NoReturn]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Measurement:
     counts: Counts
     storage: dict[str, Any]
     proof: LiveProof | None
+    shadows: list[ShadowFacts] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     timeline: Timeline | None = None
     """If it was asked for."""
@@ -97,17 +102,36 @@ class _Alone:
     def check(self, state: dict[str, Any]) -> None:
         """Any state will do."""
 
+    def settle(self) -> None:
+        """There is nobody to differ from."""
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """Of all shadows that it has."""
+        return ShadowMeters.read(checkpoints, self._spec.shadows)
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """The one that restored."""
+        del checkpoints
+        return reader
+
     def meet(self) -> None:
         """There is nobody to wait for."""
 
 
 def train_and_measure(
-    spec: RunSpec, checkpoints: Path, data_dir: Path, timeline: bool, report: Report, part: Part | None = None
+    spec: RunSpec,
+    checkpoints: Path,
+    data_dir: Path,
+    timeline: bool,
+    report: Report,
+    part: Part | None = None,
+    onward: Onward | None = None,
 ) -> Measurement:
     """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
 
-    `part` is this process's part in a run over several ranks, each of which calls this. Raises LastgoodError if a
-    checkpoint failed: such a run measures something else.
+    `part` is this process's part in a run over several ranks, each of which calls this. With `onward` the training does
+    not end here: it is given the measurement and never comes back. Raises LastgoodError if a checkpoint failed: such a
+    run measures something else.
     """
     configure_compute(spec.threads, deterministic=False)
     part = part or _Alone(spec)
@@ -127,6 +151,7 @@ def train_and_measure(
             # One untimed checkpoint: slots are written for the first time, and buffers touched.
             loop.save()
             drain_checked(checkpointer)
+            part.settle()
             part.check(loop.state)
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
@@ -134,6 +159,7 @@ def train_and_measure(
         if timeline:
             checkpointer.keep_update_waits()
         report(f"measuring, {spec.measured_steps} steps")
+        meters = part.shadow_meters(checkpoints)
         part.meet()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
         segment = loop.train(spec.measured_steps)
@@ -167,6 +193,7 @@ def train_and_measure(
             counts=_counts(events),
             storage=checkpointer.storage_facts(),
             proof=None,
+            shadows=meters.used(),
             timeline=None
             if not timeline
             else Timeline(
@@ -180,10 +207,12 @@ def train_and_measure(
             ),
         )
         del flat
+        if onward is not None:
+            onward(loop, measurement)
         if spec.proof:
             report("training on for the restore proof")
             # Not closed: this process is killed next, and what is durable must be so without a tidy end.
-            return Measurement(**{**measurement.__dict__, "proof": _live_proof(loop)})
+            return Measurement(**{**measurement.__dict__, "proof": live_proof(loop, part)})
     except BaseException:
         checkpointer.close()
         raise
@@ -218,7 +247,7 @@ def prove_restore(
     return RestoredProof(step, digest, losses, restore_s)
 
 
-def _live_proof(loop: TrainingLoop) -> LiveProof:
+def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
     """Two checkpoints in neighbouring steps, the second of which is proved, and training that overwrites both at once.
 
     The digest is taken from the live tensors before the save, not between save and update, where it would give a
@@ -229,6 +258,7 @@ def _live_proof(loop: TrainingLoop) -> LiveProof:
     loop.train(1)
     loop.save()
     loop.train(1)
+    part.settle()
     digest, step = loop.digest(), loop.progress.step
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
@@ -249,7 +279,8 @@ def build_planned(spec: RunSpec, data_dir: Path) -> Workload:
 def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
     """The system of `spec` in folder `checkpoints`; it keeps all its events."""
     kind = checkpointer_class(spec.system)
-    checkpointer = kind(checkpoints, kind.Options.model_validate(spec.knobs()))
+    where = shadow_options(checkpoints) if spec.shadows else {}
+    checkpointer = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **where}))
     checkpointer.events_kept = None
     return checkpointer
 

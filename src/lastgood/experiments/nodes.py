@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
-from lastgood.experiments.figure_sections import NodesSection
+from lastgood.experiments.figure_sections import CheckmateSection, NodesSection
 from lastgood.experiments.ranks import why_not_over_ranks
+from lastgood.experiments.spec import Parallel
+from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_options_class
 
 if TYPE_CHECKING:
@@ -20,37 +23,67 @@ __all__ = ["ranks_problems"]
 
 
 def ranks_problems(config: Config, sources: Sources) -> list[str]:
-    """What cannot work in the sections of figures 8e and 8f. What their hosts can do is not known here."""
-    return [*_problems(config, sources, "fig8e", config.fig8e), *_problems(config, sources, "fig8f", config.fig8f)]
+    """What cannot work in the sections of figures over several nodes. What their hosts can do is not known here."""
+    found = [*_problems(config, sources, "fig8e", config.fig8e), *_problems(config, sources, "fig8f", config.fig8f)]
+    return [*found, *_checkmate_problems(config, sources, config.checkmate)]
 
 
 def _problems(config: Config, sources: Sources, figure: str, section: NodesSection) -> list[str]:
     if section.ranks < 2:
-        text = "1 node with 1 slot is one rank, which figure 8 measures; allowed: two ranks or more"
-        return [sources.problem((figure, "nodes"), text)]
+        return [_one_rank(sources, figure)]
+    problems = _system_problems(sources, figure, section, section.model, section.parallel)
+    options, wrong = _options(config, sources, (figure, "options"), section.model, section.options)
+    problems += wrong
+    layers = getattr(options, "layers", section.ranks)
+    if section.parallel == "pipeline" and section.ranks > layers:
+        text = f"{section.ranks} ranks are as many stages, and {section.model} has {layers} layers; give it more"
+        problems.append(sources.problem((figure, "parallel"), text))
+    return problems + _hostfile_problems(sources, figure, section)
+
+
+def _checkmate_problems(config: Config, sources: Sources, section: CheckmateSection) -> list[str]:
+    if section.ranks < 2:
+        return [_one_rank(sources, "checkmate")]
     problems = []
-    for number, system in enumerate(section.systems):
-        reason = why_not_over_ranks(section.model, system, section.parallel, section.ranks, section.nodes)
-        if reason is not None:
-            problems.append(sources.problem((figure, "systems", number), reason))
-    given = {**config.workload_options(section.model).model_dump(), **section.options}
+    for model in section.models:
+        problems += _system_problems(sources, "checkmate", section, model, "ddp")
+        given = section.options.get(model, {})
+        problems += _options(config, sources, ("checkmate", "options", model), model, given)[1]
+    return problems + _hostfile_problems(sources, "checkmate", section)
+
+
+def _one_rank(sources: Sources, figure: str) -> str:
+    text = "1 node with 1 slot is one rank, which figure 8 measures; allowed: two ranks or more"
+    return sources.problem((figure, "nodes"), text)
+
+
+def _system_problems(
+    sources: Sources, figure: str, section: NodesSection | CheckmateSection, model: str, parallel: Parallel
+) -> list[str]:
+    reasons = [why_not_over_ranks(model, system, parallel, section.ranks, section.nodes) for system in section.systems]
+    return [
+        sources.problem((figure, "systems", number), reason)
+        for number, reason in enumerate(reasons)
+        if reason is not None
+    ]
+
+
+def _options(
+    config: Config, sources: Sources, where: tuple[str, ...], model: str, changes: Mapping[str, Any]
+) -> tuple[WorkloadOptions | None, list[str]]:
+    """The model's options with the section's changes, or what is wrong with them."""
+    given = {**config.workload_options(model).model_dump(), **changes}
     try:
-        options = workload_options_class(section.model).model_validate(given)
+        return workload_options_class(model).model_validate(given), []
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        where = (figure, "options", *(part for part in detail["loc"]))
-        problems.append(sources.problem(where, f"{detail['msg']}; see docs/options.md"))
-    else:
-        layers = getattr(options, "layers", section.ranks)
-        if section.parallel == "pipeline" and section.ranks > layers:
-            text = f"{section.ranks} ranks are as many stages, and {section.model} has {layers} layers; give it more"
-            problems.append(sources.problem((figure, "parallel"), text))
-    if section.hostfile is not None:
-        problems += _hostfile_problems(sources, figure, section, Path(section.hostfile))
-    return problems
+        return None, [sources.problem((*where, *detail["loc"]), f"{detail['msg']}; see docs/options.md")]
 
 
-def _hostfile_problems(sources: Sources, figure: str, section: NodesSection, path: Path) -> list[str]:
+def _hostfile_problems(sources: Sources, figure: str, section: NodesSection | CheckmateSection) -> list[str]:
+    if section.hostfile is None:
+        return []
+    path = Path(section.hostfile)
     try:
         hosts = read_hostfile(path)
     except ConfigError as error:

@@ -43,6 +43,7 @@ __all__ = [
     "read_tidy",
     "read_whole",
     "save_figure",
+    "widest_legend",
     "wrap_text",
 ]
 
@@ -207,7 +208,7 @@ def lay_out(
     width_in = WIDTHS_IN[width]
     heading = figure.text(0, 0, title, weight="bold", va="top")
     heading.set_fontsize(_TITLE_PT)
-    legend, legend_in = _widest_legend(figure, handles, width_in)
+    legend, legend_in = widest_legend(figure, handles, width_in)
     lines = wrap_text(figure, caption, width_in - 2 * RIGHT_IN, _CAPTION_PT)
     partial_lines = wrap_text(figure, partial, width_in - 2 * RIGHT_IN, _CAPTION_PT)
     line_in = 1.3 * _CAPTION_PT / 72
@@ -241,7 +242,7 @@ def _renderer(figure: Figure) -> RendererBase:
     return cast("RendererBase", FigureCanvasAgg(figure).get_renderer())  # type: ignore[no-untyped-call]
 
 
-def _widest_legend(figure: Figure, handles: list[Any], width_in: float) -> tuple[Legend, float]:
+def widest_legend(figure: Figure, handles: list[Any], width_in: float) -> tuple[Legend, float]:
     """The legend with the most columns that fit, and its height in inches."""
     renderer = _renderer(figure)
     for columns in range(max(1, len(handles)), 0, -1):

@@ -17,7 +17,15 @@ from lastgood.experiments.config_values import BASELINE
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import panel_letter
 
-__all__ = ["Published", "PublishedGain", "load_gains", "load_published", "published_slowdown"]
+__all__ = [
+    "Published",
+    "PublishedEnd",
+    "PublishedGain",
+    "load_gains",
+    "load_published",
+    "load_ranges",
+    "published_slowdown",
+]
 
 _COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
 _KINDS = ("paper", "artefact")
@@ -44,6 +52,15 @@ class PublishedGain:
     system: str
     interval_steps: int
     gain: float
+    source: str
+
+
+@dataclass(frozen=True)
+class PublishedEnd:
+    """The lowest or the highest of what was published as a range."""
+
+    metric: str
+    value: float
     source: str
 
 
@@ -89,6 +106,15 @@ def load_gains(path: Path) -> list[PublishedGain]:
         if line["qualifier"] == "equal" and line["interval_steps"]:
             interval, value = _numbers(path, number, line)
             found.append(PublishedGain(line["workload"], line["system"], interval, value, line["source"]))
+    return found
+
+
+def load_ranges(path: Path) -> list[PublishedEnd]:
+    """Both ends of every published range (`qualifier` is `from` or `to`); raises as `load_published` does."""
+    found = []
+    for number, line in enumerate(_lines(path), start=2):
+        if line["kind"] in _KINDS and line["qualifier"] in ("from", "to"):
+            found.append(PublishedEnd(line["metric"], _numbers(path, number, line)[1], line["source"]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""One rank's process of a run over several ranks: measures, or restores, and leaves its result as a file.
+"""One rank's process of a run over several ranks: measures, lives, or restores, and leaves its result as a file.
 
 ``python -m lastgood.experiments.rank_main ORDER``; a launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT.
@@ -10,18 +10,24 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.machine_lock import machine_lock
-from lastgood.experiments.rank_results import LiveRank, MeasuredRank, RestoredRank
+from lastgood.experiments.rank_results import LivedRank, LiveRank, MeasuredRank, RestoredRank
 from lastgood.experiments.spec import RunSpec
 from lastgood.processes import die_with_parent
 
-__all__ = ["RankOrder", "boot_id", "main", "result_path"]
+if TYPE_CHECKING:
+    from lastgood.experiments.goodput_board import Board
+    from lastgood.experiments.measure import Measurement, Onward
+    from lastgood.experiments.rank_part import JoinedPart
+    from lastgood.training.loop import TrainingLoop
+
+__all__ = ["RankOrder", "boot_id", "killed_path", "main", "result_path"]
 
 
 class RankOrder(BaseModel):
@@ -30,7 +36,13 @@ class RankOrder(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     spec: RunSpec
-    phase: Literal["measure", "restore"]
+    phase: Literal["measure", "live", "restore"]
+    life: int = 0
+    """Kills that lie behind it."""
+    kill_after_steps: float | None = None
+    """When all ranks are killed, in iterations behind their results; None: they come to their end."""
+    step_s: float = 0.0
+    """Of an iteration, as measured; a rank that measures knows its own."""
     folder: str
     """The run's scratch folder, of this name on every host."""
     data_dir: str
@@ -41,15 +53,25 @@ class RankOrder(BaseModel):
     parent: int | None = None
     """Process to end with, where no launcher sees to that."""
 
+    @property
+    def name(self) -> str:
+        """Tells the launches of one run apart."""
+        return f"{self.phase}-{self.life}" if self.life else self.phase
+
 
 def boot_id() -> str:
     """The kernel's identity: one for all that shares processors, disks and locks."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def result_path(folder: Path, phase: str, rank: int) -> Path:
-    """Where a rank leaves its result, on its own host."""
-    return folder / "results" / f"{phase}-{rank:05d}.json"
+def result_path(folder: Path, launch: str, rank: int) -> Path:
+    """Where a rank leaves its result of the launch of that name, on its own host."""
+    return folder / "results" / f"{launch}-{rank:05d}.json"
+
+
+def killed_path(folder: Path, token: str, rank: int) -> Path:
+    """What is there, on a rank's own host, once it was killed as its order says."""
+    return folder / "results" / f"killed-{token}-{rank:05d}"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -60,16 +82,19 @@ def main(words: list[str] | None = None) -> int:
         die_with_parent(order.parent)
     try:
         _take_turn(order)
-        result = _do(order)
+        _leave(order, _do(order))
     except LastgoodError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    write_atomically(result_path(Path(order.folder), order.phase, result.rank), result.model_dump_json().encode())
     _part_of_all()
     sys.stdout.flush()
     sys.stderr.flush()
     # No tidy end, as with a run of one rank: what was promised to be durable must not depend on one.
     os._exit(0)
+
+
+def _leave(order: RankOrder, result: MeasuredRank | LivedRank | RestoredRank) -> None:
+    write_atomically(result_path(Path(order.folder), order.name, result.rank), result.model_dump_json().encode())
 
 
 def _take_turn(order: RankOrder) -> None:
@@ -81,7 +106,7 @@ def _take_turn(order: RankOrder) -> None:
         machine_lock().acquire()
 
 
-def _do(order: RankOrder) -> MeasuredRank | RestoredRank:
+def _do(order: RankOrder) -> MeasuredRank | LivedRank | RestoredRank:
     # numpy's OpenBLAS reads it at import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from lastgood.experiments.measure import prove_restore, train_and_measure
@@ -90,7 +115,7 @@ def _do(order: RankOrder) -> MeasuredRank | RestoredRank:
     spec, folder = order.spec, Path(order.folder)
     checkpoints, data_dir = folder / "checkpoints", Path(order.data_dir)
     checkpoints.mkdir(parents=True, exist_ok=True)
-    part = JoinedPart.join(spec, int(os.environ.get("LOCAL_RANK", "0")), restoring=order.phase == "restore")
+    part = JoinedPart.join(spec, int(os.environ.get("LOCAL_RANK", "0")), restoring=order.phase != "measure")
     own = {"token": order.token, "rank": part.rank, "host": socket.gethostname(), "boot_id": boot_id()}
     if order.phase == "restore":
         restored = prove_restore(spec, checkpoints, data_dir, _say, part)
@@ -101,7 +126,15 @@ def _do(order: RankOrder) -> MeasuredRank | RestoredRank:
             next_losses=restored.next_losses,
             restore_s=restored.restore_s,
         )
-    measured = train_and_measure(spec, checkpoints, data_dir, False, _say, part)
+    if order.phase == "live":
+        return _live(order, part, own)
+    measured = train_and_measure(
+        spec, checkpoints, data_dir, False, _say, part, _onward(order, part, own) if spec.kills else None
+    )
+    return _measured(measured, own)
+
+
+def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
     live = measured.proof
     return MeasuredRank(
         **own,
@@ -111,8 +144,59 @@ def _do(order: RankOrder) -> MeasuredRank | RestoredRank:
         counts=measured.counts,
         storage=measured.storage,
         notes=measured.notes,
+        shadows=measured.shadows,
         live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
     )
+
+
+def _onward(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> Onward:
+    """Leaves the measurement as the result, and trains until the kill."""
+
+    def onward(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
+        _leave(order, _measured(measurement, own))
+        clocks = measurement.clocks
+        _await_kill(order, part, loop, clocks.elapsed_s / clocks.measured_steps)
+
+    return onward
+
+
+def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> LivedRank:
+    """Restores, and is killed again, or takes the live half of the proof where the spec asks for one."""
+    from lastgood.experiments.measure import live_proof
+    from lastgood.experiments.rank_lives import relive
+
+    folder = Path(order.folder)
+    found = relive(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
+    last = order.kill_after_steps is None
+    live = live_proof(found.loop, part) if last and order.spec.proof else None
+    result = LivedRank(
+        **own,
+        reached_step=found.reached_step,
+        restored_step=found.restored_step,
+        restore_s=found.restore_s,
+        losses_checked=found.losses_checked,
+        losses_equal=found.losses_equal,
+        live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
+    )
+    if not last:
+        _leave(order, result)
+        _await_kill(order, part, found.loop, order.step_s)
+    return result
+
+
+def _await_kill(order: RankOrder, part: JoinedPart, loop: TrainingLoop, step_s: float) -> NoReturn:
+    from lastgood.experiments.rank_lives import train_until_killed
+
+    assert order.kill_after_steps is not None
+    _say(f"training until it is killed, in {order.kill_after_steps * step_s:.1f} s")
+    marker = killed_path(Path(order.folder), order.token, part.rank)
+    train_until_killed(order.spec, loop, _board(order, part), order.kill_after_steps, step_s, marker, part)
+
+
+def _board(order: RankOrder, part: JoinedPart) -> Board:
+    from lastgood.experiments.goodput_board import Board
+
+    return Board(Path(order.folder) / "results" / f"board-{part.rank:05d}")
 
 
 def _part_of_all() -> None:

@@ -17,6 +17,7 @@ from lastgood.checkpointers.none import NoCheckpointing
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.ranks import writers_of
+from lastgood.experiments.shadow_meters import ShadowMeters, shadow_options
 from lastgood.experiments.spec import Parallel, RunSpec
 from lastgood.state import state_digest
 from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
@@ -42,6 +43,15 @@ class Part(Protocol):
 
     def check(self, state: dict[str, Any]) -> None:
         """Refuse a state that the system would not give back. Called once, outside the measurement."""
+
+    def settle(self) -> None:
+        """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """What the run's shadows have used until now, as far as this process is the one to tell."""
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """What to train on with behind a restore by `reader`."""
 
     def meet(self) -> None:
         """Wait for the other processes."""
@@ -106,6 +116,7 @@ class JoinedPart:
         self._spec = spec
         self._restoring = restoring
         self._writers = writers_of(spec.system, spec.parallel)
+        self._workload: Workload | None = None
         self._mark: Callable[[Any], None] | None = None
         """Makes training's communication known to what Gemini calls traffic."""
         self.rank = dist.get_rank()
@@ -130,6 +141,7 @@ class JoinedPart:
         if self._spec.parallel != "pipeline":
             workload.data = RankStream(workload.data, self.rank, self._spec.ranks)
         self._mark = _WAYS[self._spec.parallel](workload, self._spec)
+        self._workload = workload
 
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
         """Where rank 0 writes for all, the others have none: they wait for it in the next exchange of gradients."""
@@ -144,8 +156,13 @@ class JoinedPart:
             checkpoints = rank_directory(checkpoints, self.rank)
         elif self._writers == "peers":
             own = {"machine": self.rank, "machines": spec.ranks}
+        elif self._writers == "shadows":
+            own = shadow_options(checkpoints)
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
         found.events_kept = None
+        if self._writers == "shadows" and self._workload is not None:
+            watch: Any = found
+            watch.watch(self._workload.loss)
         if isinstance(found, Gemini) and self._mark is not None:
             self._mark(found.traffic)
         return found
@@ -176,6 +193,28 @@ class JoinedPart:
                 f"{self._spec.title()}: rank {other}'s state is not rank 0's, which {self._spec.system} writes for "
                 "all: it could not be restored"
             )
+
+    def settle(self) -> None:
+        """Give all ranks rank 0's buffers, as DDP does in each forward pass.
+
+        Between two steps each rank has statistics of its own batch, which nothing ever reads: a state that rank 0
+        writes for all is that of all.
+        """
+        if self._spec.parallel == "ddp" and self._workload is not None:
+            for buffer in self._workload.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """Rank 0 tells for all."""
+        return ShadowMeters.read(checkpoints, self._spec.shadows if self.rank == 0 else 0)
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """All ranks restore; where rank 0 writes for all, the others are done with their systems then."""
+        self._restoring = False
+        if self._writers != "first" or self.rank == 0:
+            return reader
+        reader.close()
+        return self.checkpointer(checkpoints)
 
     def meet(self) -> None:
         """Wait for all ranks, at most `COLLECTIVE_S`."""

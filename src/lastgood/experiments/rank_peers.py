@@ -16,7 +16,7 @@ from lastgood.errors import HostError, LastgoodError, WaitTimeout
 from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.ranks import Writers
 
-__all__ = ["peers_of_nodes"]
+__all__ = ["host_address", "peers_of_nodes"]
 
 _SERIAL: Final = 1
 _COMMAND_S: Final = 60.0
@@ -56,7 +56,7 @@ def peers_of_nodes(writers: Writers, place: Place, folder: Path, report: Callabl
 
 
 def _start(remote: Remote, host: str, number: int, directory: Path) -> RemoteProcess:
-    address = _address(remote, host)
+    address = host_address(remote, host)
     peer = [sys.executable, "-m", "lastgood.checkpointers.gemini_memory.peer", "--directory", str(directory)]
     peer += ["--machine", str(number), "--serial", str(_SERIAL), "--host", address]
     peer += ["--limit-bytes", "0", "--idle-s", str(_IDLE_S), "--timeout-s", str(_PEER_S)]
@@ -65,7 +65,7 @@ def _start(remote: Remote, host: str, number: int, directory: Path) -> RemotePro
     return remote.start(host, ["sh", "-c", keep, "sh", str(directory), *peer], stdout=subprocess.DEVNULL)
 
 
-def _address(remote: Remote, host: str) -> str:
+def host_address(remote: Remote, host: str) -> str:
     """Where the other hosts reach it: where ssh reached it."""
     words = remote.run(host, ["sh", "-c", 'echo "$SSH_CONNECTION"'], _COMMAND_S).text.split()
     if len(words) != 4 or _LOOPBACK.match(words[2]):

@@ -11,14 +11,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ranks import Writers
-from lastgood.experiments.record import Clocks, Counts, Proof, RankFacts, RanksRun, Resources, WorkloadFacts
+from lastgood.experiments.record import (
+    Clocks,
+    Counts,
+    Proof,
+    RankFacts,
+    RanksRun,
+    Resources,
+    ShadowFacts,
+    WorkloadFacts,
+)
 
 __all__ = [
     "LiveRank",
+    "LivedRank",
     "MeasuredRank",
     "RestoredRank",
     "merge_clocks",
@@ -62,13 +72,28 @@ class MeasuredRank(_Result):
     counts: Counts
     storage: dict[str, object]
     notes: list[str]
+    shadows: list[ShadowFacts] = Field(default_factory=list)
+    """Rank 0's view of them; the others have none."""
     live: LiveRank | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
         """Of one checkpoint; on a disk, without what alignment adds to it."""
         written = self.counts.durable + self.counts.superseded
         each = round(self.resources.bytes_written / written) if written else 0
-        return each if writers == "peers" else min(self.workload.state_bytes, each)
+        return each if writers in ("peers", "shadows") else min(self.workload.state_bytes, each)
+
+
+class LivedRank(_Result):
+    """What a rank hands back behind a kill, once it has restored and taken a few steps."""
+
+    reached_step: int
+    """The last step that this rank had finished before the kill."""
+    restored_step: int
+    restore_s: float
+    losses_checked: int
+    losses_equal: bool
+    live: LiveRank | None
+    """Of the last life, where the run also proves a restore."""
 
 
 class RestoredRank(_Result):
@@ -197,13 +222,16 @@ def merge_ranks(
         )
         for number, one in enumerate(measured)
     ]
-    on_links = writers == "peers"
+    on_links = writers in ("peers", "shadows")
+    per_link = _most(ranks, [one.host for one in measured]) if on_links else 0
+    if writers == "shadows":
+        per_link = _past_shadows(ranks, [one.host for one in measured[0].shadows]) if link_bits_per_s else 0
     return RanksRun(
         launcher=launcher,
         hosts=list(hosts),
         link_bits_per_s=link_bits_per_s,
         bytes_per_disk=0 if on_links else _most(ranks, [one.boot_id for one in measured]),
-        bytes_per_link=_most(ranks, [one.host for one in measured]) if on_links else 0,
+        bytes_per_link=per_link,
         ranks=ranks,
     )
 
@@ -213,6 +241,14 @@ def _most(ranks: Sequence[RankFacts], places: Sequence[str]) -> int:
     for one, place in zip(ranks, places, strict=True):
         totals[place] += one.checkpoint_bytes
     return max(totals.values())
+
+
+def _past_shadows(ranks: Sequence[RankFacts], shadows: Sequence[str]) -> int:
+    """The most that a host sends to shadows of other hosts: each shadow gets an equal part of what a rank sends."""
+    totals: dict[str, float] = defaultdict(float)
+    for one in ranks:
+        totals[one.host] += one.checkpoint_bytes * (1 - shadows.count(one.host) / len(shadows))
+    return round(max(totals.values()))
 
 
 def _one(what: str, values: Sequence[T]) -> T:

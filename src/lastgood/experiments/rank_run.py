@@ -10,18 +10,20 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from lastgood.errors import ConfigError, HostError, LastgoodError
+from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
+from lastgood.experiments.kills import kill_moments, merge_lives
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_hosts import Place, RankHosts, find_place
-from lastgood.experiments.rank_main import RankOrder, boot_id, result_path
+from lastgood.experiments.rank_main import RankOrder, boot_id, killed_path, result_path
 from lastgood.experiments.rank_peers import peers_of_nodes
 from lastgood.experiments.rank_results import (
+    LivedRank,
     MeasuredRank,
     RestoredRank,
     merge_clocks,
@@ -31,6 +33,7 @@ from lastgood.experiments.rank_results import (
     merge_resources,
     merge_workloads,
 )
+from lastgood.experiments.rank_shadows import shadows_of_run
 from lastgood.experiments.ranks import why_no_deepspeed, why_not_over_ranks, writers_of
 from lastgood.experiments.record import RunRecord
 from lastgood.experiments.spec import RunSpec
@@ -39,7 +42,8 @@ from lastgood.experiments.turn import take_turn
 __all__ = ["execute_ranks"]
 
 Report = Callable[[str], None]
-_Result = TypeVar("_Result", MeasuredRank, RestoredRank)
+Phase = Literal["measure", "live", "restore"]
+_Result = TypeVar("_Result", MeasuredRank, LivedRank, RestoredRank)
 
 _PHASE_S: Final = 24 * 3600.0
 """For all ranks of one launch. A rank that hangs is found earlier, by the others' waits for it (`COLLECTIVE_S`)."""
@@ -77,12 +81,22 @@ class _Run:
         self.writers = writers_of(spec.system, spec.parallel)
 
     def record(self, started_at: str, began: float) -> RunRecord:
-        """Both launches, and what they make together."""
+        """All launches, and what they make together."""
         spec = self.spec
         restored: list[RestoredRank] = []
-        with peers_of_nodes(self.writers, self.place, self.folder, self.report):
-            measured = self._launch("measure", MeasuredRank)
-            live = [one.live for one in measured if one.live is not None]
+        lives: list[list[LivedRank]] = []
+        moments = kill_moments(spec)
+        with (
+            peers_of_nodes(self.writers, self.place, self.folder, self.report),
+            shadows_of_run(spec, self.place, self.folder, self.report),
+        ):
+            measured = self._launch("measure", MeasuredRank, kill_after_steps=next(iter(moments), None))
+            step_s = measured[0].clocks.elapsed_s / measured[0].clocks.measured_steps
+            for life in range(1, spec.kills + 1):
+                after = moments[life] if life < spec.kills else None
+                lives.append(self._launch("live", LivedRank, life=life, kill_after_steps=after, step_s=step_s))
+            last: Sequence[MeasuredRank | LivedRank] = lives[-1] if lives else measured
+            live = [one.live for one in last if one.live is not None]
             if len(live) == len(measured):
                 restored = self._launch("restore", RestoredRank)
         proof, equal = merge_proofs(live, restored) if restored else (None, [])
@@ -107,36 +121,71 @@ class _Run:
                 hosts=list(self.place.hosts.names),
                 link_bits_per_s=self.place.link_bits_per_s,
             ),
+            shadows=measured[0].shadows,
+            failures=merge_lives(moments, lives),
         )
 
     def tidy(self) -> None:
         """Remove what the run left on hosts that do not share this machine's disk; hosts that fail are reported."""
         if self.place.remote is None:
             return
-        command = ["rm", "-rf", "--", *(str(self.folder / name) for name in ("checkpoints", "results", "logs"))]
+        command = [
+            "rm",
+            "-rf",
+            "--",
+            *(str(self.folder / name) for name in ("checkpoints", "results", "logs", "shadows")),
+        ]
         for host, answer in self.place.remote.run_everywhere(self.place.hosts.names, command, _FETCH_S).items():
             if isinstance(answer, HostError) or answer.rc:
                 self.report(f"{host}: {self.folder} may be left there: {answer}")
 
-    def _launch(self, phase: str, kind: type[_Result]) -> list[_Result]:
+    def _launch(
+        self,
+        phase: Phase,
+        kind: type[_Result],
+        *,
+        life: int = 0,
+        kill_after_steps: float | None = None,
+        step_s: float = 0.0,
+    ) -> list[_Result]:
         token = secrets.token_hex(8)
         order = RankOrder(
             spec=self.spec,
-            phase="measure" if phase == "measure" else "restore",
+            phase=phase,
+            life=life,
+            kill_after_steps=kill_after_steps,
+            step_s=step_s,
             folder=str(self.folder),
             data_dir=str(self.data_dir),
             token=token,
             boot_id=boot_id(),
             parent=os.getpid() if self.place.remote is None else None,
         )
-        self.report(f"{phase}: starting {self.spec.ranks} ranks on {', '.join(self.place.hosts.names)}")
+        self.report(f"{order.name}: starting {self.spec.ranks} ranks on {', '.join(self.place.hosts.names)}")
         program = [sys.executable, "-m", "lastgood.experiments.rank_main", order.model_dump_json()]
         env = {"OMP_NUM_THREADS": str(self.spec.threads)}
-        self.place.start(program, env, self.folder / "logs" / phase, _PHASE_S, self.report)
-        return [self._fetch(phase, rank, host, token, kind) for rank, host in enumerate(self.place.host_of_rank)]
+        try:
+            self.place.start(program, env, self.folder / "logs" / order.name, _PHASE_S, self.report)
+        except LaunchError:
+            if kill_after_steps is None or not self._was_killed(token):
+                raise
+        else:
+            if kill_after_steps is not None:
+                raise LastgoodError(f"{self.spec.title()}: {order.name}: the ranks ended before they were killed")
+        return [self._fetch(order.name, rank, host, token, kind) for rank, host in enumerate(self.place.host_of_rank)]
 
-    def _fetch(self, phase: str, rank: int, host: str, token: str, kind: type[_Result]) -> _Result:
-        path = result_path(self.folder, phase, rank)
+    def _was_killed(self, token: str) -> bool:
+        """Whether some rank was killed as its order says; the others then end with it, one way or another."""
+        for rank, host in enumerate(self.place.host_of_rank):
+            path = killed_path(self.folder, token, rank)
+            if path.exists():
+                return True
+            if self.place.remote is not None and not self.place.remote.run(host, ["ls", str(path)], _FETCH_S).rc:
+                return True
+        return False
+
+    def _fetch(self, launch: str, rank: int, host: str, token: str, kind: type[_Result]) -> _Result:
+        path = result_path(self.folder, launch, rank)
         if path.exists():
             text = path.read_bytes()[: _MAX_RESULT_BYTES + 1]
         elif self.place.remote is not None:

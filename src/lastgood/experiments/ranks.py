@@ -10,16 +10,18 @@ from lastgood.experiments.spec import Parallel
 
 __all__ = ["MODELS_OF", "PARTED", "Writers", "why_no_deepspeed", "why_not_over_ranks", "writers_of"]
 
-Writers = Literal["nobody", "first", "each", "apart", "peers"]
+Writers = Literal["nobody", "first", "each", "apart", "peers", "shadows"]
 """Whose state reaches storage: rank 0's for all (the others wait for it), each rank's own, which all agree on, each
-rank's own without an agreement, or each to another node."""
+rank's own without an agreement, each to another node, or each rank's part of the gradients to shadows."""
 
 _WRITERS: Final[Mapping[str, Writers]] = {
     "none": "nobody",
     "sync": "first",
     "checkfreq": "first",
+    "dcp": "first",
     "pccheck": "each",
     "gemini": "peers",
+    "checkmate": "shadows",
 }
 PARTED: Final[tuple[Parallel, ...]] = ("zero1", "zero2", "zero3", "pipeline")
 """DeepSpeed's ways: what a rank keeps is a part of its own, in plain tensors."""
@@ -31,8 +33,9 @@ MODELS_OF: Final[Mapping[Parallel, tuple[str, ...] | None]] = {
     **dict.fromkeys(PARTED, _CAUSAL),
 }
 """Models that can be trained in a way; None: all."""
-_ONE_STATE: Final = ("transformer_xl", "resnet50")
-"""Models with a state of each rank's own: a memory of hidden states, statistics of BatchNorm."""
+_OWN_STATE: Final = ("transformer_xl",)
+"""Models with a state of each rank's own: a memory of hidden states. Statistics of BatchNorm are rank 0's, which DDP
+gives to all in each forward pass."""
 
 
 def writers_of(system: str, parallel: Parallel) -> Writers:
@@ -58,7 +61,9 @@ def why_not_over_ranks(model: str, system: str, parallel: Parallel, ranks: int, 
     writers = writers_of(system, parallel)
     if writers in ("first", "peers") and parallel == "fsdp2":
         return f"{system} keeps plain tensors, which no rank has under fsdp2; it goes with ddp and DeepSpeed's ways"
-    if writers == "first" and model in _ONE_STATE:
+    if writers == "shadows" and parallel != "ddp":
+        return f"{system} is measured under ddp, not under {parallel}"
+    if writers == "first" and model in _OWN_STATE:
         return (
             f"{system} writes rank 0's state, and every rank of {model} has a part of its own; pccheck writes them all"
         )

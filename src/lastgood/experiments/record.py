@@ -18,11 +18,13 @@ __all__ = [
     "RECORD_VERSION",
     "Clocks",
     "Counts",
+    "Failure",
     "Proof",
     "RankFacts",
     "RanksRun",
     "Resources",
     "RunRecord",
+    "ShadowFacts",
     "WhereRun",
     "WorkloadFacts",
     "load_record",
@@ -162,6 +164,37 @@ class RanksRun(_Part):
     ranks: list[RankFacts]
 
 
+class ShadowFacts(_Part):
+    """One of the processes to which Checkmate's gradients go."""
+
+    host: str
+    cpu_s: float
+    """User and system time over the measured steps and the drain, all threads."""
+    received_bytes: int
+    """Of gradients and of other messages, over the measured steps and the drain."""
+    optimizer_s: float
+    """Seconds in its optimizer over the measured steps and the drain."""
+    peak_rss_bytes: int
+    """Over its whole life until then."""
+
+
+class Failure(_Part):
+    """One kill of all ranks, behind the measurement, and what the restore in fresh processes gave back."""
+
+    kill_after_steps: float
+    """When it was to fall: iterations, at the measured speed, from that life's begin."""
+    reached_step: int
+    """The last step that some rank had finished."""
+    restored_step: int
+    lost_steps: int
+    """The difference: work that has to be done again."""
+    restore_s: float
+    losses_checked: int
+    """Steps behind the restored one whose losses were known from before the kill."""
+    losses_equal: bool
+    """Whether they came out the same: to the bit on the CPU, to 1 % on CUDA."""
+
+
 class RunRecord(_Part):
     """One run, whole."""
 
@@ -182,6 +215,10 @@ class RunRecord(_Part):
     notes: list[str] = Field(default_factory=list)
     ranks: RanksRun | None = None
     """Of a run over several ranks."""
+    shadows: list[ShadowFacts] = Field(default_factory=list)
+    """Of a run under Checkmate."""
+    failures: list[Failure] = Field(default_factory=list)
+    """One for each kill that the spec asks for."""
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""

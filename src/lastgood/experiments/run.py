@@ -6,6 +6,7 @@ child begins as an interpreter that has only imported. The restorer shares no me
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 from lastgood.errors import ConfigError, LastgoodError, WaitTimeout
 from lastgood.experiments.machine import where_run
+from lastgood.experiments.rank_shadows import local_shadows
 from lastgood.experiments.record import Proof, RunRecord
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.timeline import write_timeline
@@ -58,6 +60,11 @@ def _execute(
 ) -> RunRecord:
     report("importing torch")
     import_before_fork(spec)
+    with local_shadows(spec, turn.folder, report) if spec.shadows else contextlib.nullcontext():
+        return _measure_and_prove(spec, data_dir, turn, report, timeline)
+
+
+def _measure_and_prove(spec: RunSpec, data_dir: Path, turn: Turn, report: Report, timeline: Path | None) -> RunRecord:
     from lastgood.experiments.measure import prove_restore, train_and_measure
 
     checkpoints = turn.folder / "checkpoints"
@@ -91,6 +98,7 @@ def _execute(
         storage=measured.storage,
         proof=proof,
         notes=measured.notes,
+        shadows=measured.shadows,
     )
 
 

@@ -56,6 +56,10 @@ class RunSpec(BaseModel):
     nodes: int = Field(default=1, ge=1, le=4096)
     """Hosts that they run on. Which hosts, the record says."""
     parallel: Parallel = "none"
+    shadows: int = Field(default=0, ge=0, le=4096)
+    """Processes outside of the training to which Checkmate's gradients go."""
+    kills: int = Field(default=0, ge=0, le=1000)
+    """How many times, behind the measurement, all ranks are killed while they train with checkpoints, and restored."""
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> Self:
@@ -63,6 +67,10 @@ class RunSpec(BaseModel):
             raise ValueError(f"{self.ranks} ranks and parallel={self.parallel!r} do not go together")
         if self.ranks < self.nodes:
             raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
+        if (self.shadows > 0) != (self.system == "checkmate"):
+            raise ValueError(f"{self.shadows} shadows and system={self.system!r} do not go together")
+        if self.kills and (self.ranks == 1 or not self.interval_steps):
+            raise ValueError("kills are for runs over several ranks with checkpoints")
         return self
 
     def canonical_json(self) -> str:
@@ -82,6 +90,7 @@ class RunSpec(BaseModel):
         Of several ranks it begins with their number, ``w4-ddp-...``: the workflow makes those records by another rule.
         """
         ranks = [f"w{self.ranks}", self.parallel] if self.ranks > 1 else []
+        ranks += [f"m{self.shadows}"] if self.shadows else []
         size = [f"s{self.workload_options['megabytes']}"] if "megabytes" in self.workload_options else []
         readable = [f"{letter}{self.system_options[key]}" for key, letter in _READABLE if key in self.system_options]
         return "-".join([*ranks, *size, *readable, f"c{self.cell_hash}"])
@@ -115,5 +124,5 @@ class RunSpec(BaseModel):
         return json.dumps(self.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
 
 
-_CAME_LATER = ("drain_each", "ranks", "nodes", "parallel")
+_CAME_LATER = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
 _READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

@@ -48,6 +48,7 @@ _WORKLOADS = {
     "transformer_xl": ("c", "Transformer-XL"),
     "opt": ("d", "OPT"),
     "bloom": ("f", "BLOOM"),
+    "resnet18": ("", "ResNet-18"),
     "resnet50": ("", "ResNet-50"),
     "blob": ("", "blob"),
 }

@@ -94,6 +94,15 @@ class TidyRow:
     parallel: str = "none"
     link_bits_per_s: int | None = None
     stored_bytes: int | None = None
+    shadows: int = 0
+    shadow_cpu_s: float | None = None
+    shadow_received_bytes: int | None = None
+    shadow_optimizer_s: float | None = None
+    shadow_peak_rss_bytes: int | None = None
+    kills: int = 0
+    lost_steps: str | None = None
+    lives_unlike: int = 0
+    paper_ranges: str | None = None
 
 
 TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))

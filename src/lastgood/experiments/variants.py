@@ -22,6 +22,7 @@ __all__ = [
     "Variant",
     "all_variants",
     "available",
+    "checkmate_variants",
     "concurrency_variants",
     "goodput_variants",
     "memory_variants",
@@ -116,17 +117,31 @@ def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[V
         return []
     declared = {"ddp": "ddp", "fsdp2": "placements"}.get(section.parallel)
     once = {"replicated": declared} if section.shared_scratch and declared else {}
-    workload = config.workload_options(section.model)
-    options = type(workload).model_validate({**workload.model_dump(), **section.options})
+    return _on_ranks(config, (figure, "options"), section.model, section.options, section.systems, once)
+
+
+def checkmate_variants(config: Config, model: str) -> list[Variant]:
+    """One panel of Checkmate's figure: every system, as in figure 8e."""
+    section = config.checkmate
+    once = {"replicated": "ddp"} if section.shared_scratch else {}
+    key = ("checkmate", "options", model)
+    return _on_ranks(config, key, model, section.options.get(model, {}), section.systems, once)
+
+
+def _on_ranks(
+    config: Config,
+    key: tuple[str, ...],
+    model: str,
+    changes: dict[str, Any],
+    systems: Sequence[str],
+    swept: dict[str, Any],
+) -> list[Variant]:
+    """`systems` on `model` with changed options; `swept` are changes of PCcheck's."""
+    workload = config.workload_options(model)
+    options = type(workload).model_validate({**workload.model_dump(), **changes})
     return [
-        Variant(
-            (figure, "options"),
-            section.model,
-            options,
-            system,
-            _with(config.system_options(system), once if system == SWEPT else {}),
-        )
-        for system in available(section.systems)
+        Variant(key, model, options, system, _with(config.system_options(system), swept if system == SWEPT else {}))
+        for system in available(systems)
     ]
 
 

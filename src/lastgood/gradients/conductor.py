@@ -37,7 +37,7 @@ from lastgood.gradients.messages import (
 )
 from lastgood.gradients.tracked import BucketCopy
 
-__all__ = ["Conductor", "Settled", "Settings"]
+__all__ = ["Conductor", "Settings", "Settled"]
 
 _log = logging.getLogger("lastgood")
 
@@ -245,8 +245,8 @@ class Conductor:
         with self._changed:
             if self._fenced is None:
                 self._fenced = (
-                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at {self._identity.epoch}: "
-                    "another life of this job has taken over; nothing more is kept from here"
+                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
+                    f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
                 )
                 _log.error("checkmate: %s", self._fenced)
             self._changed.notify_all()
@@ -260,8 +260,9 @@ class Conductor:
             elif isinstance(message, Complete):
                 self._follow(message)
             elif isinstance(message, Torn):
-                self._torn += 1
-                _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
+                if not set(message.buckets) <= state.shadows[shadow].wants or not message.buckets:
+                    self._torn += 1
+                    _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
                 state.torn(shadow, message.iteration, message.buckets)
             elif isinstance(message, Diverged):
                 self._diverged += 1
@@ -296,9 +297,7 @@ class Conductor:
         certificate = self._state.decide()
         if certificate is None:
             return
-        message = Complete(
-            iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable
-        )
+        message = Complete(iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable)
         for link in self.links:
             link.post(message, certificate.iteration)
         self._announce()

@@ -160,9 +160,10 @@ class ConductorState:
         return max(known.floor for known in self.shadows)
 
     def behind(self, shadow: int) -> bool:
-        """Whether a shadow that the others wait for lacks what the training has closed."""
+        """Whether a shadow that the others wait for lacks what the training has closed, and keeps it from completion."""
         known = self.shadows[shadow]
-        return not known.given_up and (not known.whole or (known.have or 0) < self.closed)
+        waiting = self.closed > self.complete and not known.given_up
+        return waiting and (not known.whole or (known.have or 0) < self.closed)
 
     def decide(self) -> Certificate | None:
         """What is complete now; None if that was said already. Called by rank 0 only."""

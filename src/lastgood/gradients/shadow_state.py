@@ -172,29 +172,37 @@ class ShadowState:
         """Whether all buckets stand at that iteration now."""
         return self._stands_at(saved.iteration) and self._saves.get(saved.iteration) == saved
 
-    def replaced(self, saved: Saved) -> None:
-        """All buckets were replaced by what a spill of this iteration held (of the same layout)."""
-        for bucket in self._buckets.values():
-            bucket.at = bucket.floor = saved.iteration
-            bucket.received.clear()
-            bucket.torn = bucket.landing = None
-            bucket.landed = bucket.windowed = bucket.busy = False
+    def replaced(self, saved: Saved, layout: str, buckets: Sequence[int], side_ranks: Iterable[int]) -> None:
+        """All is now what a spill of this iteration held: values and side records. Only before Declare."""
+        self.layout, self._side_ranks = layout, frozenset(side_ranks)
+        at = saved.iteration
+        self._buckets = {number: BucketState(at=at, floor=at, opened=False) for number in buckets}
         for iteration in self._sides:
-            if iteration != saved.iteration:
+            if iteration != at:
                 self._out.append(DropSide(iteration))
         self._steps.clear()
-        self._saves = {saved.iteration: saved}
-        self._sides = {saved.iteration: set(self._side_ranks)}
+        self._saves = {at: saved}
+        self._sides = {at: set(self._side_ranks)}
         self._restoring = None
+        self._ready.clear()
         self._settle()
 
-    def adopt_layout(
-        self, job: str, layout: str, buckets: Sequence[int], side_ranks: Iterable[int], epoch: int
-    ) -> None:
-        """A fresh shadow found a spill of this job: it knows the layout, and has no values yet."""
-        self.job, self.layout, self.epoch = job, layout, max(epoch, self.epoch)
-        self._buckets = {number: BucketState() for number in buckets}
-        self._side_ranks = frozenset(side_ranks)
+    def emptied(self) -> None:
+        """All values are lost. Only before Declare."""
+        for bucket in self._buckets.values():
+            self._lose(bucket)
+        self._settle()
+
+    def saved_at(self, iteration: int) -> Saved:
+        """A saved iteration. Raises CheckpointError where it is none (any more)."""
+        if iteration not in self._saves:
+            raise CheckpointError(f"iteration {iteration} is not held as a saved one")
+        return self._saves[iteration]
+
+    def is_landing(self, bucket: int, iteration: int) -> bool:
+        """Whether a seed that began is still wanted."""
+        found = self._buckets.get(bucket)
+        return found is not None and found.landing == iteration and not found.landed
 
     # -- from trainers ---------------------------------------------------------------------------------------------
 
@@ -258,17 +266,24 @@ class ShadowState:
         found.landing, found.landed, found.windowed = iteration, False, False
         self._settle()
 
-    def window_set(self, bucket: int, held: Collection[int]) -> None:
-        """The receiver obeyed a Window that asks; it holds these iterations whole."""
-        self._buckets[bucket].received = set(held)
+    def window_set(self, bucket: int, held: Collection[int] | None) -> None:
+        """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
+        found = self._buckets[bucket]
+        if held is not None:
+            found.received = set(held)
+        elif found.landing is not None:
+            following = found.landing + 1
+            found.landing, found.landed, found.windowed, found.opened = None, False, False, True
+            self._torn(following, [bucket], "newer gradients had overwritten it before its seed began")
         self._settle()
 
     def seed_landed(self, bucket: int) -> None:
         """All bytes of the seed are here."""
         found = self._buckets[bucket]
-        found.landed = True
-        assert found.landing is not None
         iteration = found.landing
+        if iteration is None:
+            return
+        found.landed = True
         self._settle()
         seeded = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
         self._out.append(Tell(seeded, everyone=True))

@@ -40,7 +40,7 @@ class SideRecords:
 
     def take(self) -> memoryview:
         """Copy what there is now. Raises StateError for what cannot be stored."""
-        flat = flatten(reduced_state(self._state, self._tracked), spread=True)
+        flat = flatten(reduced_state(self._state, self._tracked))
         text = flat.layout.to_json()
         size = _LENGTH_BYTES + len(text)
         memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8)
@@ -57,11 +57,7 @@ def reduced_state(state: Mapping[str, Any], tracked: Tracked) -> dict[str, Any]:
     places = {_place(local_part(parameter)) for parameter in tracked.parameters}
     for name, part in state.items():
         if isinstance(part, torch.nn.Module):
-            reduced[name] = {
-                key: value
-                for key, value in part.state_dict().items()
-                if not _is_updated(value, places)
-            }
+            reduced[name] = {key: value for key, value in part.state_dict().items() if not _is_updated(value, places)}
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in tracked.optimizer.param_groups
     ]
@@ -81,7 +77,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, Any]:
 # -- back --------------------------------------------------------------------------------------------------------------
 
 
-def open_side(record: bytearray, where: str, leaf: Any = None) -> dict[str, Any]:
+def open_side(record: bytearray, where: str) -> dict[str, Any]:
     """The reduced state that a side record holds. Raises CorruptCheckpoint, naming `where`."""
     size = int.from_bytes(record[:_LENGTH_BYTES], "little")
     if len(record) < _LENGTH_BYTES or size > min(len(record) - _LENGTH_BYTES, MAX_LAYOUT_BYTES):
@@ -96,7 +92,7 @@ def open_side(record: bytearray, where: str, leaf: Any = None) -> dict[str, Any]
     memory = torch.empty(layout.stream_bytes, dtype=torch.uint8)
     memoryview(memory.numpy().data)[:] = record[begin:]
     blocks = [memory[at : at + size] for at, size in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
-    return unflatten(layout, blocks, where, leaf)
+    return unflatten(layout, blocks, where)
 
 
 def restored_tree(
@@ -150,5 +146,5 @@ def _optimizer_tree(
 def _as_live(live: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     """Spread as the live tensor is, where it is, and where the restored one is its part."""
     if is_sharded(live) and restored.shape == local_part(live).shape:
-        return wrap(restored, live)  # type: ignore[no-any-return]
+        return wrap(restored, live)
     return restored

@@ -19,6 +19,7 @@ __all__ = [
     "BlobOptions",
     "BloomOptions",
     "OptOptions",
+    "Resnet18Options",
     "Resnet50Options",
     "TransformerXLOptions",
     "Vgg16Options",
@@ -52,20 +53,32 @@ class Vgg16Options(_VisionOptions):
         return convolutions + classifier
 
 
-class Resnet50Options(_VisionOptions):
-    """ResNet-50 (He et al. 2015), with the stride in the 3 x 3 convolution as torchvision has it."""
+class _ResnetOptions(_VisionOptions):
+    """A residual network on images (He et al. 2015), as torchvision has it."""
+
+    stages: ClassVar[tuple[int, int, int, int]]
+    """Blocks at widths 64, 128, 256 and 512."""
+    bottleneck: ClassVar[bool]
+    """Blocks of 1 x 1, 3 x 3 and 1 x 1 that leave four times their width, not of two 3 x 3."""
 
     def parameters(self) -> int:
-        """Stem, 3 + 4 + 6 + 3 bottleneck blocks, one fully connected layer."""
+        """Stem, the blocks of the four stages, one fully connected layer."""
         total = 7 * 7 * 3 * 64 + 2 * 64
         width_in = 64
-        for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
-            width_out = 4 * width
-            total += width_in * width_out + 2 * width_out  # the shortcut's projection
+        for blocks, width in zip(self.stages, (64, 128, 256, 512), strict=True):
+            width_out = 4 * width if self.bottleneck else width
+            if width_in != width_out:
+                total += width_in * width_out + 2 * width_out  # the shortcut's projection
             for _ in range(blocks):
-                total += width_in * width + 9 * width * width + width * width_out + 2 * (2 * width + width_out)
+                total += self._block(width_in, width, width_out)
                 width_in = width_out
         return total + (width_in + 1) * self.classes
+
+    def _block(self, width_in: int, width: int, width_out: int) -> int:
+        """Convolutions and their norms."""
+        if self.bottleneck:
+            return width_in * width + 9 * width * width + width * width_out + 2 * (2 * width + width_out)
+        return 9 * width_in * width + 9 * width * width_out + 2 * (width + width_out)
 
     @model_validator(mode="after")
     def _batch_norm_has_a_spread(self) -> Self:
@@ -73,6 +86,20 @@ class Resnet50Options(_VisionOptions):
         if self.batch_size * last_map * last_map < 2:
             raise ValueError("BatchNorm needs more than one value per channel: batch_size 1 needs image_size above 32")
         return self
+
+
+class Resnet18Options(_ResnetOptions):
+    """ResNet-18."""
+
+    stages = (2, 2, 2, 2)
+    bottleneck = False
+
+
+class Resnet50Options(_ResnetOptions):
+    """ResNet-50, with the stride in the 3 x 3 convolution as torchvision has it."""
+
+    stages = (3, 4, 6, 3)
+    bottleneck = True
 
 
 class _TransformerOptions(WorkloadOptions):

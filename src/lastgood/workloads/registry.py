@@ -14,6 +14,7 @@ from lastgood.workloads.options import (
     BlobOptions,
     BloomOptions,
     OptOptions,
+    Resnet18Options,
     Resnet50Options,
     TransformerXLOptions,
     Vgg16Options,
@@ -42,6 +43,7 @@ class _Entry:
 
 _WORKLOADS: dict[str, _Entry] = {
     "vgg16": _Entry(Vgg16Options, "images", "lastgood.workloads.vision"),
+    "resnet18": _Entry(Resnet18Options, "images", "lastgood.workloads.vision"),
     "resnet50": _Entry(Resnet50Options, "images", "lastgood.workloads.vision"),
     "bert": _Entry(BertOptions, "squad", "lastgood.workloads.span_qa"),
     "transformer_xl": _Entry(TransformerXLOptions, "wikitext", "lastgood.workloads.transformer_xl"),

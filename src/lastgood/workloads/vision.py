@@ -1,4 +1,4 @@
-"""VGG-16 and ResNet-50 from torchvision, with random weights, trained by SGD with momentum."""
+"""VGG-16 and residual networks from torchvision, with random weights, trained by SGD with momentum."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torchvision.models.resnet import resnet50
+from torchvision.models.resnet import resnet18, resnet50
 from torchvision.models.vgg import VGG, cfgs, make_layers
 
 from lastgood.workloads.base import Batch, Workload
 from lastgood.workloads.data.images import open_images
-from lastgood.workloads.options import Resnet50Options, Vgg16Options
+from lastgood.workloads.options import Resnet18Options, Resnet50Options, Vgg16Options
 from lastgood.workloads.training_parts import seeded_build
 
-__all__ = ["build_resnet50", "build_vgg16"]
+__all__ = ["build_resnet18", "build_resnet50", "build_vgg16"]
 
-_VisionOptionsT = TypeVar("_VisionOptionsT", Vgg16Options, Resnet50Options)
+_ResnetOptions = Resnet18Options | Resnet50Options
+_VisionOptionsT = TypeVar("_VisionOptionsT", bound=Vgg16Options | _ResnetOptions)
 
 _VGG_LEARNING_RATE = 0.001
 """Without BatchNorm the full size diverges within a hundred steps at ten times this rate."""
@@ -35,12 +36,34 @@ def build_vgg16(options: Vgg16Options, *, data_dir: Path, data_path: Path | None
     return _build("vgg16", options, _vgg16, _VGG_LEARNING_RATE, data_dir, data_path, seed, device)
 
 
+def build_resnet18(
+    options: Resnet18Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str
+) -> Workload:
+    """Build the workload ``resnet18``; see `lastgood.workloads.registry.build_workload`."""
+    return _build_resnet("resnet18", resnet18, options, data_dir, data_path, seed, device)
+
+
 def build_resnet50(
     options: Resnet50Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str
 ) -> Workload:
     """Build the workload ``resnet50``; see `lastgood.workloads.registry.build_workload`."""
+    return _build_resnet("resnet50", resnet50, options, data_dir, data_path, seed, device)
+
+
+def _build_resnet(
+    name: str,
+    network: Callable[..., nn.Module],
+    options: _ResnetOptions,
+    data_dir: Path,
+    data_path: Path | None,
+    seed: int,
+    device: str,
+) -> Workload:
+    def make_model(options: _ResnetOptions) -> nn.Module:
+        return network(weights=None, num_classes=options.classes)
+
     learning_rate = _RESNET_LEARNING_RATE_PER_IMAGE * options.batch_size
-    return _build("resnet50", options, _resnet50, learning_rate, data_dir, data_path, seed, device)
+    return _build(name, options, make_model, learning_rate, data_dir, data_path, seed, device)
 
 
 def _vgg16(options: Vgg16Options) -> nn.Module:
@@ -85,11 +108,6 @@ class _PoolTo7(nn.Module):
             first, last = row * self._size // 7, -(-(row + 1) * self._size // 7)
             pool[row, first:last] = 1 / (last - first)
         return pool @ maps @ pool.T
-
-
-def _resnet50(options: Resnet50Options) -> nn.Module:
-    model: nn.Module = resnet50(weights=None, num_classes=options.classes)
-    return model
 
 
 def _build(

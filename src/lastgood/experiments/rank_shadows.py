@@ -1,0 +1,201 @@
+"""Shadows for a run under Checkmate: processes on its hosts, outside of the training, for as long as the run lasts.
+
+They outlive every kill of the trainers. Where there are as many hosts or more, each is on a host of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from lastgood.cluster.remote import Completed, Remote, RemoteProcess
+from lastgood.errors import HostError, LastgoodError, WaitTimeout
+from lastgood.experiments.atomic import write_atomically
+from lastgood.experiments.rank_hosts import Place
+from lastgood.experiments.rank_peers import host_address
+from lastgood.experiments.shadow_meters import ShadowPlaces, places_path
+from lastgood.experiments.spec import RunSpec
+from lastgood.processes import die_with_parent
+
+__all__ = ["local_shadows", "shadows_of_run"]
+
+_COMMAND_S: Final = 60.0
+_START_S: Final = 60.0
+_END_S: Final = 60.0
+_POLL_S: Final = 0.1
+_MAX_ADDRESS_BYTES: Final = 1 << 16
+_SERVE: Final = (sys.executable, "-c", "from lastgood.cli import main; main()", "storage", "serve")
+
+Report = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def shadows_of_run(spec: RunSpec, place: Place, folder: Path, report: Report) -> Iterator[None]:
+    """As many shadows as the spec says, at addresses that all hosts reach; a file beside the checkpoints names them.
+
+    All end with the block. Raises HostError, and WaitTimeout for one that does not come up.
+    """
+    if not spec.shadows:
+        yield
+    elif place.remote is None:
+        with local_shadows(spec, folder, report):
+            yield
+    else:
+        with _remote_shadows(spec, place.remote, place.hosts.names, folder, report):
+            yield
+
+
+def _command(spec: RunSpec, number: int, folder: Path, host: str) -> list[str]:
+    return [
+        *_SERVE,
+        *("--shadow", str(number), "--shadows", str(spec.shadows), "--trainers", str(spec.ranks)),
+        *("--host", host, "--port", "0", "--metrics-host", host, "--metrics-port", "0"),
+        *("--token-file", str(_token_path(folder)), "--address-file", str(_address_path(folder, number))),
+        *("--spill-dir", str(folder / "shadows" / f"spill-{number}")),
+    ]
+
+
+def _token_path(folder: Path) -> Path:
+    return folder / "shadows" / "token"
+
+
+def _address_path(folder: Path, number: int) -> Path:
+    return folder / "shadows" / f"shadow-{number}.json"
+
+
+def _places(found: Sequence[tuple[str, dict[str, Any]]], folder: Path) -> ShadowPlaces:
+    return ShadowPlaces(
+        hosts=[host for host, _ in found],
+        addresses=[f"{one['host']}:{one['port']}" for _, one in found],
+        metrics=[str(one["metrics"]) for _, one in found],
+        token_file=str(_token_path(folder)),
+    )
+
+
+def _no_shadow(number: int, host: str, words: str) -> LastgoodError:
+    return LastgoodError(f"{host}: shadow {number} has ended before it could be used{': ' if words else ''}{words}")
+
+
+# -- on this machine -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def local_shadows(spec: RunSpec, folder: Path, report: Report) -> Iterator[None]:
+    """Shadows beside a training on this machine; they end with this process, however it ends."""
+    report(f"starting {spec.shadows} shadows on this machine")
+    token = _token_path(folder)
+    token.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    parent = os.getpid()
+    logs = [folder / "shadows" / f"shadow-{number}.log" for number in range(spec.shadows)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, log in enumerate(logs):
+            with log.open("wb") as output:
+                started.append(_start_here(_command(spec, number, folder, "127.0.0.1"), output, parent))
+        found = [
+            ("localhost", _await_here(number, process, _address_path(folder, number), logs[number]))
+            for number, process in enumerate(started)
+        ]
+        path = places_path(folder / "checkpoints")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _places(found, folder).model_dump_json().encode())
+        yield
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait(_END_S)
+
+
+def _start_here(command: Sequence[str], output: IO[bytes], parent: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
+    )
+
+
+def _await_here(number: int, process: subprocess.Popen[bytes], path: Path, log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + _START_S
+    while not path.exists():
+        if process.poll() is not None:
+            raise _no_shadow(number, "this machine", log.read_text(errors="replace")[-2000:])
+        if time.monotonic() > deadline:
+            raise WaitTimeout(f"waited {_START_S:.0f} s for shadow {number} to be there; see {log}")
+        time.sleep(_POLL_S)
+    return _read(path.read_bytes(), str(path))
+
+
+def _read(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(text[:_MAX_ADDRESS_BYTES])
+        found["host"], found["port"], found["metrics"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LastgoodError(f"{where}: not the address of a shadow: {error!r}") from error
+    return found
+
+
+# -- on hosts ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _remote_shadows(
+    spec: RunSpec, remote: Remote, hosts: Sequence[str], folder: Path, report: Report
+) -> Iterator[None]:
+    report(f"starting {spec.shadows} shadows on {', '.join(hosts[: spec.shadows])}")
+    token = secrets.token_hex(32) + "\n"
+    _put_everywhere(remote, hosts, _token_path(folder), token.encode())
+    chosen = [hosts[number % len(hosts)] for number in range(spec.shadows)]
+    started: list[RemoteProcess] = []
+    try:
+        for number, host in enumerate(chosen):
+            log = folder / "shadows" / f"shadow-{number}.log"
+            command = _command(spec, number, folder, host_address(remote, host))
+            keep = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log), *command]
+            started.append(remote.start(host, keep, stdout=subprocess.DEVNULL))
+        found = [
+            (host, _await_there(remote, host, number, started[number], folder)) for number, host in enumerate(chosen)
+        ]
+        places = _places(found, folder).model_dump_json().encode()
+        _put_everywhere(remote, hosts, places_path(folder / "checkpoints"), places)
+        yield
+    finally:
+        for process in started:
+            process.close()
+
+
+def _put_everywhere(remote: Remote, hosts: Sequence[str], path: Path, content: bytes) -> None:
+    """For its owner's eyes. Hosts may share a disk: the file is whole there whoever is the last to write it."""
+    write = 'umask 077; mkdir -p -- "${1%/*}" && cat > "$1.$$" && mv -- "$1.$$" "$1"'
+    for host, answer in remote.run_everywhere(hosts, ["sh", "-c", write, "sh", str(path)], _COMMAND_S, content).items():
+        if not isinstance(answer, Completed) or answer.rc:
+            raise HostError(f"{host}: {path} cannot be written: {answer}")
+
+
+def _await_there(remote: Remote, host: str, number: int, process: RemoteProcess, folder: Path) -> dict[str, Any]:
+    path = _address_path(folder, number)
+    deadline = time.monotonic() + _START_S
+    while True:
+        answer = remote.run(host, ["cat", str(path)], _COMMAND_S)
+        if answer.rc == 0 and answer.stdout:
+            return _read(answer.stdout, f"{host}: {path}")
+        if process.poll() is not None or time.monotonic() > deadline:
+            log = folder / "shadows" / f"shadow-{number}.log"
+            words = remote.run(host, ["tail", "-n", "15", str(log)], _COMMAND_S).text
+            if process.poll() is not None:
+                raise _no_shadow(number, host, words)
+            raise WaitTimeout(f"{host}: waited {_START_S:.0f} s for shadow {number} to be there: {words}")
+        time.sleep(_POLL_S)

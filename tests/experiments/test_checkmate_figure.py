@@ -1,0 +1,267 @@
+"""Checkmate's figure before and behind its runs: plan, refusals, columns, the bound, and the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lastgood.errors import ConfigError, LastgoodError
+from lastgood.experiments.checkmate_collect import collect_checkmate_files
+from lastgood.experiments.collect import collect
+from lastgood.experiments.config import parse_config, parse_overrides
+from lastgood.experiments.plan import plan_figure
+from lastgood.experiments.plot_checkmate import draw_checkmate, plot_checkmate
+from lastgood.experiments.plot_parts import read_tidy
+from lastgood.experiments.rank_results import merge_ranks
+from lastgood.experiments.record import Failure, RanksRun, RunRecord, ShadowFacts
+from lastgood.experiments.spec import RunSpec
+from tests.experiments.records import make_ceilings, make_record
+from tests.experiments.test_ranks import measured
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "figures" / "reference" / "checkmate.csv"
+
+
+def configure(*entries: str) -> Any:
+    return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([*entries, "machine=testbox"]))[0]
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def runs_of(config: Any) -> list[RunSpec]:
+    return [spec for spec in plan_figure(config, "checkmate") if isinstance(spec, RunSpec)]
+
+
+def test_checkmate_is_planned_at_interval_1_only_and_the_others_at_all() -> None:
+    specs = runs_of(configure("checkmate={models: [opt], intervals: [2, 5], kills: 3, shadows: 4}"))
+    assert sorted((spec.system, spec.interval_steps) for spec in specs) == sorted(
+        [
+            ("none", 0),
+            ("checkmate", 1),
+            *((system, interval) for system in ("dcp", "checkfreq", "gemini", "pccheck") for interval in (2, 5)),
+        ]
+    )
+    for spec in specs:
+        assert (spec.ranks, spec.nodes, spec.parallel) == (2, 2, "ddp")
+        assert spec.shadows == (4 if spec.system == "checkmate" else 0)
+        assert spec.kills == (0 if spec.system == "none" else 3)
+        # Every system's restore is looked at: by a proof, or behind kills.
+        assert spec.proof == (spec.system == "checkmate")
+        assert RunSpec.model_validate_json(spec.canonical_json()) == spec
+
+
+def test_without_kills_every_system_proves_its_restore() -> None:
+    for spec in runs_of(configure("checkmate={kills: 0}")):
+        assert spec.proof == (spec.system != "none") and spec.kills == 0
+
+
+def test_figure_8_holds_checkmate_at_interval_1_with_shadows_on_this_machine() -> None:
+    specs = [spec for spec in plan_figure(configure("systems=[checkmate]"), "fig8") if isinstance(spec, RunSpec)]
+    found = {(spec.system, spec.interval_steps, spec.shadows, spec.ranks) for spec in specs}
+    assert found == {("none", 0, 0, 1), ("checkmate", 1, 2, 1)}
+
+
+def test_models_have_options_of_their_own() -> None:
+    specs = runs_of(configure("checkmate={options: {opt: {layers: 3}}}"))
+    layers = {spec.workload: spec.workload_options.get("layers") for spec in specs}
+    assert layers == {"resnet18": None, "opt": 3}
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu", "paper"])
+def test_every_scale_plans_the_figure(scale: str) -> None:
+    config = parse_config(ROOT / "config" / f"{scale}.yaml", parse_overrides(["machine=testbox"]))[0]
+    assert {spec.workload for spec in runs_of(config)} == set(config.checkmate.models)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("checkmate={systems: [gpm]}", ["checkmate.systems[1]: gpm does not run over several ranks"]),
+        ("checkmate={slots: 2}", ["gemini needs two nodes or more, with one rank on each"]),
+        ("checkmate={nodes: 1}", ["checkmate.nodes: 1 node with 1 slot is one rank"]),
+        ("checkmate={options: {opt: {depth: 3}}}", ["checkmate.options.opt.depth"]),
+        ("checkmate={models: [transformer_xl], systems: dcp}", ["every rank of transformer_xl has a part of its own"]),
+        ("checkmate={hostfile: /no/such}", ["checkmate.hostfile", "there is no such file"]),
+        ("checkmate={kills: -1}", ["checkmate.kills", "0 to 1000"]),
+        ("checkmate={optimizer: {model: lenet}}", ["checkmate.optimizer.model", "resnet50"]),
+        ("fig8e={parallel: fsdp2, systems: checkmate}", ["checkmate is measured under ddp, not under fsdp2"]),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        configure(override)
+    for word in words:
+        assert word in str(error.value)
+
+
+# -- columns and bound -------------------------------------------------------------------------------------------------
+
+
+def shadow(host: str, cpu_s: float = 1.0) -> ShadowFacts:
+    return ShadowFacts(host=host, cpu_s=cpu_s, received_bytes=100, optimizer_s=0.25, peak_rss_bytes=7)
+
+
+def failure(lost: int, *, equal: bool = True) -> Failure:
+    return Failure(
+        kill_after_steps=5.5,
+        reached_step=40,
+        restored_step=40 - lost,
+        lost_steps=lost,
+        restore_s=0.5,
+        losses_checked=2,
+        losses_equal=equal,
+    )
+
+
+def links(per_link: int = 10**7) -> RanksRun:
+    made = merge_ranks(
+        [measured(0), measured(1)], [], [], "each", launcher="torchrun", hosts=["vm1", "vm2"], link_bits_per_s=10**9
+    )
+    return made.model_copy(update={"bytes_per_disk": 0, "bytes_per_link": per_link})
+
+
+def record(system: str, interval: int, rate: float, *lost: int, repetition: int = 0, **more: Any) -> RunRecord:
+    made = make_record(system, interval, repetition, iterations_per_s=rate, workload="opt", **more)
+    own = {"ranks": 2, "nodes": 2, "parallel": "ddp", "kills": len(lost)}
+    values = {
+        "spec": made.spec.model_copy(update=own),
+        "ranks": links(),
+        "failures": [failure(one) for one in lost],
+        "shadows": [shadow("vm1"), shadow("vm2", 2.0)] if system == "checkmate" else [],
+    }
+    return made.model_copy(update=values)
+
+
+def panel() -> list[RunRecord]:
+    return [
+        record("none", 0, 9.0),
+        record("checkmate", 1, 6.0, 1, proof=True),
+        *(record("checkfreq", interval, rate, lost) for interval, rate, lost in ((1, 2.0, 1), (5, 7.0, 4))),
+        *(record("dcp", interval, rate, lost) for interval, rate, lost in ((1, 1.0, 1), (5, 2.0, 6))),
+    ]
+
+
+def test_what_shadows_used_and_failures_took_stands_in_the_rows() -> None:
+    rows = {(row.system, row.interval_steps): row for row in collect("checkmate", "opt", panel(), make_ceilings()).tidy}
+    own = rows["checkmate", 1]
+    assert (own.shadows, own.shadow_cpu_s, own.shadow_received_bytes) == (2, 3.0, 200)
+    assert (own.shadow_optimizer_s, own.shadow_peak_rss_bytes) == (0.5, 14)
+    assert (own.kills, own.lost_steps, own.lives_unlike) == (1, "1", 0)
+    other = rows["checkfreq", 5]
+    assert (other.shadows, other.shadow_cpu_s, other.lost_steps) == (0, None, "4")
+    assert rows["none", 0].lost_steps is None
+
+
+def test_the_bound_of_checkmate_knows_links_and_no_copy() -> None:
+    ceilings = make_ceilings()
+    slow = [record("none", 0, 50.0), record("checkmate", 1, 6.0)]
+    rows = {row.system: row for row in collect("checkmate", "opt", slow, ceilings).tidy}
+    # 1 Gbit/s and 10 MB in each iteration.
+    assert rows["checkmate"].bound_iterations_per_s == pytest.approx(12.5)
+    assert rows["checkmate"].bound_binds == "link"
+    alone = [one.model_copy(update={"ranks": links(0)}) for one in slow]
+    rows = {row.system: row for row in collect("checkmate", "opt", alone, ceilings).tidy}
+    assert rows["checkmate"].bound_iterations_per_s == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("shadows", "link"),
+    [(["vm0", "vm1"], 50), (["vm0"], 100), (["vm2", "vm3"], 100), (["vm0", "vm1", "vm0", "vm1"], 50)],
+)
+def test_only_what_leaves_a_host_is_on_its_link(shadows: list[str], link: int) -> None:
+    ranks = [measured(rank).model_copy(update={"shadows": [shadow(host) for host in shadows]}) for rank in (0, 1)]
+    common: Any = {"launcher": "torchrun", "hosts": ["vm0", "vm1"]}
+    made = merge_ranks(ranks, [], [], "shadows", link_bits_per_s=10**9, **common)
+    assert (made.bytes_per_disk, made.bytes_per_link) == (0, link)
+    assert merge_ranks(ranks, [], [], "shadows", link_bits_per_s=None, **common).bytes_per_link == 0
+
+
+def files(folder: Path, records: list[RunRecord]) -> tuple[list[Path], Path]:
+    paths = []
+    for one in records:
+        path = folder / one.spec.record_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        one.write(path)
+        paths.append(path)
+    ceilings = folder / "ceilings.json"
+    ceilings.write_text(make_ceilings().model_dump_json())
+    return paths, ceilings
+
+
+def test_published_ranges_travel_in_checkmates_rows(tmp_path: Path) -> None:
+    paths, ceilings = files(tmp_path, panel())
+    found = collect_checkmate_files("checkmate", "opt", paths, ceilings, reference=REFERENCE)
+    ranges = {row.system: row.paper_ranges for row in found.tidy}
+    assert ranges["checkmate"] == "frequency_gain:5:34.5;repeated_work_less:80:97.1;throughput_gain:1.3:6.5"
+    assert ranges["none"] is None
+    broken = tmp_path / "reference.csv"
+    broken.write_text("".join(REFERENCE.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(LastgoodError, match="frequency_gain: a range has one value `from` and one `to`"):
+        collect_checkmate_files("checkmate", "opt", paths, ceilings, reference=broken)
+
+
+# -- picture -----------------------------------------------------------------------------------------------------------
+
+
+def csv_of(tmp_path: Path, records: list[RunRecord]) -> Path:
+    paths, ceilings = files(tmp_path, records)
+    csv = tmp_path / "checkmate_opt.csv"
+    collect_checkmate_files("checkmate", "opt", paths, ceilings, reference=REFERENCE).write(csv, tmp_path / "wide.csv")
+    return csv
+
+
+def texts(figure: Figure) -> list[str]:
+    found = [text.get_text() for text in figure.texts]
+    for axes in figure.axes:
+        found += [axes.get_title(loc="left"), *(text.get_text() for text in axes.texts)]
+    for legend in figure.legends:
+        found += [text.get_text() for text in legend.get_texts()]
+    return found
+
+
+def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) -> None:
+    figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())))
+    throughput, frequency, lost, _, cpu = figure.axes
+    assert [text.get_text() for text in throughput.texts] == ["2", "1", "6"]
+    assert [text.get_text() for text in frequency.texts] == ["5", ">5", "1"]
+    assert [text.get_text() for text in lost.texts] == ["4\nf5", "6\nf5", "1\nf1"]
+    assert len(cpu.texts) == 3
+    shown = texts(figure)
+    assert "paper's range, other machines" in shown and "shadows (CPU time)" in shown
+    caption = " ".join(shown).replace("\N{NO-BREAK SPACE}", " ")
+    assert "share these cores" in caption and "NSDI 2026" in caption
+    assert "RESTORE DIFFERS" not in caption and "restore not proved" not in caption
+
+
+def test_a_life_with_other_losses_is_a_wrong_restore(tmp_path: Path) -> None:
+    records = panel()
+    wrong = records[2].model_copy(update={"failures": [failure(3, equal=False)]})
+    assert "RESTORE DIFFERS" in texts(draw_checkmate(read_tidy(csv_of(tmp_path, [*records[:2], wrong, *records[3:]]))))
+
+
+@pytest.mark.parametrize("width", ["single", "double"])
+def test_no_text_leaves_the_picture_or_lies_on_the_caption(tmp_path: Path, width: Any) -> None:
+    figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())), width)
+    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    whole = figure.bbox
+    captions = [text for text in figure.texts if text.get_text()]
+    boxes = [text.get_window_extent(renderer) for text in captions]
+    boxes += [axes.get_tightbbox(renderer) for axes in figure.axes]
+    boxes += [legend.get_window_extent(renderer) for legend in figure.legends]
+    for number, box in enumerate(boxes):
+        assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
+        for other in boxes[number + 1 :]:
+            # Lines of the caption may touch.
+            overlap = min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert not (box.overlaps(other) and overlap > 3), (width, number)
+
+
+def test_a_second_drawing_gives_the_same_bytes(tmp_path: Path) -> None:
+    csv = csv_of(tmp_path, panel())
+    one, two = (plot_checkmate(csv, tmp_path / name / "checkmate_opt") for name in ("a", "b"))
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
