@@ -51,7 +51,7 @@ class RngState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator. Raises MismatchError if the checkpoint drew on more CUDA devices than this machine has."""
+        """Set every generator. Raises MismatchError if more CUDA devices were drawn on than this machine has."""
         cuda = state["cuda"]
         if cuda and torch.cuda.device_count() < len(cuda):
             raise MismatchError(
