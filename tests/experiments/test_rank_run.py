@@ -178,6 +178,13 @@ def test_what_does_not_run_over_ranks_is_refused(job):
     assert code == 2 and "has one rank; leave it out" in output
 
 
+def test_a_run_that_has_no_room_is_refused_before_a_rank_starts(job):
+    megabytes = psutil.virtual_memory().total // 10**6
+    code, output = job.finish(spec_of(workload_options={"megabytes": megabytes}))
+    assert code == 1 and "of memory for its 2 ranks, and " in output and "are available" in output
+    assert "starting 2 ranks" not in output and job.left() == []
+
+
 def test_a_testbed_has_no_gpu_of_its_own(job):
     code, output = job.finish(spec_of(nodes=2, device="cuda"))
     assert code == 2 and "nodes of a testbed would share this machine's GPUs" in output
