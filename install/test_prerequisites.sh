@@ -16,6 +16,7 @@ slurmctld slurmctld tests/multinode
 slurmd slurmd tests/multinode
 srun slurm-client tests/multinode
 pdsh pdsh tests/multinode
+mpirun openmpi-bin tests/multinode
 '
 
 PATH=$PATH:/usr/sbin:/sbin

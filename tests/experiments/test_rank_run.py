@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,16 +201,22 @@ def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["gemini", "pccheck"])
-def test_two_nodes_of_a_testbed(system, job):
+@pytest.mark.parametrize(
+    ("system", "how"),
+    [("gemini", "torchrun"), ("pccheck", "torchrun"), ("pccheck", "deepspeed"), ("pccheck", "openmpi")],
+)
+def test_two_nodes_of_a_testbed(system, how, job):
+    missing = {"deepspeed": "pdsh", "openmpi": "mpirun"}.get(how)
+    if missing is not None and (shutil.which(missing) is None or importlib.util.find_spec("deepspeed") is None):
+        pytest.skip(f"{missing}, or lastgood[deepspeed], is not installed")
     reason = why_no_testbed()
     if reason is not None:
         pytest.skip(reason)
     prepare_dataset("wikitext", job.data_dir)
     spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT)
-    record = proved(job, spec, "--rate", "1gbit")
+    record = proved(job, spec, "--rate", "1gbit", "--how", how)
     assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
-    assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == "torchrun"
+    assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == how
     state = record.workload.state_bytes
     if system == "gemini":
         assert record.ranks.bytes_per_disk == 0 and state <= record.ranks.bytes_per_link < 1.1 * state + 65536

@@ -8,10 +8,11 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
+from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
 from lastgood.errors import HostError
-from lastgood.experiments.rank_hosts import Launcher, Place
+from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.rank_room import check_room
 from lastgood.experiments.spec import RunSpec
 from tests.experiments.test_rank_run import spec_of
@@ -24,7 +25,7 @@ def spec(megabytes: int) -> RunSpec:
     return spec_of(nodes=2, workload_options={"megabytes": megabytes}, system_options=options)
 
 
-def place(bed: Testbed, launcher: Launcher = "torchrun", second: str = "vm2", patience_s: int = 10) -> Place:
+def place(bed: Testbed, launcher: How = "torchrun", second: str = "vm2", patience_s: int = 10) -> Place:
     remote = Remote(SshOptions(config=bed.ssh_config, connect_timeout_s=patience_s))
     return Place(launcher, parse_hostfile(f"vm1 slots=1\n{second} slots=1\n"), remote, None)
 
