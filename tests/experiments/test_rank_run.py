@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.testbed import why_no_testbed
+from lastgood.errors import LaunchError
+from lastgood.experiments.rank_hosts import Place
+from lastgood.experiments.rank_main import RankOrder, boot_id
 from lastgood.experiments.record import load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
@@ -152,6 +157,24 @@ def test_under_fsdp2_each_rank_keeps_its_shards(job):
     whole = 3 * 4 * record.workload.parameters
     assert all(0.4 * whole < one.state_bytes < 0.7 * whole for one in record.ranks.ranks)
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks)
+
+
+@pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow)])
+def test_where_rank_0_writes_for_all_another_state_fails_the_ranks_and_is_named(system, tmp_path):
+    order = RankOrder(
+        spec=spec_of(system),
+        phase="measure",
+        folder=str(tmp_path / "run"),
+        data_dir=str(tmp_path / "data"),
+        token="t",
+        boot_id=boot_id(),
+        parent=os.getpid(),
+    )
+    here = Place("torchrun", parse_hostfile("here slots=2\n"), None, None)
+    program = [sys.executable, str(Path(__file__).with_name("differing_rank.py")), order.model_dump_json()]
+    fault = f"rank 1's state is not rank 0's, which {system} writes for all"
+    with pytest.raises(LaunchError, match=rf"rank [01] on .* ended with exit status 1(?s:.*){fault}"):
+        here.start(program, {"OMP_NUM_THREADS": "1"}, tmp_path / "logs", 200, print)
 
 
 def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):

@@ -97,7 +97,9 @@ def test_ranks_of_three_nodes_are_where_the_hostfile_says(needs_testbed: None, t
             remote=Remote(SshOptions(config=bed.ssh_config)),
             cwd="/usr",
         )
-    places = [("vm3", 0), ("vm1", 0), ("vm1", 1), ("vm2", 0)]
+    # DeepSpeed's own launcher counts on from the host before: 1 and 0, not 0 and 1.
+    locals_of_vm1 = (1, 0) if how == "deepspeed" else (0, 1)
+    places = [("vm3", 0), ("vm1", locals_of_vm1[0]), ("vm1", locals_of_vm1[1]), ("vm2", 0)]
     for rank, (host, local) in enumerate(places):
         text = (logs / f"rank-{rank:05d}.log").read_text()
         assert text == f"rank {rank} local {local} of 4 on {host}\n/usr\n"
