@@ -1,7 +1,7 @@
 """The two processes of receive.py: one receives gradient records natively, the other one sends them.
 
-    python receive_sides.py receive HOST STREAMS BUCKET_BYTES THREADS      (prints its port, then its result as JSON)
-    python receive_sides.py send HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
+python receive_sides.py receive HOST STREAMS BUCKET_BYTES THREADS      (prints its port, then its result as JSON)
+python receive_sides.py send HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
 """
 
 from __future__ import annotations

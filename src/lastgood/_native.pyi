@@ -365,6 +365,7 @@ class Ring:
     @property
     def marked_bytes(self) -> int:
         """Payload bytes sent with the final mark."""
+
 def device_step_variants() -> list[str]:
     """Names of the variants of `device_step` that this CPU can run, fastest first."""
 

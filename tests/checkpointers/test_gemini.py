@@ -120,7 +120,7 @@ def test_a_checkpoint_too_large_for_the_peer_is_refused_politely(tmp_path):
 
 def link_to(directory, **settings):
     values = {"host": "127.0.0.1", "limit_bytes": 0, "idle_s": 60.0, "timeout_s": 10.0, **settings}
-    return Peers(directory, PeerSettings(**values)).reach(1)
+    return Peers(directory, PeerSettings(**values)).reach_or_start(1)
 
 
 def send(link, sequence, content, meta=b"meta", part_bytes=4096):
@@ -275,7 +275,7 @@ def test_damage_in_the_peer_s_memory_leads_to_the_checkpoint_before(tmp_path, ca
         assert restored(tmp_path) == (1, first)
         assert "is damaged" in caplog.text and "trying the checkpoint before it" in caplog.text
         # The damaged one is given up: what is sent next goes there, not over the one that is whole.
-        with Peers(tmp_path, PeerSettings("127.0.0.1", 0, 60, 10)).reach(1) as link:
+        with Peers(tmp_path, PeerSettings("127.0.0.1", 0, 60, 10)).reach_or_start(1) as link:
             link.request("begin", **{**SIZES, "sequence": 9})
         assert restored(tmp_path) == (1, first)
 
@@ -310,7 +310,7 @@ def test_a_peer_outlives_its_killed_trainer_and_holds_nothing_of_it(tmp_path):
         "from lastgood.checkpointers.gemini_memory.partition import Network\n"
         "from lastgood.checkpointers.gemini_memory.traffic import Traffic\n"
         "from pathlib import Path\n"
-        "link = Peers(Path(sys.argv[1]), PeerSettings('127.0.0.1', 0, 60.0, 10.0)).reach(1)\n"
+        "link = Peers(Path(sys.argv[1]), PeerSettings('127.0.0.1', 0, 60.0, 10.0)).reach_or_start(1)\n"
         "one = Outgoing(0, 1, 1, memoryview(b'data'), memoryview(b'meta'), 4096, 2, 0.5)\n"
         "link.send(one, Traffic(1), Network(1e9, 0), 10)\n"
         "print(sorted(name for name in sys.modules if name in ('torch', 'numpy')), flush=True)\n"

@@ -35,7 +35,7 @@ def send(link, sequence):
 
 
 def test_what_some_ranks_do_not_have_is_forgotten_and_what_all_have_is_not_overwritten(tmp_path):
-    with peers_of(tmp_path, 1).reach(1) as link:
+    with peers_of(tmp_path, 1).reach_or_start(1) as link:
         for sequence in (5, 6):
             send(link, sequence)
         link.request("forget", owner=0, after=6)
@@ -52,19 +52,44 @@ def test_what_some_ranks_do_not_have_is_forgotten_and_what_all_have_is_not_overw
 def test_machines_learn_of_each_other_s_peers_and_start_only_their_own(tmp_path):
     here, there = peers_of(tmp_path / "0", 0), peers_of(tmp_path / "1", 1)
     with pytest.raises(CheckpointError, match="machine 1 has told of no peer"):
-        here.reach(1)
+        here.reach_or_start(1)
     assert peers_below(tmp_path) == []
-    with there.reach(1) as link:
+    with there.reach_or_start(1) as link:
         here.learn(1, there.own(1))
-        with here.reach(1) as known:
+        with here.reach_or_start(1) as known:
             assert known.address.pid == link.address.pid
     (pid,) = peers_below(tmp_path)
     os.kill(pid, signal.SIGKILL)
     assert not wait_for_no_peer(tmp_path)
     # A dying process may still take a connection, and then resets it.
     with pytest.raises(CheckpointError, match=r"(?s)machine 1: .*when all ranks begin again"):
-        here.reach(1)
+        here.reach_or_start(1)
     assert peers_below(tmp_path) == []
+
+
+def test_who_only_looks_starts_nothing(tmp_path):
+    anyone = Peers(tmp_path, PeerSettings("127.0.0.1", 0, 60.0, 2.0))
+    with pytest.raises(CheckpointError, match="machine 1 has told of no peer"):
+        anyone.reach(1)
+    Address(Address.path_of(tmp_path, 1, 1), "127.0.0.1", 1, b"t" * 32, 17).note()
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        anyone.reach(1)
+    assert peers_below(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["peer-1-000001.json"]
+
+
+def test_a_machine_that_lost_its_disk_is_not_taken_for_its_peers_of_before(tmp_path):
+    """It counts its peers from 1 again, and here is one of an earlier life with a higher number."""
+    here, there = peers_of(tmp_path / "0", 0), peers_of(tmp_path / "1", 1)
+    (tmp_path / "0").mkdir()
+    for machine, serial in ((1, 1), (1, 3), (2, 3)):
+        Address(Address.path_of(tmp_path / "0", machine, serial), "127.0.0.1", 1, b"t" * 32, 17).note()
+    with there.reach_or_start(1) as link:
+        here.learn(1, there.own(1))
+        assert [path.name for path in here.addresses(1)] == ["peer-1-000001.json"]
+        assert len(here.addresses(2)) == 1, "of that machine nothing was told"
+        with here.reach_or_start(1) as known:
+            assert known.address.pid == link.address.pid
 
 
 def test_an_address_that_is_known_is_not_written_again(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +20,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch_board import Board
-from lastgood.cluster.launch_ticket import Ticket, check_env, greeting
-from lastgood.cluster.launch_ways import deepspeed_env_text
+from lastgood.cluster.launch_ticket import How, Ticket, check_env, greeting
+from lastgood.cluster.launch_ways import Way, deepspeed_env_text, way
 from lastgood.cluster.rank_main import find_place, route_interface
+from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.errors import ConfigError, LaunchError
 
 TICKET = Ticket(
@@ -315,6 +318,28 @@ def test_values_reach_deepspeed_ranks_as_they_are(value: str) -> None:
     assert done.stdout.decode() == value
 
 
+@pytest.mark.parametrize(("how", "program"), [("deepspeed", "pdsh"), ("openmpi", "mpirun"), ("srun", "srun")])
+def test_a_launcher_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: How, program: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    hosts = parse_hostfile("here slots=1\n")
+    with pytest.raises(ConfigError, match=program):
+        way(how, Way(hosts, TICKET, sys.executable, Remote(), tmp_path, [], "127.0.0.1", 1))
+
+
+def test_options_that_mpirun_would_tear_apart_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "my config"
+    config.write_text("Host *\n")
+    given = Way(
+        parse_hostfile("here slots=1\n"), TICKET, sys.executable, Remote(SshOptions(config)), tmp_path, [], "", 1
+    )
+    for how, program in (("deepspeed", "pdsh"), ("openmpi", "mpirun")):
+        if shutil.which(program) is not None:
+            with pytest.raises(ConfigError, match=f"{program} cannot pass on .*my config"):
+                way(how, given)
+
+
 @pytest.mark.parametrize("env", [{"1A": "b"}, {"A-B": ""}, {"": ""}, {"A": "x\ny"}, {"A": "x\0"}])
 def test_environments_that_cannot_travel(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--env"):
@@ -324,6 +349,8 @@ def test_environments_that_cannot_travel(env: dict[str, str]) -> None:
 def test_the_place_of_a_rank() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "RANK": "9"}
     assert find_place("srun", slurm) == (3, 1, 4)
+    mpi = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "5", "RANK": "9"}
+    assert find_place("openmpi", mpi) == (2, 0, 5)
     with pytest.raises(LaunchError, match="torchrun has not set RANK, LOCAL_RANK, WORLD_SIZE"):
         find_place("torchrun", slurm)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.testbed import why_no_testbed
 from lastgood.experiments.ranks import PARTED
+from lastgood.errors import LaunchError
+from lastgood.experiments.rank_hosts import Place
+from lastgood.experiments.rank_main import RankOrder, boot_id
 from lastgood.experiments.record import load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
@@ -214,6 +220,22 @@ def test_under_deepspeed_each_rank_keeps_its_part(job, parallel):
     assert all(0.3 * whole < one < 0.9 * whole for one in held) and sum(held) > whole
     assert record.workload.state_bytes == max(held)
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks) == sum(held)
+@pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow)])
+def test_where_rank_0_writes_for_all_another_state_fails_the_ranks_and_is_named(system, tmp_path):
+    order = RankOrder(
+        spec=spec_of(system),
+        phase="measure",
+        folder=str(tmp_path / "run"),
+        data_dir=str(tmp_path / "data"),
+        token="t",
+        boot_id=boot_id(),
+        parent=os.getpid(),
+    )
+    here = Place("torchrun", parse_hostfile("here slots=2\n"), None, None)
+    program = [sys.executable, str(Path(__file__).with_name("differing_rank.py")), order.model_dump_json()]
+    fault = f"rank 1's state is not rank 0's, which {system} writes for all"
+    with pytest.raises(LaunchError, match=rf"rank [01] on .* ended with exit status 1(?s:.*){fault}"):
+        here.start(program, {"OMP_NUM_THREADS": "1"}, tmp_path / "logs", 200, print)
 
 
 def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):
@@ -242,6 +264,13 @@ def test_what_does_not_run_over_ranks_is_refused(job):
     assert code == 2 and "has one rank; leave it out" in output
 
 
+def test_a_run_that_has_no_room_is_refused_before_a_rank_starts(job):
+    megabytes = psutil.virtual_memory().total // 10**6
+    code, output = job.finish(spec_of(workload_options={"megabytes": megabytes}))
+    assert code == 1 and "of memory for its 2 ranks, and " in output and "are available" in output
+    assert "starting 2 ranks" not in output and job.left() == []
+
+
 def test_a_testbed_has_no_gpu_of_its_own(job):
     code, output = job.finish(spec_of(nodes=2, device="cuda"))
     assert code == 2 and "nodes of a testbed would share this machine's GPUs" in output
@@ -258,6 +287,14 @@ def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["gemini", "pccheck", "checkmate"])
 def test_two_nodes_of_a_testbed(system, job):
+@pytest.mark.parametrize(
+    ("system", "how"),
+    [("gemini", "torchrun"), ("pccheck", "torchrun"), ("pccheck", "deepspeed"), ("pccheck", "openmpi")],
+)
+def test_two_nodes_of_a_testbed(system, how, job):
+    missing = {"deepspeed": "pdsh", "openmpi": "mpirun"}.get(how)
+    if missing is not None and (shutil.which(missing) is None or importlib.util.find_spec("deepspeed") is None):
+        pytest.skip(f"{missing}, or lastgood[deepspeed], is not installed")
     reason = why_no_testbed()
     if reason is not None:
         pytest.skip(reason)
@@ -265,8 +302,10 @@ def test_two_nodes_of_a_testbed(system, job):
     own = {"shadows": 2, "interval_steps": 1} if system == "checkmate" else {}
     spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT, kills=1, **own)
     record = proved(job, spec, "--rate", "1gbit")
+    spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT)
+    record = proved(job, spec, "--rate", "1gbit", "--how", how)
     assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
-    assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == "torchrun"
+    assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == how
     state = record.workload.state_bytes
     assert record.failures[0].losses_equal
     if system == "checkmate":

@@ -112,7 +112,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def copies(directory: Path, owner: int) -> dict[int, set[str]]:
     """For each step of a machine's the hosts whose memory has it."""
-    held, _ = Peers(directory, PeerSettings("127.0.0.1", 0, 60.0, 5.0, starts=-1)).holding(owner, [0, 1])
+    held, _ = Peers(directory, PeerSettings("127.0.0.1", 0, 60.0, 5.0)).holding(owner, [0, 1])
     found: dict[int, set[str]] = {}
     for one in held:
         found.setdefault(one.step, set()).add(one.address.host)
@@ -216,7 +216,7 @@ def test_a_step_that_one_machine_lacks_counts_for_none(bed: Testbed, start: Star
         rank.wait_for("facts")
     # As if rank 1's save of step 16 had not come to its end.
     directory = tmp_path / "disk-of-vm1" / "job"
-    peers = Peers(directory, PeerSettings("127.0.0.1", 0, 60.0, 5.0, starts=-1))
+    peers = Peers(directory, PeerSettings("127.0.0.1", 0, 60.0, 5.0))
     for machine in range(2):
         with peers.reach(machine) as link:
             newest, older = link.held(1)

@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import pytest
 
 from lastgood.cluster.hostfile import Hostfile, parse_hostfile
 from lastgood.cluster.launch import launch
+from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
 from lastgood.errors import HostError, LaunchError
@@ -28,20 +28,23 @@ from tests.multinode.test_slurm import processes_with
 
 pytestmark = pytest.mark.root
 SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))
+NO_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
+)
 WAYS = [
     "torchrun",
-    pytest.param(
-        "deepspeed",
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(
-                importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
-            ),
-            pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed"),
-        ],
+    *(
+        pytest.param(
+            how,
+            marks=[
+                pytest.mark.slow,
+                NO_DEEPSPEED,
+                pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed"),
+            ],
+        )
+        for how, program in (("deepspeed", "pdsh"), ("openmpi", "mpirun"))
     ),
 ]
-How = Literal["torchrun", "deepspeed"]
 # DeepSpeed looks for an accelerator, and its launcher takes each host's slots for devices.
 ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
@@ -76,6 +79,30 @@ def test_ranks_meet_over_the_network(bed: Testbed, remote: Remote, tmp_path: Pat
         text = (tmp_path / f"rank-{rank:05d}.log").read_text()
         assert f"rank {rank} of 3: sum 6, interface eth0, ['a b', '$c']" in text
         assert f"colour {value!r}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+def test_ranks_of_three_nodes_are_where_the_hostfile_says(needs_testbed: None, tmp_path: Path, how: How) -> None:
+    hosts = parse_hostfile("vm3 slots=1\nvm1 slots=2\nvm2 slots=1\n")
+    logs = tmp_path / "with blanks"
+    with Testbed.up(3, name=f"u{os.getpid()}", guarded=True) as bed:
+        launch(
+            ["sh", "-c", "echo rank $RANK local $LOCAL_RANK of $WORLD_SIZE on $(hostname); pwd"],
+            hosts,
+            how,
+            log_dir=logs,
+            timeout_s=100,
+            env=ENV,
+            remote=Remote(SshOptions(config=bed.ssh_config)),
+            cwd="/usr",
+        )
+    # DeepSpeed's own launcher counts on from the host before: 1 and 0, not 0 and 1.
+    locals_of_vm1 = (1, 0) if how == "deepspeed" else (0, 1)
+    places = [("vm3", 0), ("vm1", locals_of_vm1[0]), ("vm1", locals_of_vm1[1]), ("vm2", 0)]
+    for rank, (host, local) in enumerate(places):
+        text = (logs / f"rank-{rank:05d}.log").read_text()
+        assert text == f"rank {rank} local {local} of 4 on {host}\n/usr\n"
 
 
 @pytest.mark.slow
@@ -129,22 +156,28 @@ def test_ranks_outlive_nobody(bed: Testbed, tmp_path: Path, how: How, victim: st
 
 
 @pytest.mark.slow
-def test_a_lost_node_ends_the_job_within_bounds(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
-    mark = "9123.25"
+@pytest.mark.parametrize("how", [way for way in WAYS if way == "torchrun" or way.values == ("openmpi",)])
+def test_a_lost_node_ends_the_job_within_bounds(bed: Testbed, remote: Remote, tmp_path: Path, how: How) -> None:
+    mark = f"9123.{secrets.randbelow(10**6)}"
     began = time.monotonic()
+    there: list[psutil.Process] = []
 
     def cut() -> None:
         wait_for(lambda: len(sleepers(mark)) == 2, lambda: "two ranks")
+        there.extend(parent for one in sleepers(mark) for parent in one.parents()[:2])
         bed.cut("vm2")
 
     cutter = threading.Thread(target=cut)
     cutter.start()
     try:
-        with pytest.raises(LaunchError, match=r"rank 1 on vm2 failed|torchrun on vm2 ended before rank 1 on vm2"):
-            launch(["sleep", mark], hosts_of(bed, 1, 1), "torchrun", log_dir=tmp_path, timeout_s=100, remote=remote)
+        lost = r"rank 1 on vm2 failed|(torchrun on vm2|deepspeed) ended before rank 1 on vm2"
+        with pytest.raises(LaunchError, match=lost):
+            launch(["sleep", mark], hosts_of(bed, 1, 1), how, log_dir=tmp_path, timeout_s=100, env=ENV, remote=remote)
         assert time.monotonic() - began < 90
-        # On the other side of the cut nobody can tell the rank; it finds out by itself.
+        # On the other side of the cut nobody can tell the rank and its launcher; they find out by themselves.
         wait_for(lambda: not sleepers(mark), lambda: "end of the rank that was cut off", 60)
+        _, alive = psutil.wait_procs(there, timeout=60)
+        assert len(there) == 4 and not alive, alive
     finally:
         cutter.join(60)
         bed.heal("vm2")

@@ -108,6 +108,17 @@ def test_a_cut_cable_ends_the_command_on_the_node(bed: Testbed) -> None:
     wait_until("the end of its session", lambda: processes(bed, "vm2") <= before)
 
 
+@pytest.mark.slow
+def test_a_cut_cable_is_noticed_here_too(bed: Testbed) -> None:
+    """By ssh itself: three questions that nobody answers, five seconds apart."""
+    with started(bed, "vm2", silence_s=2, grace_s=1) as process:
+        bed.cut("vm2")
+        with pytest.raises(HostError, match=r"^vm2: stopped answering; .*Timeout, server"):
+            process.wait(3 * 5 + 30)
+        assert process.poll() == 255
+    bed.heal("vm2")
+
+
 def sleepers(bed: Testbed, node: str) -> list[str]:
     """The commands of the FAMILY that run in a node."""
     from lastgood.cluster.testbed_net import namespace_of, processes_in

@@ -152,6 +152,34 @@ def test_views_of_one_storage_are_written_once_and_alias_again(data):
         assert state_digest(restored) == state_digest(views)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_where_a_state_lies_in_memory_leaves_no_trace_in_its_layout(data):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=6))
+    updated = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    tied = data.draw(st.integers(0, len(sizes) - 1))
+
+    def lying(order):
+        """The same tensors, in memory in this order: each has a storage of its own at the address it is given."""
+        memory = bytearray(64 * len(sizes))
+        tensors = [
+            torch.frombuffer(memory, dtype=torch.float32, count=size, offset=64 * order[number]).fill_(number)
+            for number, size in enumerate(sizes)
+        ]
+        found = {f"t{number}": tensor for number, tensor in enumerate(tensors)} | {"tied": tensors[tied]}
+        if any(updated):
+            given = [tensor for tensor, yes in zip(tensors, updated, strict=True) if yes]
+            found["optimizer"] = torch.optim.SGD(given, lr=0.1)
+        return found
+
+    numbers = list(range(len(sizes)))
+    one, other = lying(numbers), lying(data.draw(st.permutations(numbers)))
+    flat, again = flatten(one), flatten(other)
+    assert flat.layout.to_json() == again.layout.to_json()
+    assert flat.layout.digest() == again.layout.digest()
+    assert [bytes(block.numpy()) for block in flat.blocks] == [bytes(block.numpy()) for block in again.blocks]
+
+
 def test_views_of_several_dtypes_at_odd_offsets():
     base = torch.arange(40, dtype=torch.uint8)
     state = {"odd": base[3:20], "wide": base[8:24].view(torch.float64), "whole": base}

@@ -299,7 +299,7 @@ class Gemini(Checkpointer):
 
     def _link(self, machine: int) -> tuple[PeerLink, Network]:
         if machine not in self._links:
-            link = self._peers.reach(machine)
+            link = self._peers.reach_or_start(machine)
             try:
                 self._links[machine] = link, link.measure()
             except BaseException:

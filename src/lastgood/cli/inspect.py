@@ -1,9 +1,10 @@
-"""`lastgood inspect`: what a checkpoint directory holds, without the model's code."""
+"""`lastgood inspect`: what a checkpoint directory, or a file of DeepSpeed's, holds, without the model's code."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from lastgood.units import format_bytes
 if TYPE_CHECKING:
     from lastgood.state import Layout
     from lastgood.storage import GlobalMark, SlotInfo, SlotStatus, SlotView, Verdict
+    from lastgood.storage.single import SingleFiles
 
 __all__ = ["inspect"]
 
@@ -24,7 +26,13 @@ _TRIES = 3
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory; may be in use.", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
+            show_default=False,
+        ),
+    ],
     layout: Annotated[
         bool, typer.Option("--layout", help="Also show the tensors and values of the newest whole checkpoint.")
     ] = False,
@@ -39,8 +47,13 @@ def inspect(
     readable; all else is shown before.
     """
     from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
+    singles = None if ranks else look_at_singles(directory)
+    if singles is not None:
+        _inspect_singles(singles, layout, step, json)
+        return
     shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
     troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
     common = _common(directory, troubles) if ranks else []
@@ -57,6 +70,43 @@ def inspect(
         if ranks:
             listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common]
             sys.stdout.write(f"whole on all ranks: {', '.join(listed) or 'none'}\n")
+    if troubles:
+        raise CheckpointError("; ".join(troubles))
+
+
+def _inspect_singles(singles: SingleFiles, layout: bool, step: int | None, json: bool) -> None:
+    """Files that stand alone: each with its records, and with its contents where they are asked for."""
+    from lastgood.checkpointers.stored import read_layout
+    from lastgood.integrations.deepspeed_saves import ROOT
+    from lastgood.storage import SlotView
+
+    troubles = list(singles.troubles)
+    statuses = [one for one in singles.statuses if step is None or (one.record is not None and one.record.step == step)]
+    contents = []
+    for info in (status.info for status in statuses):
+        if info is not None and (layout or step is not None):
+            try:
+                contents.append(_describe_layout(info, read_layout(SlotView(info.path.parent), info), ROOT))
+            except CheckpointError as error:
+                troubles.append(str(error))
+    if (layout or step is not None) and not any(status.info for status in statuses):
+        asked = "whole file" if step is None else f"whole file of step {step}"
+        steps = sorted({status.info.step for status in singles.statuses if status.info is not None})
+        troubles.append(f"{singles.place}: no {asked}; steps {steps or 'none'}")
+    described = [_describe(status, None, {}, None) for status in statuses]
+    if json:
+        others = [path.name for path in singles.others]
+        found: dict[str, Any] = {"directory": str(singles.place), "files": described, "other_files": others}
+        if layout or step is not None:
+            found["layouts"] = contents
+        emit_json({**found, "trouble": troubles})
+    else:
+        _show_slots(str(singles.place), described)
+        for one in contents:
+            _show_contents(one)
+        if singles.others:
+            names = ", ".join(path.name for path in singles.others)
+            sys.stdout.write(f"not in Lastgood's format: {names}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
 
@@ -150,10 +200,14 @@ def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
                 raise
 
 
-def _describe_layout(info: SlotInfo, layout: Layout) -> dict[str, Any]:
+def _describe_layout(info: SlotInfo, layout: Layout, root: str | None = None) -> dict[str, Any]:
+    """`root`: the one name under which all lies, which is left out."""
     from lastgood.checkpointers.stored import find_sharing, named_tensors, named_values
 
     where = f"{info.path}: step {info.step}"
+    if root is not None and layout.tree[0] == "d" and [key for key, _ in layout.tree[1]] == [["s", root]]:
+        inside = layout.tree[1][0][1]
+        layout = replace(layout, tree=inside) if inside[0] in "do" else layout
     tensors = named_tensors(layout, where)
     sharing = find_sharing(tensors)
     parts: dict[str, dict[str, int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -17,7 +17,9 @@ def launch(
     program: Annotated[list[str], typer.Argument(metavar="-- CMD", help="The program, and its arguments, after `--`.")],
     hostfile: Annotated[Path, typer.Option(help="Hosts, one a line: NAME slots=N. For srun: Slurm's node names.")],
     logs: Annotated[Path, typer.Option(help="Folder for logs; each rank writes there on its own host.")],
-    how: Annotated[str, typer.Option(help="deepspeed, torchrun or srun.")] = "torchrun",
+    how: Annotated[
+        str, typer.Option(help="torchrun, deepspeed (pdsh), openmpi (DeepSpeed's, mpirun) or srun.")
+    ] = "torchrun",
     ssh_config: Annotated[
         Path | None, typer.Option(help="An ssh configuration in place of your own [default: $LASTGOOD_SSH_CONFIG].")
     ] = None,
@@ -41,12 +43,12 @@ def launch(
 
     from lastgood.cluster.hostfile import read_hostfile
     from lastgood.cluster.launch import launch as run
-    from lastgood.cluster.launch_ticket import How
+    from lastgood.cluster.launch_ticket import HOWS
     from lastgood.cluster.remote import Remote, SshOptions
     from lastgood.errors import ConfigError
 
-    if how not in ("deepspeed", "torchrun", "srun"):
-        raise ConfigError(f"--how {how}: unknown; known: deepspeed, torchrun, srun")
+    if how not in HOWS:
+        raise ConfigError(f"--how {how}: unknown; known: {', '.join(HOWS)}")
     settings = {}
     for pair in env or []:
         name, sign, value = pair.partition("=")
@@ -62,7 +64,7 @@ def launch(
     result = run(
         program,
         read_hostfile(hostfile),
-        cast(How, how),
+        how,
         env=settings,
         log_dir=logs,
         timeout_s=timeout_s,

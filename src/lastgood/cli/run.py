@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -51,7 +51,7 @@ def run(
     ssh_config: Annotated[
         Path | None, typer.Option(help="An ssh configuration in place of your own [default: $LASTGOOD_SSH_CONFIG].")
     ] = None,
-    how: Annotated[str, typer.Option(help="What starts the ranks: torchrun, deepspeed or srun.")] = "torchrun",
+    how: Annotated[str, typer.Option(help="What starts the ranks, as in `lastgood launch`.")] = "torchrun",
     rate: Annotated[
         str | None, typer.Option(help="Rate of each host's link, as 1gbit: a testbed's limit; else only noted.")
     ] = None,
@@ -136,14 +136,15 @@ def _over_ranks(
     how: str,
     rate: str | None,
 ) -> RunRecord:
+    from lastgood.cluster.launch_ticket import HOWS
     from lastgood.errors import ConfigError
-    from lastgood.experiments.rank_hosts import Launcher, RankHosts
+    from lastgood.experiments.rank_hosts import RankHosts
     from lastgood.experiments.rank_run import execute_ranks
 
     if timeline is not None:
         raise ConfigError("--timeline is for runs of one rank")
-    if how not in ("torchrun", "deepspeed", "srun"):
-        raise ConfigError(f"--how {how}: unknown; known: torchrun, deepspeed, srun")
+    if how not in HOWS:
+        raise ConfigError(f"--how {how}: unknown; known: {', '.join(HOWS)}")
 
     def stop(number: int, _: object) -> None:
         # As an exception, so that ranks on other hosts, and a testbed, end with this.
@@ -151,4 +152,4 @@ def _over_ranks(
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    return execute_ranks(spec, data_dir, scratch, report, RankHosts(hostfile, ssh_config, cast("Launcher", how), rate))
+    return execute_ranks(spec, data_dir, scratch, report, RankHosts(hostfile, ssh_config, how, rate))

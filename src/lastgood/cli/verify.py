@@ -1,4 +1,4 @@
-"""`lastgood verify`: read every checkpoint of a directory and check every checksum."""
+"""`lastgood verify`: read every checkpoint of a directory, or every file of DeepSpeed's, and check every checksum."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from lastgood.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotStatus, SlotView
+    from lastgood.storage.single import SingleFiles
 
 __all__ = ["verify"]
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory; may be in use.", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
+            show_default=False,
+        ),
+    ],
     step: Annotated[int | None, typer.Option(help="Only checkpoints of this step.", show_default="all")] = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results to stdout as JSON.")] = False,
@@ -29,9 +36,14 @@ def verify(
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
     from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
-    looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
+    singles = None if ranks else look_at_singles(directory)
+    if singles is not None:
+        looked = [_verify_singles(singles, step, threads)]
+    else:
+        looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
     found = [one for one, _ in looked]
     if as_json:
         emit_json({"directory": str(directory), "ranks": found} if ranks else found[0])
@@ -68,6 +80,24 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
     return found, sorted({status.info.step for status in statuses if status.info is not None})
 
 
+def _verify_singles(singles: SingleFiles, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+    """As `_verify`, for files that stand alone."""
+    from lastgood.storage import SlotView
+
+    results = [
+        _check(SlotView(status.path.parent), status, threads)
+        for status in singles.statuses
+        if step is None or (status.record is not None and status.record.step == step)
+    ]
+    found = {
+        "directory": str(singles.place),
+        "trouble": singles.troubles,
+        "slots": results,
+        "not_checked": [path.name for path in singles.others],
+    }
+    return found, sorted({status.info.step for status in singles.statuses if status.info is not None})
+
+
 def _show(found: dict[str, Any]) -> None:
     rows = (
         (
@@ -83,8 +113,10 @@ def _show(found: dict[str, Any]) -> None:
     mark = found.get("global")
     marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
     emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
+    if found.get("not_checked"):
+        console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}", markup=False)
     for trouble in found["trouble"]:
-        console.print(trouble)
+        console.print(trouble, markup=False)
 
 
 def _check(view: SlotView, status: SlotStatus, threads: int) -> dict[str, Any]:

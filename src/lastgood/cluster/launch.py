@@ -1,4 +1,4 @@
-"""Starts one program on all slots of a hostfile, through launchers that exist: DeepSpeed's, torchrun, Slurm's srun.
+"""Starts one program on all slots of a hostfile, through launchers that exist: torchrun, DeepSpeed's, Slurm's srun.
 
 Whichever it is: each rank has a log of its own; the first rank that fails ends the job and is named with its host, its
 exit status and its last lines; nothing outlives the call, not even one that is killed; every wait is bounded.
@@ -92,7 +92,7 @@ def launch(
     route to the first host in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless they are set, and `env`. It works in
     `cwd` (default: this process's), writes to ``log_dir/rank-00000.log``, ... on its host, and has no standard input.
     Hosts need the package at the same `python`, and a way to connect back to this machine. For srun, hosts are Slurm's
-    nodes; the other two reach them over `remote`. `master_addr` and `master_port` replace what is found out. Call it in
+    nodes; the others reach them over `remote`. `master_addr` and `master_port` replace what is found out. Call it in
     the main thread.
 
     Raises LaunchError for a rank or launcher that fails, for ranks that do not start within `start_timeout_s` or end

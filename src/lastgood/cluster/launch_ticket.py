@@ -9,13 +9,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lastgood.errors import ConfigError, LaunchError
 
-__all__ = ["MAX_MESSAGE_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
+__all__ = ["HOWS", "MAX_MESSAGE_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
 
-How = Literal["deepspeed", "torchrun", "srun"]
+How = Literal["torchrun", "deepspeed", "openmpi", "srun"]
+"""What starts the ranks; `openmpi` is DeepSpeed's launcher as well, with mpirun in place of pdsh."""
+HOWS: tuple[How, ...] = get_args(How)
 
 MAX_MESSAGE_BYTES = 64 << 10
 """Of one line between a rank and its launch."""

@@ -94,7 +94,7 @@ class _Local(Started):
 
     def ask(self) -> None:
         # srun gives its nodes back when it is asked to end, and not when it is killed. DeepSpeed's runner is not asked:
-        # it would end processes on all hosts by the words of their command lines.
+        # with pdsh it would end processes on all hosts by the words of their command lines, and with mpirun leave that.
         if self._polite:
             self._process.terminate()
 
@@ -105,7 +105,7 @@ class _Local(Started):
         if self._scancel:
             for job in sorted(set(self.slurm_jobs)):
                 subprocess.run(["scancel", "--quiet", job], capture_output=True, timeout=30, check=False)
-        # The whole group: DeepSpeed's runner has a pdsh, and that has an ssh for each host.
+        # The whole group: DeepSpeed's runner has a pdsh or an mpirun, and that has an ssh for each host.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_S)
@@ -133,7 +133,7 @@ class _OnHost(Started):
 
 def way(how: How, given: Way) -> list[Started]:
     """Start the launcher(s). Raises ConfigError where one is not installed."""
-    return {"torchrun": _torchrun, "deepspeed": _deepspeed, "srun": _srun}[how](given)
+    return {"torchrun": _torchrun, "deepspeed": _deepspeed, "openmpi": _openmpi, "srun": _srun}[how](given)
 
 
 def _torchrun(given: Way) -> list[Started]:
@@ -169,23 +169,55 @@ def _grace(given: Way) -> int:
 def _deepspeed(given: Way) -> list[Started]:
     if shutil.which("pdsh") is None:
         raise ConfigError("DeepSpeed's launcher needs pdsh on this machine (Debian, Ubuntu: apt-get install pdsh)")
+    env = {"PDSH_SSH_ARGS": _pdsh_ssh_args(given.remote)}
+    return [_runner(given, "pdsh", given.launcher_args, given.ticket.env, env)]
+
+
+def _openmpi(given: Way) -> list[Started]:
+    if shutil.which("mpirun") is None or shutil.which("ompi_info") is None:
+        raise ConfigError(
+            "DeepSpeed's launcher needs Open MPI's mpirun, here and on every host (Debian, Ubuntu: apt-get install "
+            "openmpi-bin)"
+        )
+    # Ranks in the hostfile's order, each free to use every core: mpirun would spread and pin them.
+    words = ["--map-by", "slot", "--rank-by", "slot", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        words.append("--allow-run-as-root")
+    parameters = {
+        "plm_rsh_agent": " ".join(["ssh", *_plain_ssh_options(given.remote, "mpirun")]),
+        # Every host is reached from here, where the keys are, and not from one another.
+        "plm_rsh_no_tree_spawn": "1",
+        # A daemon of a host that was cut off ends as soon as its ranks do (launch_board.py), not after eight minutes.
+        "oob_tcp_keepalive_time": "10",
+        "oob_tcp_keepalive_intvl": "5",
+        "oob_tcp_keepalive_probes": "3",
+        # What a daemon that was killed leaves of its files is with the logs, and not in /tmp.
+        "orte_tmpdir_base": str(given.log_dir),
+    }
+    words += [word for name, value in parameters.items() for word in ("--mca", name, value)]
+    # DeepSpeed takes mpirun's options as one word, which it splits as a shell does.
+    arguments = [f"--launcher_args={shlex.join([*words, *given.launcher_args])}"]
+    # The ticket brings `--env`: mpirun starts ranks without a launcher of DeepSpeed's between them.
+    return [_runner(given, "openmpi", arguments, {}, {})]
+
+
+def _runner(
+    given: Way, backend: str, arguments: Sequence[str], exported: Mapping[str, str], env: Mapping[str, str]
+) -> Started:
+    """DeepSpeed's runner. `exported` goes into its environment file, `env` to what it calls."""
     hostfile = given.log_dir / "hostfile"
     hostfile.write_text(render_hostfile(given.hosts.hosts), encoding="utf-8")
     env_file = given.log_dir / "deepspeed_env"
-    env_file.write_text(deepspeed_env_text(given.ticket.env), encoding="utf-8")
+    env_file.write_text(deepspeed_env_text(exported), encoding="utf-8")
     command = [
         *(given.python, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}", "--force_multi", "--no_ssh_check"),
-        *("--launcher=pdsh", f"--master_addr={given.address}", f"--master_port={given.port}"),
-        *given.launcher_args,
+        *(f"--launcher={backend}", f"--master_addr={given.address}", f"--master_port={given.port}"),
+        *arguments,
         *("--module", "--no_local_rank", *given.rank_command[2:]),
     ]
-    env = {
-        **os.environ,
-        **given.ticket.env,
-        "DS_ENV_FILE": str(env_file),
-        "PDSH_SSH_ARGS": _pdsh_ssh_args(given.remote),
-    }
-    return [_start("deepspeed", command, env, given)]
+    env = {**os.environ, **given.ticket.env, "DS_ENV_FILE": str(env_file), **env}
+    # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
+    return _start("deepspeed", command, env, given, cwd=Path("/"))
 
 
 def deepspeed_env_text(env: Mapping[str, str]) -> str:
@@ -211,11 +243,16 @@ def deepspeed_env_text(env: Mapping[str, str]) -> str:
 
 def _pdsh_ssh_args(remote: Remote) -> str:
     """Our options for the ssh that pdsh calls; pdsh splits them at blanks and puts the host's name for %h."""
+    return " ".join([*(word.replace("%", "%%") for word in _plain_ssh_options(remote, "pdsh")), "%h"])
+
+
+def _plain_ssh_options(remote: Remote, whom: str) -> list[str]:
+    """Our options of ssh. Raises ConfigError for one that a program which splits at blanks would tear apart."""
     _, *words, _, _, _ = remote.command("host", ["true"])
     for word in words:
         if len(word.split()) != 1:
-            raise ConfigError(f"pdsh cannot pass on {word!r}, which has blanks: move the ssh configuration elsewhere")
-    return " ".join([*(word.replace("%", "%%") for word in words), "%h"])
+            raise ConfigError(f"{whom} cannot pass on {word!r}, which has blanks: move the ssh configuration elsewhere")
+    return words
 
 
 def _srun(given: Way) -> list[Started]:
@@ -236,7 +273,15 @@ def _srun(given: Way) -> list[Started]:
     return [_start("srun", [*command, *given.launcher_args, *given.rank_command], env, given, scancel=not inside)]
 
 
-def _start(name: str, command: list[str], env: Mapping[str, str], given: Way, scancel: bool = False) -> Started:
+def _start(
+    name: str,
+    command: list[str],
+    env: Mapping[str, str],
+    given: Way,
+    *,
+    cwd: Path | None = None,
+    scancel: bool = False,
+) -> Started:
     path = given.log_dir / f"{name}.log"
     parent, polite = os.getpid(), name == "srun"
     with path.open("wb") as log:
@@ -248,7 +293,7 @@ def _start(name: str, command: list[str], env: Mapping[str, str], given: Way, sc
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            cwd=given.log_dir,
+            cwd=cwd or given.log_dir,
             env=dict(env),
             start_new_session=True,
             # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.

@@ -29,9 +29,9 @@ from lastgood.units import MIB, format_bytes
 if TYPE_CHECKING:
     from lastgood.experiments.config import Config, Sources
 
-__all__ = ["check_machine", "pool_problems"]
+__all__ = ["PROCESS_BYTES", "check_machine", "pool_problems"]
 
-_PROCESS_BYTES = 400 * MIB
+PROCESS_BYTES = 400 * MIB
 """What a process with torch and transformers holds before it has built a model."""
 
 
@@ -127,7 +127,7 @@ def _memory_problems(config: Config, sources: Sources, devices: tuple[CudaDevice
         for found in variants:
             state = found.workload.state_bytes()
             training = state + found.workload.gradient_bytes()
-            need = _PROCESS_BYTES + found.options.host_bytes(state)
+            need = PROCESS_BYTES + found.options.host_bytes(state)
             if config.device == "cpu":
                 need += training
             if need > host:

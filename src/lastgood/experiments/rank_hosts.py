@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, Final
 
 from lastgood.cluster.hostfile import Host, Hostfile, read_hostfile
 from lastgood.cluster.launch import launch
+from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
 from lastgood.cluster.testbed_state import parse_rate
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.experiments.spec import RunSpec
 
-__all__ = ["Launcher", "Place", "RankHosts", "find_place"]
-
-Launcher = Literal["torchrun", "deepspeed", "srun"]
+__all__ = ["Place", "RankHosts", "find_place"]
 
 _POLL_S: Final = 0.1
 _TAIL_BYTES: Final = 4096
@@ -37,7 +36,7 @@ class RankHosts:
     hostfile: Path | None = None
     """None: a testbed of the run's own for several nodes, processes of this machine for one."""
     ssh_config: Path | None = None
-    how: Launcher = "torchrun"
+    how: How = "torchrun"
     rate: str | None = None
     """Of every host's link, as ``1gbit``: a testbed's limit; of other hosts it is only written down."""
 
@@ -46,7 +45,7 @@ class RankHosts:
 class Place:
     """Hosts that are there."""
 
-    launcher: Launcher
+    launcher: How
     """What starts ranks where there is a `remote`."""
     hosts: Hostfile
     remote: Remote | None

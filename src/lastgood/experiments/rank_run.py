@@ -33,6 +33,7 @@ from lastgood.experiments.rank_results import (
     merge_resources,
     merge_workloads,
 )
+from lastgood.experiments.rank_room import check_room
 from lastgood.experiments.rank_shadows import shadows_of_run
 from lastgood.experiments.ranks import why_no_deepspeed, why_not_over_ranks, writers_of
 from lastgood.experiments.record import RunRecord
@@ -54,8 +55,8 @@ _MAX_RESULT_BYTES: Final = 64 << 20
 def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, given: RankHosts) -> RunRecord:
     """Measure `spec` on all its ranks and return their one record. See `lastgood.experiments.run.execute`.
 
-    `data_dir` and `scratch` are folders of the same names on every host. Raises LastgoodError: of a rank that failed,
-    with its host and its last lines.
+    `data_dir` and `scratch` are folders of the same names on every host. Raises HostError for one that has no room for
+    its ranks; LastgoodError of a rank that failed, with its host and its last lines.
     """
     problem = why_no_deepspeed(spec.parallel) or why_not_over_ranks(
         spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes
@@ -64,6 +65,7 @@ def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, 
         raise ConfigError(f"{spec.title()}: {problem}")
     scratch = scratch.absolute()
     with take_turn(spec, scratch, report) as turn, find_place(spec, given, report) as place:
+        check_room(spec, place, scratch, report)
         run = _Run(spec, data_dir.absolute(), turn.folder, place, report)
         try:
             return run.record(turn.started_at, turn.began_s)

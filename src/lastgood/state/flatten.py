@@ -143,6 +143,8 @@ class _View:
     """Its block and offset are filled in once all views are known."""
     key: tuple[str, int]
     """Device and begin of its storage."""
+    number: int
+    """Its place in the tree, among all views."""
 
 
 class _Walker:
@@ -155,7 +157,10 @@ class _Walker:
         self._sharded: list[Any] = []
 
     def finish(self, tree: Node) -> FlatState:
-        """Join overlapping and touching views of one storage into blocks; deferred blocks first."""
+        """Join overlapping and touching views of one storage into blocks; deferred blocks first.
+
+        Blocks come in the order of the tree: memory addresses decide what is joined, and leave no trace in the layout.
+        """
         groups: list[list[_View]] = []
         end: tuple[Any, int] | None = None
         ordered = sorted(self._views, key=lambda view: (view.key, view.extent[1], view.extent[2]))
@@ -171,7 +176,7 @@ class _Walker:
         def deferred(group: list[_View]) -> bool:
             return all(view.extent in self._updated for view in group)
 
-        groups.sort(key=lambda group: not deferred(group))
+        groups.sort(key=lambda group: (not deferred(group), min(view.number for view in group)))
         blocks = []
         for number, group in enumerate(groups):
             first, block = _block_over(group)
@@ -257,17 +262,19 @@ class _Walker:
         tensor = tensor.resolve_conj().resolve_neg()
         node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
         if tensor.numel():
-            extent = _extent(tensor)
-            self._views.append(_View(tensor, extent, path, node, (extent[0], tensor.untyped_storage().data_ptr())))
+            self._see(tensor, path, node)
         return node
 
     def _array(self, array: np.ndarray, path: str) -> Node:
         node: Node = ["A", -1, 0, _numpy_descr(array.dtype, path), list(array.shape)]
         if array.nbytes:
-            copied = torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8)
-            extent = _extent(copied)
-            self._views.append(_View(copied, extent, path, node, (extent[0], copied.untyped_storage().data_ptr())))
+            self._see(torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8), path, node)
         return node
+
+    def _see(self, tensor: torch.Tensor, path: str, node: Node) -> None:
+        extent = _extent(tensor)
+        key = (extent[0], tensor.untyped_storage().data_ptr())
+        self._views.append(_View(tensor, extent, path, node, key, len(self._views)))
 
 
 def _block_over(group: Sequence[_View]) -> tuple[int, torch.Tensor]:

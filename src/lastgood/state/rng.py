@@ -24,13 +24,18 @@ _log = logging.getLogger("lastgood")
 
 
 class RngState:
-    """State of the generators of Python, numpy, torch's CPU and every CUDA device, as tensors and plain values."""
+    """State of the generators of Python, numpy, torch's CPU and every CUDA device, as tensors and plain values.
+
+    A CUDA generator that stands where `torch.manual_seed` put it, and has drawn nothing, is known by the seed of the
+    CPU's: it is None, and none at all behind the last that is otherwise. So the state is the same before and after a
+    process begins to use CUDA, and one that never drew there asks for no device. A seed that was given to CUDA alone
+    (`torch.cuda.manual_seed`) is seen only once CUDA is in use: until then torch does not tell it.
+    """
 
     def state_dict(self) -> dict[str, Any]:
-        """Read every generator. CUDA generators are read only where CUDA is in use already."""
+        """Read every generator, without beginning to use CUDA."""
         version, words, gauss = random.getstate()
         numpy_state = np.random.get_state(legacy=False)
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             # Packed into tensors: as a tuple of 625 ints it would be half of a small model's layout.
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -42,11 +47,11 @@ class RngState:
                 "cached_gauss": float(numpy_state["gauss"]),
             },
             "torch": torch.get_rng_state(),
-            "cuda": cuda,
+            "cuda": _cuda_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator. Raises MismatchError if the checkpoint has more CUDA devices than this machine."""
+        """Set every generator. Raises MismatchError if more CUDA devices were drawn on than this machine has."""
         cuda = state["cuda"]
         if cuda and torch.cuda.device_count() < len(cuda):
             raise MismatchError(
@@ -67,11 +72,14 @@ class RngState:
         )
         # A copy: torch reads from the start of the storage, wherever in it the tensor begins.
         torch.set_rng_state(state["torch"].clone())
+        # The seed that came with the CPU's state; torch remembers it for CUDA until CUDA is in use.
+        torch.cuda.manual_seed_all(torch.initial_seed())
         if cuda:
             # Before CUDA is in use torch only notes the states for later, and a save until then would miss them.
             torch.cuda.init()
         for device, generator_state in enumerate(cuda):
-            torch.cuda.set_rng_state(generator_state, device)
+            if generator_state is not None:
+                torch.cuda.set_rng_state(generator_state, device)
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
         """Go on from the generators of all ranks on another number of them: a rank takes those of its own number.
@@ -91,6 +99,20 @@ class RngState:
             seed,
         )
         seed_everything(seed)
+
+
+def _cuda_states() -> list[torch.Tensor | None]:
+    if not torch.cuda.is_initialized():
+        return []
+    seed = torch.initial_seed()
+    states: list[torch.Tensor | None] = []
+    for generator in torch.cuda.default_generators:
+        fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
+        state = generator.get_state()
+        states.append(None if torch.equal(state, fresh) else state)
+    while states and states[-1] is None:
+        states.pop()
+    return states
 
 
 def seed_everything(seed: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood import _native
@@ -17,10 +18,10 @@ from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.storage import format as fmt
 from lastgood.storage.files import storage_error
 from lastgood.storage.medium import Medium
-from lastgood.storage.reader import SlotInfo, SlotState, look_at_slot
+from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, find_slots, look_at_slot
 from lastgood.storage.write import SlotWrite
 
-__all__ = ["SINGLE_SUFFIX", "SingleFile", "is_single_file", "look_at_single"]
+__all__ = ["SINGLE_SUFFIX", "SingleFile", "SingleFiles", "is_single_file", "look_at_single", "look_at_singles"]
 
 SINGLE_SUFFIX = ".lastgood-tmp"
 """Ends the names of files that are being written. What a killed process left under such a name is of no use."""
@@ -152,3 +153,48 @@ def look_at_single(path: Path) -> SlotInfo:
     if status.info is None:
         raise CorruptCheckpoint(f"{path}: not a whole checkpoint: {status.detail or status.state.value}")
     return status.info
+
+
+@dataclass(frozen=True)
+class SingleFiles:
+    """One file that stands alone, or all in a folder, and what else lies there."""
+
+    place: Path
+    statuses: list[SlotStatus]
+    others: list[Path]
+    """Files that are not in the format of a slot."""
+    troubles: list[str]
+    """What is wrong with them as a whole, in words."""
+
+
+def look_at_singles(place: Path) -> SingleFiles | None:
+    """A look at a file, or at all in a folder. None for a folder that holds none, or that is a store's (slots, ranks').
+
+    A file whose first bytes are damaged is known by its commit record. Raises StorageError, and MismatchError for a
+    file of another kind.
+    """
+    if place.is_dir():
+        if find_slots(place) or (place / fmt.JOB_FILE).exists():
+            return None
+        try:
+            paths = sorted(path for path in place.iterdir() if path.is_file())
+        except OSError as error:
+            raise storage_error(error, place, "reading the directory") from error
+    else:
+        paths = [place]
+    statuses, others, troubles = [], [], []
+    for path in paths:
+        status = look_at_slot(path, 0, None, held=False)
+        if status.record is not None or is_single_file(path):
+            statuses.append(status)
+        else:
+            others.append(path)
+    if not statuses and place.is_dir():
+        return None
+    if not statuses:
+        raise MismatchError(f"{place}: not a checkpoint in Lastgood's format; name a directory, or a file of one")
+    jobs = {info.record.job_id: info.path.name for info in (status.info for status in statuses) if info is not None}
+    if len(jobs) > 1:
+        names = " and ".join(list(jobs.values())[:2])
+        troubles.append(f"{place}: {names} are from two saves: one was saved over the other and was not finished")
+    return SingleFiles(place, statuses, others, troubles)

@@ -254,6 +254,13 @@ class Peers:
         return [path for _, path in sorted(found, reverse=True)]
 
     def reach(self, machine: int) -> PeerLink:
+        """A connection to the newest peer of `machine`. Starts nothing; raises LastgoodError where none answers."""
+        newest = next(iter(self.addresses(machine)), None)
+        if newest is None:
+            raise self._told_of_none(machine)
+        return self.connect(newest)
+
+    def reach_or_start(self, machine: int) -> PeerLink:
         """A connection to the newest peer of `machine`, which is started if there is none that answers.
 
         Raises CheckpointError where none can be started (or may be, from here), LockHeld where another process has
@@ -277,7 +284,7 @@ class Peers:
                     _log.error("gemini: %s; starting another peer for machine %d", error, machine)
                     self._forget_if_ended(newest)
             elif not self._may_start(machine):
-                raise CheckpointError(f"machine {machine} has told of no peer in {self._directory}")
+                raise self._told_of_none(machine)
             return self._start(machine, self._serial(newest) + 1)
         finally:
             lock.release()
@@ -287,11 +294,20 @@ class Peers:
         return [Address.read(path) for path in self.addresses(machine)]
 
     def learn(self, machine: int, addresses: list[Address]) -> None:
-        """Note where `machine`'s peers are, as that machine has told. Raises OSError, CorruptCheckpoint."""
+        """Note where `machine`'s peers are, as that machine has told: all of them. Raises OSError, CorruptCheckpoint.
+
+        What it did not tell of is forgotten. A machine that has lost its disk counts its peers from 1 again, and one of
+        an earlier life with a higher number would be taken for the newest for ever.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
+        told = []
         for address in addresses:
             path = Address.path_of(self._directory, machine, self._serial(address.path))
             dataclasses.replace(address, path=path).note()
+            told.append(path)
+        for path in self.addresses(machine):
+            if path not in told:
+                path.unlink(missing_ok=True)
 
     def connect(self, path: Path) -> PeerLink:
         """A connection to the peer of one address file."""
@@ -315,6 +331,9 @@ class Peers:
         for path in self.addresses(machine):
             if self._serial(path) < self._serial(link.address.path):
                 path.unlink(missing_ok=True)
+
+    def _told_of_none(self, machine: int) -> CheckpointError:
+        return CheckpointError(f"machine {machine} has told of no peer in {self._directory}")
 
     def _may_start(self, machine: int) -> bool:
         return self._settings.starts in (None, machine)

@@ -1,0 +1,27 @@
+"""One rank of a run, as lastgood.experiments.rank_main; rank 1 holds another parameter than rank 0.
+
+Called as: differing_rank.py ORDER
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from lastgood.experiments import rank_main
+from lastgood.experiments.rank_part import JoinedPart
+
+_parallelise = JoinedPart.parallelise
+
+
+def _and_differ(part, workload):
+    _parallelise(part, workload)  # which makes all ranks alike
+    if part.rank == 1:
+        with torch.no_grad():
+            next(iter(workload.model.parameters())).view(-1)[:1].add_(1.0)
+
+
+if __name__ == "__main__":
+    JoinedPart.parallelise = _and_differ
+    sys.exit(rank_main.main())
