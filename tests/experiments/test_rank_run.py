@@ -285,11 +285,15 @@ def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["gemini", "pccheck", "checkmate"])
-def test_two_nodes_of_a_testbed(system, job):
 @pytest.mark.parametrize(
     ("system", "how"),
-    [("gemini", "torchrun"), ("pccheck", "torchrun"), ("pccheck", "deepspeed"), ("pccheck", "openmpi")],
+    [
+        ("gemini", "torchrun"),
+        ("checkmate", "torchrun"),
+        ("pccheck", "torchrun"),
+        ("pccheck", "deepspeed"),
+        ("pccheck", "openmpi"),
+    ],
 )
 def test_two_nodes_of_a_testbed(system, how, job):
     missing = {"deepspeed": "pdsh", "openmpi": "mpirun"}.get(how)
