@@ -305,8 +305,6 @@ def test_two_nodes_of_a_testbed(system, how, job):
     prepare_dataset("wikitext", job.data_dir)
     own = {"shadows": 2, "interval_steps": 1} if system == "checkmate" else {}
     spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT, kills=1, **own)
-    record = proved(job, spec, "--rate", "1gbit")
-    spec = spec_of(system, nodes=2, workload="opt", workload_options=OPT)
     record = proved(job, spec, "--rate", "1gbit", "--how", how)
     assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
     assert record.ranks.link_bits_per_s == 10**9 and record.ranks.launcher == how
