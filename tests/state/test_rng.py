@@ -17,11 +17,12 @@ from lastgood.state import RngState, state_digest
 class Cuda:
     """torch.cuda of a new process: a seed waits until it is in use. Its devices' generators are the CPU's kind."""
 
-    def __init__(self, patch, devices=2, seed=5):
+    def __init__(self, patch, devices=2, seed=5, current=0):
         self.generators = ()
         self.devices = devices
+        self.current = current
         self.patch = patch
-        for name in ("is_initialized", "device_count", "init", "manual_seed_all", "set_rng_state"):
+        for name in ("is_initialized", "device_count", "init", "manual_seed_all", "set_rng_state", "current_device"):
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(torch.cuda, "default_generators", ())
         torch.manual_seed(seed)
@@ -44,7 +45,10 @@ class Cuda:
 
     def set_rng_state(self, state, device):
         assert self.generators, "torch would only note it for later"
-        self.generators[device].set_state(state)
+        self.generators[self.current if device == "cuda" else device].set_state(state)
+
+    def current_device(self):
+        return self.current
 
     def draw(self, device):
         self.init()
@@ -77,6 +81,25 @@ def test_only_devices_that_were_drawn_on_must_be_there(monkeypatch):
     Cuda(monkeypatch, devices=1)
     with pytest.raises(MismatchError, match="generators of 2 CUDA devices, this machine has 1"):
         RngState().load_state_dict(saved)
+
+
+def test_a_rank_keeps_the_generator_of_its_own_device(monkeypatch):
+    """Ranks on one host draw on a device each, in the same order: their states are equal, and go on anywhere."""
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    states, following = [], []
+    for device in (0, 1):
+        cuda = Cuda(monkeypatch, current=device)
+        cuda.draw(device)
+        states.append((digest(), RngState().state_dict()))
+        following.append(cuda.draw(device))
+    assert states[0][0] == states[1][0]
+    assert following[0] == following[1]
+    cuda = Cuda(monkeypatch, devices=4, current=3)
+    cuda.draw(0)
+    RngState().load_state_dict(states[1][1])
+    assert digest() == states[1][0]
+    assert cuda.draw(3) == following[0]
 
 
 ACTIONS = st.lists(

@@ -30,6 +30,9 @@ class RngState:
     CPU's: it is None, and none at all behind the last that is otherwise. So the state is the same before and after a
     process begins to use CUDA, and one that never drew there asks for no device. A seed that was given to CUDA alone
     (`torch.cuda.manual_seed`) is seen only once CUDA is in use: until then torch does not tell it.
+
+    A process that is one rank of several has one device, the current one: only its generator is kept, whatever its
+    number, so that ranks that drew alike have equal states, and a rank may go on with another device.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class RngState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set every generator. Raises MismatchError if more CUDA devices were drawn on than this machine has."""
         cuda = state["cuda"]
+        own = len(cuda) == 1 and _is_one_of_several()
         if cuda and torch.cuda.device_count() < len(cuda):
             raise MismatchError(
                 f"rng: the checkpoint holds generators of {len(cuda)} CUDA devices, this machine has "
@@ -79,7 +83,7 @@ class RngState:
             torch.cuda.init()
         for device, generator_state in enumerate(cuda):
             if generator_state is not None:
-                torch.cuda.set_rng_state(generator_state, device)
+                torch.cuda.set_rng_state(generator_state, "cuda" if own else device)
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
         """Go on from the generators of all ranks on another number of them: a rank takes those of its own number.
@@ -106,13 +110,22 @@ def _cuda_states() -> list[torch.Tensor | None]:
         return []
     seed = torch.initial_seed()
     states: list[torch.Tensor | None] = []
-    for generator in torch.cuda.default_generators:
+    generators = torch.cuda.default_generators
+    if _is_one_of_several():
+        generators = generators[torch.cuda.current_device() :][:1]
+    for generator in generators:
         fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
         state = generator.get_state()
         states.append(None if torch.equal(state, fresh) else state)
     while states and states[-1] is None:
         states.pop()
     return states
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process is a rank among others, and so works on one device only."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def seed_everything(seed: int) -> None:
