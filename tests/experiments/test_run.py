@@ -17,6 +17,7 @@ from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.peer_processes import wait_for_no_peer
+from tests.experiments.warm_runs import WarmRun
 
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 
@@ -53,10 +54,16 @@ class Job:
         self.scratch = folder / "scratch of runs"
         self.data_dir = data_dir
 
+    def arguments(self, spec, *more):
+        found = ["--spec", spec.canonical_json(), "--out", str(self.out)]
+        return [*found, "--data-dir", str(self.data_dir), "--scratch", str(self.scratch), *more]
+
     def start(self, spec, *more):
-        arguments = ["--spec", spec.canonical_json(), "--out", str(self.out)]
-        arguments += ["--data-dir", str(self.data_dir), "--scratch", str(self.scratch), *more]
-        return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return WarmRun(["run", *self.arguments(spec, *more)])
+
+    def start_cold(self, spec):
+        command = [*COMMAND, *self.arguments(spec)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def finish(self, spec, *more):
         process = self.start(spec, *more)
@@ -92,8 +99,9 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
 @pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "gpm", "gemini", "pccheck"])
 def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     spec = spec_of(system, interval=0 if system == "none" else 2)
-    code, output = job.finish(spec)
-    assert code == 0, output
+    process = job.start_cold(spec) if system == "pccheck" else job.start(spec)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     assert output.splitlines()[0].startswith("lastgood run --spec '{")
     record = load_record(job.out)
     assert record.spec == spec
@@ -117,12 +125,9 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
 
 def lie(name, job):
     script = Path(__file__).with_name("lying_systems.py")
-    spec = spec_of(name).canonical_json()
-    arguments = [sys.executable, script, name, spec, job.out, job.data_dir, job.scratch]
-    done = subprocess.run(
-        list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
-    )
-    return done.returncode, done.stdout
+    process = WarmRun([name, spec_of(name).canonical_json(), job.out, job.data_dir, job.scratch], script)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
 
 
 def test_a_system_that_gives_back_an_old_state_is_found_out(job):
@@ -216,17 +221,12 @@ def test_a_child_that_dies_is_named_with_its_stage(job):
 
 @pytest.mark.parametrize("system", ["sync", "checkfreq", "pccheck"])
 def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
-    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 20000; exec "$@"', "-"]
-    spec = spec_of(system)
-    arguments = ["--spec", spec.canonical_json(), "--out", str(job.out), "--data-dir", str(job.data_dir)]
-    done = subprocess.run(
-        [*limited, *COMMAND, *arguments, "--scratch", str(job.scratch)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert str(job.scratch) in done.stdout
-    assert "bytes" in done.stdout
-    assert "checkpoints failed" in done.stdout
+    process = WarmRun(["run", *job.arguments(spec_of(system))], file_bytes=20_000 << 10)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert str(job.scratch) in output
+    assert "bytes" in output
+    assert "checkpoints failed" in output
     assert not job.out.exists()
     assert job.left() == []
 
@@ -234,7 +234,7 @@ def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
 def test_waits_its_turn_and_says_for_whom(job):
     lock = machine_lock()
     lock.acquire(timeout_s=200)
-    process = job.start(spec_of("none", 0))
+    process = job.start_cold(spec_of("none", 0))
     try:
         lines = []
         for line in process.stdout:

@@ -18,6 +18,7 @@ from lastgood.experiments.record import load_record
 from lastgood.experiments.timeline import Timeline, trace_events, write_timeline
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.test_run import COMMAND, spec_of
+from tests.experiments.warm_runs import WarmRun
 
 STEPS = 6
 
@@ -72,8 +73,9 @@ def test_a_real_run_is_all_in_its_trace(system, device, tmp_path, data_dir):
     out, trace = tmp_path / "r0.json", tmp_path / "traces" / "run.json"
     paths = ["--out", out, "--data-dir", data_dir, "--scratch", tmp_path / "scratch", "--timeline", trace]
     arguments = ["--spec", spec.canonical_json(), *map(str, paths)]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    process = WarmRun(["run", *arguments])
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     record, events = load_record(out), json.loads(trace.read_text())["traceEvents"]
     check_nesting(events)
     counts = Counter(span["name"] for span in spans_of(events))
