@@ -18,13 +18,12 @@ SLOTS = 4
 
 
 class ReceivingShadow:
-    """Shadow number `shadow` of `layout.shadows`. While `paused`, connections are greeted and not read."""
+    """Shadow number `shadow` of `layout.shadows`. While `refusing`, nobody is welcome."""
 
     def __init__(
         self, shadow: int, layout: GradientLayout, token: bytes, job: str, epoch: int = 1, port: int = 0
     ) -> None:
         self._shadow, self._layout, self._token, self._job = shadow, layout, token, job
-        self.paused = False
         self.refusing = False
         self.hellos: list[Hello] = []
         self.ends: set[tuple[int, int]] = set()
@@ -40,7 +39,6 @@ class ReceivingShadow:
             [[self._memory[bucket][slot].ctypes.data for bucket in owned] for slot in range(SLOTS)],
             owner=self._memory,
         )
-        self._kept: list[Wire] = []
         self._server = socket.create_server(("127.0.0.1", port))
         self._server.settimeout(0.1)
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
@@ -77,11 +75,9 @@ class ReceivingShadow:
             except CheckpointError:
                 wire.close()
                 continue
-            if self.paused or hello.role != "data":
-                self._kept.append(wire)
-            else:
+            if hello.role == "data":
                 self._receiver.add(connection.fileno(), hello.rank)
-                wire.close()
+            wire.close()
 
     def wait(self, iteration: int, seconds: float = 10.0) -> bool:
         """Whether all gradients and all ends of an iteration have come, within `seconds`."""
@@ -123,5 +119,3 @@ class ReceivingShadow:
         self._thread.join(10)
         self._server.close()
         self._receiver.close(5.0)
-        for wire in self._kept:
-            wire.close()

@@ -54,16 +54,24 @@ def places_of(layout: GradientLayout) -> list[Place]:
 class Bed:
     """A ring through a switch with shadows behind it."""
 
-    def __init__(self, stack: ExitStack, settings: CopySettings = SETTINGS, epoch: int = 1, **options: object) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        settings: CopySettings = SETTINGS,
+        epoch: int = 1,
+        *,
+        refusing: bool = False,
+        swapped: bool = False,
+    ) -> None:
         self.shadows = [ReceivingShadow(shadow, LAYOUT, TOKEN, JOB, epoch) for shadow in range(SHADOWS)]
         for shadow in self.shadows:
             stack.callback(shadow.close)
-            for name, value in options.items():
-                setattr(shadow, name, value)
+            shadow.refusing = refusing
         listeners = [listen_ring("127.0.0.1") for _ in range(RANKS)]
         self.addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         links = [SwitchLink("127.0.0.1:0", self.addresses[(rank + 1) % RANKS]) for rank in range(RANKS)]
-        self.switch = stack.enter_context(Switch(links, [one.address for one in self.shadows], settings))
+        listed = [one.address for one in (reversed(self.shadows) if swapped else self.shadows)]
+        self.switch = stack.enter_context(Switch(links, listed, settings))
         self.comms = self.open(listeners, epoch)
         for comm in self.comms:
             stack.callback(comm.close)
@@ -221,6 +229,27 @@ def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack) 
     assert bed.switch.counters()["copies"]["sent_bytes"] >= ELEMENTS * 4
 
 
+def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
+    bed = Bed(stack, CopySettings(TOKEN, timeout_s=120.0), refusing=True)
+    bed.step(1)
+    for comm in bed.comms:
+        comm.close()
+    listeners = [listen_ring("127.0.0.1", int(address.rpartition(":")[2])) for address in bed.addresses]
+    for comm in bed.open(listeners, epoch=2):
+        stack.callback(comm.close)
+    # Their records would be refused, and their memory is wanted for the new one's: nobody waits two minutes for them.
+    assert eventually(lambda: bed.switch.counters()["copies"].get("lost_records", 0) > 0)
+    assert eventually(lambda: bed.switch.counters()["copies"]["queued_bytes"] == 0)
+
+
+def test_a_shadow_in_the_place_of_another_one_gets_nothing(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    bed = Bed(stack, swapped=True)
+    bed.step(1)
+    assert eventually(lambda: "it is shadow 1 of 2, and stands as 0 of 2 on this switch's list" in caplog.text)
+    assert all(shadow.missing(1) for shadow in bed.shadows)
+    assert not bed.switch.counters()["copies"].get("sent_records")
+
+
 # -- the relay ---------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +286,25 @@ def test_what_is_no_ring_is_relayed_unchanged_and_not_copied(stack: ExitStack) -
     counts = switch.counters()["relay"]
     assert counts["forward_bytes"] == counts["back_bytes"] == len(content)
     assert counts["blind_links"] == 1
+
+
+def test_the_end_of_either_side_is_passed_on_at_once(stack: ExitStack) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    stack.callback(server.close)
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link, link], [], SETTINGS))
+    for address, ends_first in zip(switch.addresses, ("rank", "next"), strict=True):
+        rank = stack.enter_context(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 10))
+        following, _ = server.accept()
+        stack.enter_context(following)
+        following.settimeout(10)
+        one, other = (rank, following) if ends_first == "rank" else (following, rank)
+        one.sendall(b"the last words")
+        one.shutdown(socket.SHUT_WR)
+        assert b"".join(iter(lambda other=other: other.recv(100), b"")) == b"the last words"
+        # The other direction still works.
+        other.sendall(b"an answer")
+        assert one.recv(100) == b"an answer"
 
 
 def test_a_next_rank_that_is_not_there_yet_closes_the_connection(stack: ExitStack) -> None:

@@ -210,8 +210,6 @@ class Switch:
         try:
             self._pump(inner, outer, None, _Reading(parser, name, partial(self._count, "blind_links")), "forward_bytes")
         finally:
-            # Both ends learn that the link is gone: the far end first, with all that was sent before.
-            _finish(outer)
             back.join(self._stall_s)
             with self._lock:
                 self._sockets -= {inner, outer}
@@ -247,6 +245,7 @@ class Switch:
         except OSError as error:
             _log.info("switch: a link ended: %s", error)
             _shut_down(source)
+        # Behind all that was sent before; the target may still have something to say.
         _finish(target)
 
     def _send(self, target: socket.socket, data: memoryview) -> None:
