@@ -1,4 +1,4 @@
-"""What a device's compiler contracted is found by a probe. Here the device is a twin in numpy; with -m gpu a real one."""
+"""What a device's compiler contracted is found by a probe. Here that is a twin in numpy; with -m gpu a real one."""
 
 from types import SimpleNamespace
 

@@ -21,6 +21,7 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    optbench,
     plan,
     plot,
     provision,
@@ -52,6 +53,7 @@ app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
