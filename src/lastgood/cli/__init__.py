@@ -23,6 +23,7 @@ from lastgood.cli import (
     launch,
     netbench,
     offset,
+    optbench,
     plan,
     plot,
     provision,
@@ -57,6 +58,7 @@ app.command()(ceilings.ceilings)
 app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
