@@ -370,9 +370,6 @@ class ShadowCore:
                 self.state.side_refused(message.iteration, f"rank {message.rank}: {why}")
                 return
             described = message.model_copy(update={"layout": known.layout})
-            held = self._sides.get(message.iteration, {})
-            if message.rank in held:
-                return
             if self.state.side(message.rank, message.iteration):
                 self._sides.setdefault(message.iteration, {})[message.rank] = SideRecord(described, content)
                 self._side_bytes += len(content)
