@@ -103,6 +103,7 @@ class ShadowState:
         self._gone.clear()
         self._newest_side.clear()
         self._restoring = None
+        self._ready.clear()  # what may be applied is another thing from here on
         for bucket in self._buckets.values():
             bucket.checks.clear()
         self._settle()
