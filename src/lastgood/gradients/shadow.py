@@ -247,12 +247,11 @@ class ShadowService:
         if control.rank != 0:
             raise MismatchError("rank 0 declares the layout")
         try:
-            self.core.declare(control.epoch, message)
+            self.core.declare(control.epoch, message, control.tell)
         except LastgoodError as error:
             _log.error("the layout is refused: %s", error)
             control.tell(Refused(why=str(error)))
             return
-        control.tell(self.core.welcome())
         self.core.greet()
 
     def _receive_side(self, control: _Control, message: Side) -> None:
