@@ -60,7 +60,7 @@ def serve(
     from lastgood.gradients.metrics import MetricsServer
     from lastgood.gradients.placement import find_place, own_cpus
     from lastgood.gradients.shadow import ShadowService
-    from lastgood.gradients.shadow_core import ShadowSettings
+    from lastgood.gradients.shadow_settings import ShadowSettings
     from lastgood.gradients.token import read_token
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
@@ -85,6 +85,7 @@ def serve(
     metrics = None if metrics_port is None else MetricsServer(service.core, metrics_host, metrics_port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
+    service.warm_up()
     found = listener.getsockname()[1]
     described = {
         "host": host,

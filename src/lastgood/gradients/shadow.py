@@ -11,8 +11,9 @@ import logging
 import queue
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError
 from lastgood.gradients.messages import (
     GREETING,
@@ -34,9 +35,16 @@ from lastgood.gradients.messages import (
     Verify,
     parse_message,
 )
-from lastgood.gradients.shadow_core import ShadowCore, ShadowSettings
+from lastgood.gradients.shadow_core import ShadowCore
+from lastgood.gradients.shadow_restore import fetch_side, fetched
+from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.streams import drain_stream, receive_stream, send_stream
 from lastgood.wire.frames import Wire, prove_peer
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 __all__ = ["ShadowService"]
 
@@ -122,6 +130,10 @@ class ShadowService:
         for wire in list(self._connections):
             wire.abort()
         self.core.close()
+
+    def warm_up(self) -> None:
+        """Import torch, and what its optimizers import when they are first made, before the first trainer waits."""
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()
 
     def stop(self) -> None:
         """Make `run` return soon."""
@@ -237,12 +249,11 @@ class ShadowService:
         if control.rank != 0:
             raise MismatchError("rank 0 declares the layout")
         try:
-            self.core.declare(control.epoch, message)
+            self.core.declare(control.epoch, message, control.tell)
         except LastgoodError as error:
             _log.error("the layout is refused: %s", error)
             control.tell(Refused(why=str(error)))
             return
-        control.tell(self.core.welcome())
         self.core.greet()
 
     def _receive_side(self, control: _Control, message: Side) -> None:
@@ -296,12 +307,12 @@ class ShadowService:
             wire.send_message(**core.status().content())
         elif isinstance(message, Fetch):
             saved = self._find(message)
-            with core.fetched(message.epoch, saved, message.source) as held, _streaming():
+            with fetched(core, message.epoch, saved, message.source) as held, _streaming():
                 entries = tuple(entry for entry, _ in held)
                 wire.send_message(**Tensors(iteration=message.iteration, entries=entries).content())
                 send_stream(wire, message.iteration, [view for _, view in held])
         elif isinstance(message, FetchSide):
-            record = core.fetch_side(message.epoch, self._find(message), message.rank, message.source)
+            record = fetch_side(core, message.epoch, self._find(message), message.rank, message.source)
             with _streaming():
                 wire.send_message(**record.message.content())
                 send_stream(wire, message.iteration, [memoryview(record.content)])
