@@ -27,7 +27,11 @@ from lastgood.state import RngState, seed_everything, state_digest
 def make_model(device="cpu"):
     torch.manual_seed(7)
     return torch.nn.Sequential(
-        torch.nn.Linear(37, 53), torch.nn.BatchNorm1d(53), torch.nn.Tanh(), torch.nn.Linear(53, 31), torch.nn.Linear(31, 5)
+        torch.nn.Linear(37, 53),
+        torch.nn.BatchNorm1d(53),
+        torch.nn.Tanh(),
+        torch.nn.Linear(53, 31),
+        torch.nn.Linear(31, 5),
     ).to(device)
 
 

@@ -14,7 +14,7 @@ START_S = 90
 
 
 class Shadows:
-    """`count` shadow processes below `folder`; `addresses` in their order."""
+    """`count` shadow processes below `folder`; `addresses` in their order. Arguments may hold {shadow}, its number."""
 
     def __init__(self, folder: Path, count: int, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Shadows:
             *(sys.executable, "-c", "from lastgood.cli import main; main()", "storage", "serve"),
             *("--shadow", str(number), "--shadows", str(self.count), "--token-file", str(self.token_file)),
             *("--port", str(self.ports[number]), "--address-file", str(self._address_file(number))),
-            *self.arguments,
+            *(argument.format(shadow=number) for argument in self.arguments),
         ]
         with (self.folder / f"shadow-{number}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -81,7 +81,9 @@ def test_every_byte_arrives_where_the_layout_says(training, ranks, shadows, cove
                 ]
             for one, following in zip(spans, spans[1:], strict=False):
                 joined = (one.bucket, one.offset + one.nbytes, one.source + one.nbytes)
-                assert joined != (following.bucket, following.offset, following.source), "neighbours leave in one record"
+                assert joined != (following.bucket, following.offset, following.source), (
+                    "neighbours leave in one record"
+                )
     for count in arrived:
         assert (count == 1).all()
     for index, parameter in enumerate(layout.parameters):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
@@ -341,9 +341,10 @@ class Conductor:
         """Bytes of gradients, side records and seeds that this rank has sent."""
         return sum(link.sent_bytes + link.data.sent_bytes for link in self.links)
 
-    def facts(self) -> dict[str, int]:
-        """Counts of what went wrong and was healed."""
+    def facts(self) -> dict[str, Any]:
+        """Counts of what went wrong and was healed; why nothing is kept any more, if so."""
         return {
+            "fenced": self._fenced,
             "torn": self._torn,
             "diverged": self._diverged,
             "cut_off": sum(link.data.cuts for link in self.links),
