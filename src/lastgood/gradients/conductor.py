@@ -185,9 +185,9 @@ class Conductor:
             self._state.close_iteration(iteration)
             self._decide()
 
-    def side(self, side: Side, record: memoryview) -> None:
-        """Send this rank's side record to the shadow that keeps it."""
-        self.links[side.rank % len(self.links)].post(side, side.iteration, record)
+    def side(self, side: Side, record: memoryview, arrives: Any) -> None:
+        """Send this rank's side record to the shadow that keeps it, once the CUDA event `arrives` has come."""
+        self.links[side.rank % len(self.links)].post(side, side.iteration, record, arrives)
 
     def wanted_seeds(self, limit_bytes: int, bucket_bytes: Callable[[int], int]) -> list[tuple[int, int]]:
         """(shadow, bucket) to be copied now and given to `seed`: at least one if any is wanted, up to a limit."""

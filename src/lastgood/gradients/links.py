@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
 from lastgood.gradients.asking import Asker, connect_shadow
@@ -83,6 +83,8 @@ class _Outgoing:
     message: Message
     iteration: int
     payload: memoryview
+    arrives: Any = None
+    """A CUDA event behind which the payload is whole."""
 
 
 class ShadowLink:
@@ -112,6 +114,8 @@ class ShadowLink:
         self._resent: deque[_Outgoing] = deque(maxlen=_RESENT)
         self._complete: Complete | None = None
         self._wire: Wire | None = None
+        self._described: Wire | None = None
+        """The connection on which a side record came with its layout."""
         self._ended = False
         self._threads: list[threading.Thread] = []
         self.sent_bytes = 0
@@ -123,12 +127,13 @@ class ShadowLink:
         thread.start()
         self._threads.append(thread)
 
-    def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING) -> None:
-        """Let a message go out, with its bytes behind it. Without a connection it is dropped.
+    def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING, arrives: Any = None) -> None:
+        """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
 
+        Without a connection it is dropped.
         Steps and side records are sent again on the next connection, until they are complete.
         """
-        outgoing = _Outgoing(message, iteration, payload)
+        outgoing = _Outgoing(message, iteration, payload, arrives)
         with self._changed:
             if isinstance(message, (Step, Side)):
                 self._resent.append(outgoing)
@@ -300,7 +305,15 @@ class ShadowLink:
             self._listener.disconnected(self.shadow, why)
 
     def _write(self, wire: Wire, outgoing: _Outgoing) -> None:
-        wire.send_message(**outgoing.message.content())
+        message = outgoing.message
+        if isinstance(message, Side):
+            # The rank's layout stays as it is, and may be large: once for each connection.
+            if self._described is wire:
+                message = message.model_copy(update={"layout": None})
+            self._described = wire
+        if outgoing.arrives is not None:
+            outgoing.arrives.synchronize()
+        wire.send_message(**message.content())
         if len(outgoing.payload):
             send_stream(wire, outgoing.iteration, [outgoing.payload])
         self.sent_bytes += len(outgoing.payload)
