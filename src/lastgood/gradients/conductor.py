@@ -240,6 +240,13 @@ class Conductor:
             self._why[shadow] = why
             self._decide()
 
+    def refused(self, shadow: int) -> None:
+        """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
+        with self._changed:
+            if self._state.behind(shadow):
+                self._state.give_up(shadow)
+                self._decide()
+
     def fenced_off(self, shadow: int, epoch: int) -> None:
         """Another life of this job has begun."""
         with self._changed:

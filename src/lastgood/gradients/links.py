@@ -71,6 +71,9 @@ class Listener(Protocol):
     def disconnected(self, shadow: int, why: str) -> None:
         """The control connection is gone."""
 
+    def refused(self, shadow: int) -> None:
+        """Nobody listens at its address: its process has ended."""
+
     def heard(self, shadow: int, message: Message) -> None:
         """The shadow says something."""
 
@@ -199,6 +202,8 @@ class ShadowLink:
                 self.data.close()
                 return
             except (LastgoodError, OSError) as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    self._listener.refused(self.shadow)
                 if str(error) != logged:  # not at every try
                     logged = str(error)
                     _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, error)
