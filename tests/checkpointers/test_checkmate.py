@@ -13,7 +13,7 @@ from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.state import state_digest
 from tests.checkpointers.small_training import SmallTraining
-from tests.gradients.shadow_processes import Shadows
+from tests.checkpointers.checkmate_shadows import Shadows
 
 WAIT_S = 60
 
@@ -306,7 +306,7 @@ def test_a_change_behind_the_optimizer_is_found_and_healed(make):
 
 def test_shadows_die_are_replaced_and_spills_survive_all_of_them(shadows, make):
     training = SmallTraining()
-    checkpointer = make(spill_every=5)
+    checkpointer = make(spill_every=5, patience_s=3)
     checkpointer.start(training.state)
     steps(training, checkpointer, 7)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 7
