@@ -105,13 +105,15 @@ class DataLink:
         if sender is not None:
             _abort(sender)
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """An iteration's first gradient comes now: a connection that was made meanwhile is used from here on."""
         if self._next is not None:
             with self._lock:
                 self._sender, self._next = self._next, None
                 self._borrowed = None
                 self.patient = True
+            # What an older connection took with it never comes, and the shadow must not wait for it.
+            self.end(iteration - 1)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
