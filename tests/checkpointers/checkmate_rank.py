@@ -110,7 +110,7 @@ def train(rank, world, steps, knobs=None, directory=None, restore=False, registe
     """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves."""
     training = Training(rank, world, **made)
     if knobs is None:
-        losses = {training.plain["step"] + 1: training.step() for _ in range(steps)}
+        losses = {number: training.step() for number in range(1, steps + 1)}
         return {"losses": losses, "digest": state_digest(training.state)}
     checkpointer = Checkmate(directory, **knobs)
     if register == "watch":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,7 +81,7 @@ def test_every_byte_arrives_where_the_layout_says(training, ranks, shadows, cove
                 values[span.bucket][span.offset : span.offset + span.nbytes] = buffer[
                     span.source : span.source + span.nbytes
                 ]
-            for one, following in zip(spans, spans[1:], strict=False):
+            for one, following in pairwise(spans):
                 joined = (one.bucket, one.offset + one.nbytes, one.source + one.nbytes)
                 assert joined != (following.bucket, following.offset, following.source), (
                     "neighbours leave in one record"
