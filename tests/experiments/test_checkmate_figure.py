@@ -159,7 +159,8 @@ def test_what_shadows_used_and_failures_took_stands_in_the_rows() -> None:
 
 def test_the_bound_of_checkmate_knows_links_and_no_copy() -> None:
     ceilings = make_ceilings()
-    slow = [record("none", 0, 50.0), record("checkmate", 1, 6.0)]
+    # A copy of all of the state would take seconds in each iteration.
+    slow = [record("none", 0, 50.0, state_bytes=20 << 30), record("checkmate", 1, 6.0, state_bytes=20 << 30)]
     rows = {row.system: row for row in collect("checkmate", "opt", slow, ceilings).tidy}
     # 1 Gbit/s and 10 MB in each iteration.
     assert rows["checkmate"].bound_iterations_per_s == pytest.approx(12.5)
