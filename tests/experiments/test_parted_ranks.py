@@ -118,7 +118,8 @@ def data_parallel(ranks):
 
 
 def parted(system, model, parallel, **changed):
-    return spec_of(system, workload=model, workload_options=SIZES[model], parallel=parallel, **changed)
+    values = {"warmup_steps": 30, "workload": model, "workload_options": SIZES[model], **changed}
+    return spec_of(system, parallel=parallel, **values)
 
 
 def mean_losses(measured):
@@ -145,10 +146,10 @@ def test_a_part_of_each_rank_comes_back_to_the_bit(ranks, data_parallel, paralle
     for one in measured:
         assert (one.counts.durable, one.counts.failed) == (2, 0)
         assert one.resources.bytes_written >= 2 * one.workload.state_bytes
-    # The same batches: DeepSpeed differs from DistributedDataParallel in the order of its sums alone. A pipeline's
-    # stages draw other dropout masks, and BLOOM has none.
+    # The same batches, and nothing else that differs but the order of sums: a clipped gradient, or one that lacks a
+    # tied part, shows after some steps. A pipeline's stages draw other dropout masks, and BLOOM has none.
     if parallel != "pipeline" or model == "bloom":
-        assert mean_losses(measured) == pytest.approx(data_parallel(model), rel=2e-5)
+        assert mean_losses(measured) == pytest.approx(data_parallel(model), rel=3e-7)
     # Weights and two moments in fp32, in parts; the embedding is on both ends of a pipeline.
     count = measured[0].workload.parameters
     held = sum(one.workload.state_bytes for one in measured)
@@ -169,7 +170,7 @@ def test_ranks_that_write_apart_go_on_from_what_all_of_them_have(ranks):
     assert [one.step for one in ranks.restore(spec, folder)] == [step - 1, step - 1]
     shutil.rmtree(rank_directory(folder / "checkpoints", 1))
     codes, said = ranks.ask(spec, "restore", folder)
-    assert codes == [1, 1] and "ranks [1] have no checkpoint, ranks' newest: [7, None]" in said
+    assert codes == [1, 1] and "ranks [1] have no checkpoint, ranks' newest: [36, None]" in said
 
 
 def test_a_pipeline_of_more_stages_than_layers_is_refused(ranks):

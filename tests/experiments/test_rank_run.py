@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from lastgood.cluster.testbed import why_no_testbed
+from lastgood.experiments.ranks import PARTED
 from lastgood.experiments.record import load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
@@ -19,6 +21,9 @@ from lastgood.workloads.data.prepare import prepare_dataset
 from lastgood.workloads.options import BlobOptions
 from lastgood.workloads.registry import build_workload
 
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
+)
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 OPT = {
     "batch_size": 1,
@@ -199,6 +204,18 @@ def test_under_fsdp2_each_rank_keeps_its_shards(job):
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks)
 
 
+@needs_deepspeed
+@pytest.mark.parametrize("parallel", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_under_deepspeed_each_rank_keeps_its_part(job, parallel):
+    prepare_dataset("wikitext", job.data_dir)
+    record = proved(job, spec_of(workload="opt", workload_options=OPT, parallel=parallel))
+    whole = 3 * 4 * record.workload.parameters
+    held = [one.state_bytes for one in record.ranks.ranks]
+    assert all(0.3 * whole < one < 0.9 * whole for one in held) and sum(held) > whole
+    assert record.workload.state_bytes == max(held)
+    assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks) == sum(held)
+
+
 def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):
     process = job.start(spec_of(measured_steps=400_000))
     first, second = job.ranks()
@@ -263,3 +280,28 @@ def test_two_nodes_of_a_testbed(system, job):
         assert (record.ranks.bytes_per_disk, record.ranks.bytes_per_link) == (2 * state, 0)
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"lgtb-r{job.process.pid}" not in spaces
+
+
+@needs_deepspeed
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["opt", "bloom"])
+@pytest.mark.parametrize("parallel", PARTED)
+@pytest.mark.parametrize("system", ["sync", "checkfreq", "gemini", "pccheck"])
+def test_deepspeed_on_two_nodes_of_a_testbed(system, parallel, model, job):
+    reason = why_no_testbed()
+    if reason is not None:
+        pytest.skip(reason)
+    prepare_dataset("wikitext", job.data_dir)
+    options = {name: value for name, value in OPT.items() if model == "opt" or name != "feedforward"}
+    spec = spec_of(system, nodes=2, workload=model, workload_options=options, parallel=parallel)
+    record = proved(job, spec, "--rate", "1gbit")
+    assert record.ranks.hosts == ["vm1", "vm2"] == [one.host for one in record.ranks.ranks]
+    held = [one.state_bytes for one in record.ranks.ranks]
+    if system == "gemini":
+        # The replica, and what describes it; the own copy goes over no link.
+        assert record.ranks.bytes_per_disk == 0 and max(held) <= record.ranks.bytes_per_link < max(held) + 65536
+        alone = record.storage["communication_s"]
+        assert alone["iterations_without"] and alone["without_checkpoint_traffic"] > 0
+    else:
+        assert (record.ranks.bytes_per_disk, record.ranks.bytes_per_link) == (sum(held), 0)

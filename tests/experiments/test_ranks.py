@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.collect import collect
 from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.plan import plan_figure, plan_workflow
+from lastgood.experiments.figures import figure_kind
+from lastgood.experiments.plan import left_out, plan_figure, plan_workflow
+from lastgood.experiments.rank_hosts import RankHosts
 from lastgood.experiments.rank_results import (
     LiveRank,
     MeasuredRank,
@@ -25,6 +28,8 @@ from lastgood.experiments.rank_results import (
     merge_resources,
     merge_workloads,
 )
+from lastgood.experiments.rank_run import execute_ranks
+from lastgood.experiments.ranks import PARTED, writers_of
 from lastgood.experiments.record import Clocks, Counts, RunRecord
 from lastgood.experiments.spec import RunSpec
 from tests.experiments.records import make_ceilings, make_record
@@ -92,6 +97,8 @@ def test_a_figure_over_nodes_is_none_and_every_system_at_every_interval() -> Non
         ("fig8e={shared_scratch: true}", "ddp"),
         ("fig8e={shared_scratch: true, parallel: fsdp2, systems: pccheck}", "placements"),
         ("fig8e={shared_scratch: false}", None),
+        ("fig8e={shared_scratch: true, parallel: zero2}", None),
+        ("fig8e={shared_scratch: true, parallel: pipeline}", None),
     ],
 )
 def test_what_ranks_hold_alike_is_written_once_where_all_can_read_it(override: str, replicated: str | None) -> None:
@@ -103,13 +110,55 @@ def test_what_ranks_hold_alike_is_written_once_where_all_can_read_it(override: s
 
 def test_paper_scale_has_the_published_sizes() -> None:
     config = parse_config(ROOT / "config" / "paper.yaml", parse_overrides(["machine=testbox"]))[0]
-    for figure, billions, parallel in (("fig8e", 2.65, "ddp"), ("fig8f", 7.07, "fsdp2")):
+    for figure, billions, parallel in (("fig8e", 2.65, "pipeline"), ("fig8f", 7.07, "pipeline")):
         spec = plan_figure(config, figure)[0]
         assert isinstance(spec, RunSpec) and spec.parallel == parallel
         from lastgood.workloads.registry import workload_options_class
 
         options = workload_options_class(spec.workload).model_validate(spec.workload_options)
         assert options.parameters() == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("parallel", PARTED)
+def test_what_deepspeed_trains_can_be_planned(parallel: str) -> None:
+    specs = plan_figure(configure(f"fig8e={{parallel: {parallel}}}"), "fig8e")
+    assert {spec.system for spec in specs} == {"none", "sync", "checkfreq", "gemini", "pccheck"}  # type: ignore[union-attr]
+    for spec in specs:
+        assert isinstance(spec, RunSpec)
+        assert spec.parallel == parallel and spec.variant.startswith(f"w2-{parallel}-")
+        assert RunSpec.model_validate_json(spec.canonical_json()) == spec
+
+
+def test_without_deepspeed_figures_that_need_it_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("fig8e={parallel: pipeline}")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
+    reason = "pipeline needs DeepSpeed, which is not installed; pip install 'lastgood[deepspeed]'"
+    assert left_out(config) == {"fig8e": reason}
+    assert plan_figure(config, "fig8e") == []
+    assert figure_kind("fig8e").panels(config) == []
+    # What does not need it stays.
+    plan = plan_workflow(config)
+    assert "fig8e" not in {figure for figure, _ in plan.records} and ("fig8f", "bloom") in plan.records
+    with pytest.raises(ConfigError, match=r"pip install 'lastgood\[deepspeed\]'"):
+        spec = make_spec(workload="opt", ranks=2, parallel="pipeline")
+        execute_ranks(spec, Path(), Path(), str, RankHosts())
+
+
+def test_each_rank_of_deepspeeds_writes_a_part_of_its_own() -> None:
+    assert {system: writers_of(system, "ddp") for system in ("sync", "checkfreq", "pccheck", "gemini")} == {
+        "sync": "first",
+        "checkfreq": "first",
+        "pccheck": "each",
+        "gemini": "peers",
+    }
+    for parallel in PARTED:
+        assert [writers_of(one, parallel) for one in ("none", "sync", "checkfreq", "pccheck", "gemini")] == [
+            "nobody",
+            "apart",
+            "apart",
+            "each",
+            "peers",
+        ]
 
 
 def test_figures_over_nodes_share_no_record_with_others() -> None:
@@ -132,14 +181,16 @@ def test_figures_over_nodes_share_no_record_with_others() -> None:
     [
         ("fig8e={systems: [gpm]}", ["fig8e.systems[1]: gpm does not run over several ranks", "pccheck"]),
         ("fig8e={model: bert, parallel: fsdp2, systems: pccheck}", ["fsdp2 is for opt and bloom, not for bert"]),
-        ("fig8e={parallel: fsdp2, systems: sync}", ["sync keeps a whole state", "ddp"]),
+        ("fig8e={parallel: fsdp2, systems: sync}", ["sync keeps plain tensors", "ddp"]),
+        ("fig8e={model: bert, parallel: zero1}", ["zero1 is for opt and bloom, not for bert"]),
+        ("fig8e={parallel: pipeline, nodes: 5}", ["fig8e.parallel: 5 ranks are as many stages", "opt has 4 layers"]),
         ("fig8e={model: transformer_xl, systems: checkfreq}", ["every rank of transformer_xl has a part of its own"]),
         ("fig8e={slots: 2}", ["gemini needs two nodes or more, with one rank on each, not 4 ranks on 2"]),
         ("fig8f={nodes: 1}", ["fig8f.nodes: 1 node with 1 slot is one rank"]),
         ("fig8e={rate: fast}", ["fig8e.rate: 'fast'", "2.5gbit"]),
         ("fig8e={hostfile: /no/such}", ["fig8e.hostfile", "there is no such file"]),
         ("fig8e={options: {depth: 3}}", ["fig8e.options.depth"]),
-        ("fig8e={parallel: zero3}", ["fig8e.parallel: 'zero3'", "ddp or fsdp2"]),
+        ("fig8e={parallel: zero4}", ["fig8e.parallel: 'zero4'", "ddp, fsdp2, or DeepSpeed's zero1, zero2"]),
     ],
 )
 def test_what_cannot_run_over_ranks_is_refused(override: str, words: list[str]) -> None:

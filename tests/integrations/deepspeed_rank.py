@@ -29,6 +29,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.pccheck import PCcheck
 from lastgood.integrations.deepspeed import export_torch, use_lastgood
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
 from lastgood.integrations.deepspeed_traffic import mark_communication
@@ -352,6 +353,25 @@ def live_again(rank, asked):
     yield {**found, "buffers": buffers, "busy": traffic.is_busy, "traffic": facts}
 
 
+def attach_live(rank, asked):
+    """Attach PCcheck to the live parts, train, and die; the second life goes on."""
+    training = Training(**asked)
+    engine = training.engine
+    live = LiveZero(engine)
+    parts = {"model": live.weights, "optimizer": live.optimizer, "scheduler": engine.lr_scheduler}
+    checkpointer = PCcheck(f"{asked['job']}/rank-{rank:05d}", rank=rank, world_size=2, interval_steps=3)
+    resumed = checkpointer.attach(**parts, engine=EngineCounters(engine))
+    losses = []
+    for _ in range(5 - resumed):
+        losses += training.train(1)
+        live.settle()
+        checkpointer.step()
+    checkpointer.drain()
+    yield {"resumed": resumed, "losses": losses}
+    torch.distributed.barrier()  # a rank that is gone answers no agreement
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def refuse_live(rank, asked):
     """What `LiveZero` says of engines that it cannot serve."""
     from lastgood.errors import ConfigError
@@ -372,7 +392,7 @@ def refuse_live(rank, asked):
 
 
 WORKS = {one.__name__: one for one in (save_twice, load_both, compare_files, die_in_save, load_newest, fail_in_save)}
-WORKS |= {one.__name__: one for one in (in_background, refuse, live_again, refuse_live)}
+WORKS |= {one.__name__: one for one in (in_background, refuse, live_again, attach_live, refuse_live)}
 
 
 def one_rank(rank, asked, answer):

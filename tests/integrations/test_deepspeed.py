@@ -212,6 +212,18 @@ def test_a_ranks_live_partitions_are_its_state(ranks, kind):
         assert one["traffic"]["without_checkpoint_traffic"] > 0
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_killed_training_with_pccheck_on_its_live_parts_goes_on(ranks, tmp_path, stage):
+    lives = []
+    for _ in range(2):
+        codes, answers, folder = ranks.ask("attach_live", stage=stage, job=str(tmp_path))
+        assert codes == [KILLED, KILLED] and None not in answers, ranks.logs(folder)
+        lives.append(answers)
+    for first, second in zip(*lives, strict=True):
+        assert (first["resumed"], second["resumed"]) == (0, 3)
+        assert len(first["losses"]) == 10 and second["losses"] == first["losses"][6:]
+
+
 def test_live_states_that_are_not_known_are_refused(ranks):
     (said,) = ranks.run("refuse_live", world=1)
     assert "of ZeRO stage 0 has no partitions" in said[0]

@@ -169,3 +169,16 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
     wanted |= {"fig8e", "fig8e_opt", "fig8f", "fig8f_bloom"}
     wanted |= {"checkmate", "checkmate_resnet18", "checkmate_opt", "checkmate_optimizer"}
     assert wanted | {"test_simple"} <= names
+
+
+def test_without_deepspeed_a_figure_that_needs_it_is_refused_where_it_is_asked_for(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    given = ["--config", "machine=testbox", "models=vgg16", "fig8e={parallel: pipeline, hostfile: null}"]
+    reason = "pipeline needs DeepSpeed, which is not installed; pip install 'lastgood[deepspeed]'"
+    done = house.call("fig8", "-n", "--quiet", "rules", *given, configfile=None)
+    assert done.returncode == 0 and f"fig8e is left out: {reason}" in done.stdout, done.stdout
+    done = house.call("fig8e", "-n", "--quiet", "rules", *given, configfile=None)
+    assert done.returncode == 1 and f"fig8e cannot be made here: {reason}" in done.stdout, done.stdout

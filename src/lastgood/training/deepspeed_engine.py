@@ -126,6 +126,8 @@ def _initialize(
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": sys.maxsize,
+        # DeepSpeed's default is 1; nothing else here clips gradients.
+        "gradient_clipping": 0.0,
         "zero_optimization": zero or {"stage": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
