@@ -27,7 +27,11 @@ from lastgood.state import RngState, seed_everything, state_digest
 def make_model(device="cpu"):
     torch.manual_seed(7)
     return torch.nn.Sequential(
-        torch.nn.Linear(37, 53), torch.nn.BatchNorm1d(53), torch.nn.Tanh(), torch.nn.Linear(53, 31), torch.nn.Linear(31, 5)
+        torch.nn.Linear(37, 53),
+        torch.nn.BatchNorm1d(53),
+        torch.nn.Tanh(),
+        torch.nn.Linear(53, 31),
+        torch.nn.Linear(31, 5),
     ).to(device)
 
 
@@ -106,7 +110,7 @@ def train(rank, world, steps, knobs=None, directory=None, restore=False, registe
     """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves."""
     training = Training(rank, world, **made)
     if knobs is None:
-        losses = {training.plain["step"] + 1: training.step() for _ in range(steps)}
+        losses = {number: training.step() for number in range(1, steps + 1)}
         return {"losses": losses, "digest": state_digest(training.state)}
     checkpointer = Checkmate(directory, **knobs)
     if register == "watch":

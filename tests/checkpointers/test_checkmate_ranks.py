@@ -9,7 +9,7 @@ import pytest
 
 from lastgood.checkpointers.checkmate import Checkmate
 from tests.checkpointers.rank_pool import RankPool
-from tests.gradients.shadow_processes import Shadows
+from tests.checkpointers.checkmate_shadows import Shadows
 
 STEPS = 30
 

@@ -1,7 +1,6 @@
-"""Real shadows (`lastgood storage serve`) for a test, on loopback, which end with it."""
+"""Real service processes for a test, that end with it."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import signal
@@ -10,81 +9,65 @@ import sys
 import time
 from pathlib import Path
 
-START_S = 90
+from lastgood.processes import die_with_parent
+
+SERVE = "from lastgood.cli import main; main()"
 
 
-class Shadows:
-    """`count` shadow processes below `folder`; `addresses` in their order."""
+class ShadowProcess:
+    """One `lastgood storage serve`."""
 
-    def __init__(self, folder: Path, count: int, *arguments: str) -> None:
+    def __init__(self, folder: Path, shadow: int, shadows: int, *arguments: str, port: int = 0, environment=None):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.count = count
-        self.token_file = folder / "token"
-        self.token_file.write_text("a secret of this test\n")
-        self.token_file.chmod(0o600)
-        self.arguments = arguments
-        self.processes: list[subprocess.Popen] = []
-        self.ports = [0] * count
-        try:
-            for number in range(count):
-                self.processes.append(self._launch(number))
-            for number in range(count):
-                self._wait_ready(number)
-        except BaseException:
-            self.end()
-            raise
+        self.address_file = folder / f"address-{shadow}.json"
+        self.log = folder / f"shadow-{shadow}.log"
+        self.address_file.unlink(missing_ok=True)
+        words = [sys.executable, "-c", SERVE, "storage", "serve", "--token-file", str(folder / "token")]
+        words += ["--shadow", str(shadow), "--shadows", str(shadows), "--port", str(port)]
+        words += ["--address-file", str(self.address_file), "--timeout-s", "20", *arguments]
+        own = os.getpid()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                preexec_fn=lambda: die_with_parent(own),
+            )
 
-    @property
-    def addresses(self):
-        return [f"127.0.0.1:{port}" for port in self.ports]
-
-    @property
-    def knobs(self):
-        return {"shadows": self.addresses, "token_file": str(self.token_file)}
-
-    def _launch(self, number):
-        self._address_file(number).unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-c", "from lastgood.cli import main; main()", "storage", "serve"),
-            *("--shadow", str(number), "--shadows", str(self.count), "--token-file", str(self.token_file)),
-            *("--port", str(self.ports[number]), "--address-file", str(self._address_file(number))),
-            *self.arguments,
-        ]
-        with (self.folder / f"shadow-{number}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    def _address_file(self, number):
-        return self.folder / f"shadow-{number}.json"
-
-    def _wait_ready(self, number):
-        deadline = time.monotonic() + START_S
-        path = self._address_file(number)
-        while not path.exists():
-            assert self.processes[number].poll() is None, self.log(number)
-            assert time.monotonic() < deadline, f"shadow {number} was not ready within {START_S} s: {self.log(number)}"
+    def wait_ready(self, seconds: float = 60.0) -> "ShadowProcess":
+        deadline = time.monotonic() + seconds
+        while not self.address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"no shadow: {self.log.read_text()}")
             time.sleep(0.02)
-        self.ports[number] = json.loads(path.read_text())["port"]
+        self.described = json.loads(self.address_file.read_text())
+        self.address = f"{self.described['host']}:{self.described['port']}"
+        return self
 
-    def log(self, number):
-        return (self.folder / f"shadow-{number}.log").read_text()
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(20)
 
-    def kill(self, number):
-        self.processes[number].kill()
-        self.processes[number].wait(30)
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
 
-    def restart(self, number):
-        """A new process at the old address, with nothing in its memory."""
-        self.processes[number] = self._launch(number)
-        self._wait_ready(number)
 
-    def pause(self, number):
-        self.processes[number].send_signal(signal.SIGSTOP)
-
-    def resume(self, number):
-        self.processes[number].send_signal(signal.SIGCONT)
-
-    def end(self):
-        for process in self.processes:
+@contextlib.contextmanager
+def shadow_processes(folder: Path, count: int, *arguments: str):
+    """`count` shadows with one token; each spills below its own folder where `--spill-dir` is an argument."""
+    started = []
+    try:
+        for shadow in range(count):
+            own = [word.replace("{shadow}", str(shadow)) for word in arguments]
+            started.append(ShadowProcess(folder, shadow, count, *own))
+            if shadow == 0 and not (folder / "token").exists():
+                started[0].wait_ready()
+        for process in started:
+            process.wait_ready()
+        yield started
+    finally:
+        for process in started:
             process.kill()
-            process.wait(30)

@@ -139,9 +139,7 @@ def test_threads_and_pieces_change_nothing(implementation):
     count = 3 * 65536 + 1021
     found = []
     for threads, cut in ((1, [0, count]), (3, [0, count]), (2, [0, 65536, 65536 + 1021, count])):
-        spec = replace(
-            device_cases.spec_of(case), groups=(replace(device_cases.spec_of(case).groups[0], lanes=0xFF),)
-        )
+        spec = replace(device_cases.spec_of(case), groups=(replace(device_cases.spec_of(case).groups[0], lanes=0xFF),))
         whole = torch.from_numpy(cuda_cases.parameters(3, count))
         parts = [whole[a:b] for a, b in zip(cut, cut[1:], strict=False)]
         optimizer = DenseOptimizer(spec, parts, [0] * len(parts), threads)

@@ -163,11 +163,11 @@ class Checkmate(Checkpointer):
             life.notes.begin_iteration()
             stream.begin()
         elif stream.phase != "reduced":
-            what = "has begun twice" if stream.phase == "updated" else "has begun with no gradients reduced for it"
+            twice = stream.phase == "updated"
+            if not twice:
+                self._begin_empty(life)
+            what = "has begun twice" if twice else "has begun with no gradients reduced for it"
             stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
-            if stream.phase == "closed":
-                _log.error("checkmate: %s", stream.fault)
-                return
         self._update, fault = life.notes.take()
         stream.fault = stream.fault or fault
         if life.step_tap is not None:
@@ -183,13 +183,17 @@ class Checkmate(Checkpointer):
             if life.conductor.fenced is not None:
                 raise CheckpointError(life.conductor.fenced)
             if life.stream.phase == "closed":
-                raise CheckpointError(
-                    f"no gradients came since the step before {step}, so shadows cannot make it: call save() once for "
-                    "each update" + life.hint
-                )
+                self._begin_empty(life)
             self._close_iteration(life, event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
+
+    @staticmethod
+    def _begin_empty(life: Life) -> None:
+        """An iteration in which nothing was reduced: a step that a loss scaler skipped, or a save with no update."""
+        life.notes.begin_iteration()
+        life.stream.begin()
+        life.send_nothing()
 
     def _close_unsaved(self) -> None:
         """The next iteration begins, and nobody saved this one."""
@@ -232,13 +236,13 @@ class Checkmate(Checkpointer):
             self._fail(event, CheckpointError(fault))
 
     def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
-        record = life.sides.take()
+        record, arrives = life.sides.take()
         event.copied_s = time.perf_counter()
         event.bytes_written = life.stream.sent_bytes + len(record)
         with self._settling:
             self._pending[iteration] = event
         side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
-        life.conductor.side(side, record)
+        life.conductor.side(side, record, arrives)
 
     def _distrust(self, life: Life, iteration: int) -> None:
         """Shadows have other gradients than the update used: give them the state itself, less and less often."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from lastgood.gradients.conductor import Conductor, Settings, Settled
 from lastgood.gradients.device_mover import DeviceMover
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.links import Identity
+from lastgood.gradients.pieces import Span, piece_of
 from lastgood.gradients.side import SideRecords
 from lastgood.gradients.step_tap import StepTap
 from lastgood.gradients.stream import GradientStream
@@ -35,6 +37,7 @@ from lastgood.gradients.tracked import BucketCopy, Tracked
 from lastgood.gradients.updates import UpdateNotes
 from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
+from lastgood.wire.records import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,8 @@ else:
     torch = lazy_module("torch")
 
 __all__ = ["Life", "begin_life"]
+
+_log = logging.getLogger("lastgood")
 
 _SEEDING_BYTES_PER_S = 50e6
 """The first seeds may take as long as a network of this speed needs, beyond the usual limits."""
@@ -64,11 +69,18 @@ class Life:
     mover: DeviceMover | None
     own_buckets: list[int]
     """That this rank seeds."""
-    hint: str
+    zeros: list[Span]
+    """What this rank sends of an iteration in which nothing was reduced."""
 
     def copy_bucket(self, bucket: int, iteration: int) -> BucketCopy:
         """One of this rank's own buckets as it is now."""
         return self.tracked.copy_bucket(self.layout, bucket, iteration, self.first)
+
+    def send_nothing(self) -> None:
+        """Send zeros as this rank's gradients, for an iteration that will not be applied."""
+        zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
+        for span in self.zeros:
+            self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
 
     def close(self) -> None:
         """End all threads and connections, within a bounded time."""
@@ -138,8 +150,13 @@ def begin_life(
             None if buckets else StepTap(stream, tracked, first, mover),
             mover,
             own_buckets,
-            "" if buckets or ranks == 1 else "; with DDP, register the hook: checkpointer.watch(model)",
+            _zeros_of(layout, buckets, own_buckets, rank, ranks, knobs),
         )
+        if not buckets and ranks > 1 and not tracked.spread:
+            _log.info(
+                "checkmate: each rank sends all of its optimizer's gradients; with DistributedDataParallel call "
+                "checkpointer.watch(model) before, and each sends a part of them"
+            )
         conductor.start()
         _seed_first(life, knobs, together, verify=adopt is not None)
     except BaseException:
@@ -238,6 +255,20 @@ def _identity(
     if fault:
         raise CheckpointError(f"rank 0 cannot begin: {fault}")
     return job, epoch, 0
+
+
+def _zeros_of(
+    layout: GradientLayout, buckets: bool, own_buckets: Sequence[int], rank: int, ranks: int, knobs: CheckmateOptions
+) -> list[Span]:
+    if not buckets:
+        return [Span(one, layout.buckets[one].dtype, 0, 0, layout.buckets[one].nbytes) for one in own_buckets]
+    spans = []
+    for number, bucket in enumerate(layout.buckets):
+        itemsize = ITEM_BYTES[bucket.dtype]
+        begin, end = piece_of(bucket.nbytes // itemsize, rank, ranks, knobs.cover)
+        if begin < end:
+            spans.append(Span(number, bucket.dtype, begin * itemsize, 0, (end - begin) * itemsize))
+    return spans
 
 
 def _mover_for(tracked: Tracked, stream: GradientStream, knobs: CheckmateOptions) -> DeviceMover | None:

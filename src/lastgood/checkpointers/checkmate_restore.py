@@ -78,7 +78,7 @@ def check_shadows(knobs: CheckmateOptions) -> None:
     """Raises ConfigError where no shadow is named."""
     if not knobs.shadows:
         raise ConfigError(
-            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts each of them (docs/checkmate.md)'
+            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
         )
 
 
@@ -307,8 +307,8 @@ class _Load:
             or prod(entry.shape) > limit
         ):
             raise CorruptCheckpoint(
-                f"{self._where}: {entry.key} of {self._tracked.names[index]} is declared as {entry.dtype} {entry.shape} "
-                f"of {entry.nbytes} bytes"
+                f"{self._where}: {entry.key} of {self._tracked.names[index]} comes as {entry.dtype} {entry.shape} of "
+                f"{entry.nbytes} bytes"
             )
         memory = torch.empty(entry.shape, dtype=dtype)
         ordered = memory

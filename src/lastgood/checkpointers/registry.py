@@ -27,8 +27,8 @@ _BUILT_IN = {
     "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
     "dcp": "lastgood.checkpointers.dcp:TorchDCP",
     "torchsnapshot": "lastgood.checkpointers.torchsnapshot:TorchSnapshot",
-    "checkmate": "lastgood.checkpointers.checkmate:Checkmate",
     "nvrx": "lastgood.checkpointers.nvrx:ResiliencyExtension",
+    "checkmate": "lastgood.checkpointers.checkmate:Checkmate",
 }
 
 

@@ -85,6 +85,7 @@ def serve(
     metrics = None if metrics_port is None else MetricsServer(service.core, metrics_host, metrics_port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
+    service.warm_up()
     found = listener.getsockname()[1]
     described = {
         "host": host,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
@@ -185,9 +185,9 @@ class Conductor:
             self._state.close_iteration(iteration)
             self._decide()
 
-    def side(self, side: Side, record: memoryview) -> None:
-        """Send this rank's side record to the shadow that keeps it."""
-        self.links[side.rank % len(self.links)].post(side, side.iteration, record)
+    def side(self, side: Side, record: memoryview, arrives: Any) -> None:
+        """Send this rank's side record to the shadow that keeps it, once the CUDA event `arrives` has come."""
+        self.links[side.rank % len(self.links)].post(side, side.iteration, record, arrives)
 
     def wanted_seeds(self, limit_bytes: int, bucket_bytes: Callable[[int], int]) -> list[tuple[int, int]]:
         """(shadow, bucket) to be copied now and given to `seed`: at least one if any is wanted, up to a limit."""
@@ -239,6 +239,13 @@ class Conductor:
             self._state.disconnected(shadow)
             self._why[shadow] = why
             self._decide()
+
+    def refused(self, shadow: int) -> None:
+        """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
+        with self._changed:
+            if self._state.behind(shadow):
+                self._state.give_up(shadow)
+                self._decide()
 
     def fenced_off(self, shadow: int, epoch: int) -> None:
         """Another life of this job has begun."""
@@ -341,9 +348,10 @@ class Conductor:
         """Bytes of gradients, side records and seeds that this rank has sent."""
         return sum(link.sent_bytes + link.data.sent_bytes for link in self.links)
 
-    def facts(self) -> dict[str, int]:
-        """Counts of what went wrong and was healed."""
+    def facts(self) -> dict[str, Any]:
+        """Counts of what went wrong and was healed; why nothing is kept any more, if so."""
         return {
+            "fenced": self._fenced,
             "torn": self._torn,
             "diverged": self._diverged,
             "cut_off": sum(link.data.cuts for link in self.links),

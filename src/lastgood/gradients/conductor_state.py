@@ -160,7 +160,7 @@ class ConductorState:
         return max(known.floor for known in self.shadows)
 
     def behind(self, shadow: int) -> bool:
-        """Whether a shadow that the others wait for lacks what the training has closed, and keeps it from completion."""
+        """Whether the others wait for this shadow, and it lacks what the training has closed."""
         known = self.shadows[shadow]
         waiting = self.closed > self.complete and not known.given_up
         return waiting and (not known.whole or (known.have or 0) < self.closed)

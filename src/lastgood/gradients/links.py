@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
 from lastgood.gradients.asking import Asker, connect_shadow
@@ -71,6 +71,9 @@ class Listener(Protocol):
     def disconnected(self, shadow: int, why: str) -> None:
         """The control connection is gone."""
 
+    def refused(self, shadow: int) -> None:
+        """Nobody listens at its address: its process has ended."""
+
     def heard(self, shadow: int, message: Message) -> None:
         """The shadow says something."""
 
@@ -83,6 +86,8 @@ class _Outgoing:
     message: Message
     iteration: int
     payload: memoryview
+    arrives: Any = None
+    """A CUDA event behind which the payload is whole."""
 
 
 class ShadowLink:
@@ -112,6 +117,8 @@ class ShadowLink:
         self._resent: deque[_Outgoing] = deque(maxlen=_RESENT)
         self._complete: Complete | None = None
         self._wire: Wire | None = None
+        self._described: Wire | None = None
+        """The connection on which a side record came with its layout."""
         self._ended = False
         self._threads: list[threading.Thread] = []
         self.sent_bytes = 0
@@ -123,12 +130,13 @@ class ShadowLink:
         thread.start()
         self._threads.append(thread)
 
-    def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING) -> None:
-        """Let a message go out, with its bytes behind it. Without a connection it is dropped.
+    def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING, arrives: Any = None) -> None:
+        """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
 
+        Without a connection it is dropped.
         Steps and side records are sent again on the next connection, until they are complete.
         """
-        outgoing = _Outgoing(message, iteration, payload)
+        outgoing = _Outgoing(message, iteration, payload, arrives)
         with self._changed:
             if isinstance(message, (Step, Side)):
                 self._resent.append(outgoing)
@@ -194,6 +202,8 @@ class ShadowLink:
                 self.data.close()
                 return
             except (LastgoodError, OSError) as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    self._listener.refused(self.shadow)
                 if str(error) != logged:  # not at every try
                     logged = str(error)
                     _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, error)
@@ -300,7 +310,15 @@ class ShadowLink:
             self._listener.disconnected(self.shadow, why)
 
     def _write(self, wire: Wire, outgoing: _Outgoing) -> None:
-        wire.send_message(**outgoing.message.content())
+        message = outgoing.message
+        if isinstance(message, Side):
+            # The rank's layout stays as it is, and may be large: once for each connection.
+            if self._described is wire:
+                message = message.model_copy(update={"layout": None})
+            self._described = wire
+        if outgoing.arrives is not None:
+            outgoing.arrives.synchronize()
+        wire.send_message(**message.content())
         if len(outgoing.payload):
             send_stream(wire, outgoing.iteration, [outgoing.payload])
         self.sent_bytes += len(outgoing.payload)

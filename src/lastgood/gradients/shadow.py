@@ -11,8 +11,9 @@ import logging
 import queue
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError
 from lastgood.gradients.messages import (
     GREETING,
@@ -37,6 +38,11 @@ from lastgood.gradients.messages import (
 from lastgood.gradients.shadow_core import ShadowCore, ShadowSettings
 from lastgood.gradients.streams import drain_stream, receive_stream, send_stream
 from lastgood.wire.frames import Wire, prove_peer
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 __all__ = ["ShadowService"]
 
@@ -122,6 +128,10 @@ class ShadowService:
         for wire in list(self._connections):
             wire.abort()
         self.core.close()
+
+    def warm_up(self) -> None:
+        """Import torch now, so that the first trainer need not wait for it."""
+        _ = torch.float32
 
     def stop(self) -> None:
         """Make `run` return soon."""
@@ -237,12 +247,11 @@ class ShadowService:
         if control.rank != 0:
             raise MismatchError("rank 0 declares the layout")
         try:
-            self.core.declare(control.epoch, message)
+            self.core.declare(control.epoch, message, control.tell)
         except LastgoodError as error:
             _log.error("the layout is refused: %s", error)
             control.tell(Refused(why=str(error)))
             return
-        control.tell(self.core.welcome())
         self.core.greet()
 
     def _receive_side(self, control: _Control, message: Side) -> None:

@@ -222,8 +222,8 @@ class ShadowCore:
             self._flow()
         _log.info("epoch %d", epoch)
 
-    def declare(self, epoch: int, message: Declare) -> None:
-        """The trainers' layout.
+    def declare(self, epoch: int, message: Declare, answer: Callable[[Welcome], None]) -> None:
+        """The trainers' layout; `answer` is called before anything else is told to them.
 
         Raises MismatchError for another epoch, ConfigError where there is no room, CorruptCheckpoint for no layout.
         """
@@ -247,6 +247,7 @@ class ShadowCore:
             if self.state.declared:
                 if layout.digest != self.state.layout:
                     raise MismatchError("another layout was declared in this epoch; fence before a new one")
+                answer(self.welcome())
                 return
             self._settle_memory(layout)
             restored = self._restored
@@ -263,6 +264,7 @@ class ShadowCore:
             self._receiver.begin(epoch, keep=False)
             if self._store is not None:
                 self._store.begin_epoch(epoch, restored if kept else None)
+            answer(self.welcome())
             self._flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
 
@@ -370,9 +372,6 @@ class ShadowCore:
                 self.state.side_refused(message.iteration, f"rank {message.rank}: {why}")
                 return
             described = message.model_copy(update={"layout": known.layout})
-            held = self._sides.get(message.iteration, {})
-            if message.rank in held:
-                return
             if self.state.side(message.rank, message.iteration):
                 self._sides.setdefault(message.iteration, {})[message.rank] = SideRecord(described, content)
                 self._side_bytes += len(content)

@@ -103,6 +103,7 @@ class ShadowState:
         self._gone.clear()
         self._newest_side.clear()
         self._restoring = None
+        self._ready.clear()  # what may be applied is another thing from here on
         for bucket in self._buckets.values():
             bucket.checks.clear()
         self._settle()
@@ -126,6 +127,8 @@ class ShadowState:
             for known in (self._steps, self._saves, self._sides):
                 for iteration in [one for one in known if one > adopt]:
                     del known[iteration]
+                    if known is self._sides:
+                        self._out.append(DropSide(iteration))
         else:
             self._buckets = {number: BucketState() for number in buckets}
             for iteration in self._sides:
@@ -224,6 +227,7 @@ class ShadowState:
         """A side record has arrived whole. Says whether it is to be kept."""
         self._newest_side[rank] = max(iteration, self._newest_side.get(rank, 0))
         wanted = rank in self._side_ranks and iteration not in self._given_up and iteration >= self._oldest()
+        wanted = wanted and rank not in self._sides.get(iteration, ())
         if wanted:
             self._sides.setdefault(iteration, set()).add(rank)
         self._give_up_sides()
