@@ -1,4 +1,4 @@
-"""Times a shadow's updates with `lastgood optbench`, in a process of its own, and makes a record of it."""
+"""Times a shadow's updates with `lastgood optbench`, in processes of their own, and makes a record of it."""
 
 from __future__ import annotations
 
@@ -14,68 +14,69 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.machine import where_run
-from lastgood.experiments.machine_lock import machine_lock
 from lastgood.experiments.optimizer_record import OptimizerPoint, OptimizerRecord, OptimizerSpec
 
 __all__ = ["execute_optimizer"]
 
-_TURN_S: Final = 24 * 3600.0
-_BENCH_S: Final = 4 * 3600.0
-_COMMAND: Final = (sys.executable, "-c", "from lastgood.cli import main; main()", "optbench")
+_BENCH_S: Final = 30 * 3600.0
+"""For all numbers of threads at one number of shadows, the wait for this machine's turn included."""
+_BENCH: Final = (sys.executable, "-c", "from lastgood.cli import main; main()", "optbench")
+_TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    threads: int
+    update_s: list[float]
 
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     parameters: int
-    points: list[OptimizerPoint]
+    shards: int
+    rows: list[_Row]
 
 
 def execute_optimizer(spec: OptimizerSpec, scratch: Path, report: Callable[[str], None]) -> OptimizerRecord:
-    """Wait for this machine's turn, time all points of `spec`, and return the record.
+    """Time all points of `spec` and return the record. Several shadows work at the same time, as ranks of torchrun.
 
-    `scratch` only says where the machine's disk is. Raises LastgoodError where the benchmark fails, with its words.
+    `optbench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
+    machine's disk is. Raises LastgoodError where the benchmark fails, with its words, and WaitTimeout.
     """
-    lock = machine_lock()
-    lock.acquire(_TURN_S, on_wait=report)
-    try:
-        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        began = time.monotonic()
-        report(f"{spec.updates} updates for {spec.threads} threads and {spec.shadows} shadows")
-        answer = _bench(spec)
-        wanted = {(threads, shadows) for threads in spec.threads for shadows in spec.shadows}
-        if {(point.threads, point.shadows) for point in answer.points} != wanted:
-            raise LastgoodError(f"{spec.title()}: the benchmark left points out, or made more than it was asked for")
-        return OptimizerRecord(
-            spec=spec,
-            started_at=started_at,
-            wall_s=time.monotonic() - began,
-            where=where_run(scratch),
-            parameters=answer.parameters,
-            points=answer.points,
-        )
-    finally:
-        lock.release()
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    began = time.monotonic()
+    points: list[OptimizerPoint] = []
+    parameters = 0
+    for shadows in spec.shadows:
+        report(f"{spec.updates} updates, {shadows} shadows with {', '.join(map(str, spec.threads))} threads")
+        answer = _bench(spec, shadows)
+        if answer.shards != shadows or [row.threads for row in answer.rows] != list(spec.threads):
+            raise LastgoodError(f"{spec.title()}: `lastgood optbench` timed something else than it was asked for")
+        parameters = answer.parameters
+        points += [OptimizerPoint(threads=row.threads, shadows=shadows, update_s=row.update_s) for row in answer.rows]
+    return OptimizerRecord(
+        spec=spec,
+        started_at=started_at,
+        wall_s=time.monotonic() - began,
+        where=where_run(scratch),
+        parameters=parameters,
+        points=points,
+    )
 
 
-def _bench(spec: OptimizerSpec) -> _Answer:
-    command = [
-        *_COMMAND,
-        "--model",
-        spec.model,
-        "--optimizer",
-        spec.optimizer,
-        "--updates",
-        str(spec.updates),
-        "--json",
-    ]
-    command += ["--threads", ",".join(map(str, spec.threads)), "--shadows", ",".join(map(str, spec.shadows))]
+def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
+    command = [*_BENCH, "--model", spec.model, "--optimizer", spec.optimizer, "--steps", str(spec.updates), "--json"]
+    command += ["--threads", ",".join(map(str, spec.threads))]
+    if shadows > 1:
+        command = [*_TORCHRUN, "--nproc-per-node", str(shadows), *command]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BENCH_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S:.0f} s") from error
+        raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S / 3600:.0f} h") from error
     if done.returncode:
         raise LastgoodError(f"{spec.title()}: `lastgood optbench` failed: {done.stderr.strip()[-2000:]}")
     try:
