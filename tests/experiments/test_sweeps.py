@@ -95,8 +95,7 @@ def test_cells_of_several_figures_are_measured_once() -> None:
     }
     assert count == {"fig8": 2 * 7, "fig12": 2 * 10, "fig13": 2 * 9, "fig14": 2 * 9}
     # Figures 12 and 13 share one writer thread under two in flight, at intervals 1 and 10.
-    # OPT without checkpoints over two nodes is figure 8e's and Checkmate's.
-    shared = (2 + 6 + 6) + 4 + 1
+    shared = (2 + 6 + 6) + 4
     # Figure 9 has figure 8's runs, and two measured ones.
     only_figure_9 = set(plan.records["fig9", "vgg16"]) - in_figure_8
     assert len(only_figure_9) == 2
