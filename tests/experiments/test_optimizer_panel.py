@@ -147,5 +147,6 @@ def test_the_picture_has_a_line_for_each_number_of_shadows(tmp_path: Path) -> No
     found.write(tmp_path / "t.csv", tmp_path / "w.csv")
     figure = draw_optimizer(read_updates(tmp_path / "t.csv"))
     lines = [[float(value) for value in line.get_ydata()] for line in figure.axes[0].lines]  # type: ignore[union-attr]
-    assert lines == [pytest.approx([2000, 1000]), pytest.approx([2000 / 3, 1000 / 3])]
+    assert lines == [pytest.approx([2, 1]), pytest.approx([2 / 3, 1 / 3])]
+    assert figure.axes[0].get_ylabel() == "one whole update (s)"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 shadow", "3 shadows"]

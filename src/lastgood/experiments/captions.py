@@ -74,11 +74,12 @@ def optimizer_caption(frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     warning = " (compare shapes and ratios, not absolute numbers, with a paper's)" if first["scale"] == "laptop" else ""
     runs = frame["record"].nunique()
+    together = "" if frame["shadows"].max() == 1 else " Several shadows work at the same time, on this machine."
     sentences = [
         f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
         f"{warning}.",
         f"{int(first['parameters']) / 1e6:.4g} million parameters in buckets, shared out over the shadows; of each "
-        "update the shadow that takes longest counts.",
+        f"update the shadow that takes longest counts.{together}",
         f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['updates'])} updates for each point: marker "
         "median, whisker fastest to slowest.",
         _revision(frame),

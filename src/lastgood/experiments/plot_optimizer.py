@@ -17,6 +17,8 @@ from lastgood.experiments.style import WIDTHS_IN, series_styles
 
 __all__ = ["draw_optimizer", "plot_optimizer", "read_updates"]
 
+_ASIDE = 0.06
+
 
 def plot_optimizer(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
     """Draw the panel from `csv` into `out_stem` + .pdf, .png and .svg; `partial` as for all figures."""
@@ -48,30 +50,28 @@ def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
         threads = sorted(set(frame["threads"]))
         counts = sorted(set(frame["shadows"]))
         handles: list[Any] = []
-        for style, shadows in zip(series_styles(len(counts)), counts, strict=True):
+        factor, unit = (1.0, "s") if frame["update_max_s"].max() >= 1 else (1000.0, "ms")
+        for number, (style, shadows) in enumerate(zip(series_styles(len(counts)), counts, strict=True)):
             rows = frame[frame["shadows"] == shadows]
-            medians = 1000 * rows.groupby("threads")["update_s"].median()
-            places = [threads.index(count) for count in medians.index]
+            medians = factor * rows.groupby("threads")["update_s"].median()
+            # Beside each other, so that no whisker hides another.
+            aside = _ASIDE * (number - (len(counts) - 1) / 2)
+            places = [threads.index(count) + aside for count in medians.index]
             look: Any = {"color": style.colour, "marker": style.marker, "markersize": 5, "linewidth": 1.2}
             axes.plot(places, list(medians), **look)
             for place, count in zip(places, medians.index, strict=True):
                 of_point = rows[rows["threads"] == count]
-                axes.vlines(
-                    place,
-                    1000 * of_point["update_min_s"].min(),
-                    1000 * of_point["update_max_s"].max(),
-                    color=style.colour,
-                    linewidth=0.8,
-                )
-                values = [1000 * float(value) for value in of_point["update_s"]]
+                low, high = factor * of_point["update_min_s"].min(), factor * of_point["update_max_s"].max()
+                axes.vlines(place, low, high, color=style.colour, linewidth=0.8)
+                values = [factor * float(value) for value in of_point["update_s"]]
                 if len(values) > 1:
-                    draw_repetitions(axes, [float(place)] * len(values), values, 2.4)
+                    draw_repetitions(axes, [place] * len(values), values, 2.4)
             name = f"{shadows} shadow{'' if shadows == 1 else 's'}"
             handles.append(Line2D([], [], label=name, **look))
         axes.set_xlim(-0.5, len(threads) - 0.5)
         axes.set_xticks(range(len(threads)), [str(count) for count in threads])
         axes.set_xlabel("threads of each shadow")
-        axes.set_ylabel("one whole update (ms)")
+        axes.set_ylabel(f"one whole update ({unit})")
         axes.set_ylim(0, None)
         axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
         axes.set_axisbelow(True)
