@@ -21,6 +21,7 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    optbench,
     optimizers,
     plan,
     plot,
@@ -54,6 +55,7 @@ app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
