@@ -60,7 +60,7 @@ def serve(
     from lastgood.gradients.metrics import MetricsServer
     from lastgood.gradients.placement import find_place, own_cpus
     from lastgood.gradients.shadow import ShadowService
-    from lastgood.gradients.shadow_core import ShadowSettings
+    from lastgood.gradients.shadow_settings import ShadowSettings
     from lastgood.gradients.token import read_token
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
