@@ -162,8 +162,11 @@ class ConductorState:
     def behind(self, shadow: int) -> bool:
         """Whether the others wait for this shadow, and it lacks what the training has closed."""
         known = self.shadows[shadow]
-        waiting = self.closed > self.complete and not known.given_up
-        return waiting and (not known.whole or (known.have or 0) < self.closed)
+        if self.closed <= self.complete or known.given_up:
+            return False
+        # One whose slots are full waits for what is not complete elsewhere.
+        wanted = min(self.closed, self.complete + known.slots)
+        return not known.whole or (known.have or 0) < wanted
 
     def decide(self) -> Certificate | None:
         """What is complete now; None if that was said already. Called by rank 0 only."""

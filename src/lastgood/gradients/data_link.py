@@ -18,6 +18,7 @@ __all__ = ["DataLink", "DataSettings", "Ticket"]
 _log = logging.getLogger("lastgood")
 
 _END_S = 5.0
+_LOST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class DataLink:
         self._closed = False
         self._sent_before = 0
         self.patient = True
-        """Whether to wait for room; not for a shadow that the others do not wait for."""
+        """False for a shadow that the others do not wait for: then room is waited for a tenth as long."""
         self.cuts = 0
         """How often it was cut off, but for the end."""
         self.waited_s = 0.0
@@ -104,13 +105,15 @@ class DataLink:
         if sender is not None:
             _abort(sender)
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """An iteration's first gradient comes now: a connection that was made meanwhile is used from here on."""
         if self._next is not None:
             with self._lock:
                 self._sender, self._next = self._next, None
                 self._borrowed = None
                 self.patient = True
+            # What an older connection took with it never comes, and the shadow must not wait for it.
+            self.end(iteration - 1)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class DataLink:
         sender = self._sender
         if sender is None:
             return None
-        patience_s = self._settings.patience_s if self.patient else 0.0
+        patience_s = self._patience_s
         begin = time.perf_counter()
         try:
             ticket = call(sender, patience_s)
@@ -161,7 +164,7 @@ class DataLink:
         if ticket is None:
             return
         sender = ticket.sender
-        patience_s = self._settings.patience_s if self.patient else 0.0
+        patience_s = self._patience_s
         begin = time.perf_counter()
         try:
             if not sender.wait_returned(ticket.number, patience_s):
@@ -176,6 +179,10 @@ class DataLink:
         """Payload bytes that have gone out, over all connections."""
         sender = self._sender
         return self._sent_before + (0 if sender is None else int(sender.counters()["bytes"]))
+
+    @property
+    def _patience_s(self) -> float:
+        return self._settings.patience_s * (1.0 if self.patient else _LOST_SHARE)
 
     # -- ends ------------------------------------------------------------------------------------------------------
 

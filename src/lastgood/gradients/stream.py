@@ -49,7 +49,7 @@ class GradientStream:
         self.iteration += 1
         self.phase, self.fault, self.sent_bytes, self._ended = "reduced", None, 0, False
         for link in self._links:
-            link.begin_iteration()
+            link.begin_iteration(self.iteration)
         return self.iteration
 
     def send(
