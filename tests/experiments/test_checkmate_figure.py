@@ -87,6 +87,7 @@ def test_every_scale_plans_the_figure(scale: str) -> None:
         ("checkmate={options: {opt: {depth: 3}}}", ["checkmate.options.opt.depth"]),
         ("checkmate={models: [transformer_xl], systems: dcp}", ["every rank of transformer_xl has a part of its own"]),
         ("checkmate={hostfile: /no/such}", ["checkmate.hostfile", "there is no such file"]),
+        ("checkmate={rate: 1gbit, iterations: 20}", ["checkmate.rate: fig8e has another one and shares runs of opt"]),
         ("checkmate={kills: -1}", ["checkmate.kills", "0 to 1000"]),
         ("checkmate={optimizer: {model: lenet}}", ["checkmate.optimizer.model", "resnet50"]),
         ("fig8e={parallel: fsdp2, systems: checkmate}", ["checkmate is measured under ddp, not under fsdp2"]),
@@ -159,7 +160,8 @@ def test_what_shadows_used_and_failures_took_stands_in_the_rows() -> None:
 
 def test_the_bound_of_checkmate_knows_links_and_no_copy() -> None:
     ceilings = make_ceilings()
-    slow = [record("none", 0, 50.0), record("checkmate", 1, 6.0)]
+    # A copy of all of the state would take seconds in each iteration.
+    slow = [record("none", 0, 50.0, state_bytes=20 << 30), record("checkmate", 1, 6.0, state_bytes=20 << 30)]
     rows = {row.system: row for row in collect("checkmate", "opt", slow, ceilings).tidy}
     # 1 Gbit/s and 10 MB in each iteration.
     assert rows["checkmate"].bound_iterations_per_s == pytest.approx(12.5)

@@ -39,7 +39,7 @@ def test_a_model_that_the_grid_does_not_list_has_a_plain_panel() -> None:
 
 
 def test_an_unknown_figure_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no figure 'fig99'; known: fig11, fig12, fig13, fig14, fig8"):
+    with pytest.raises(ConfigError, match="no figure 'fig99'; known: checkmate, fig11, fig12, fig13, fig14, fig8"):
         load_grid(ROOT, "fig99")
 
 

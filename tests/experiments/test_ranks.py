@@ -164,12 +164,15 @@ def test_each_rank_of_deepspeeds_writes_a_part_of_its_own() -> None:
 def test_figures_over_nodes_share_no_record_with_others() -> None:
     plan = plan_workflow(configure("models=opt,bloom"))
     own = {
-        record for (figure, _), records in plan.records.items() if figure in ("fig8e", "fig8f") for record in records
+        record
+        for (figure, model), records in plan.records.items()
+        if figure in ("fig8e", "fig8f", "checkmate") and model != "optimizer"
+        for record in records
     }
     rest = {
         record
         for (figure, _), records in plan.records.items()
-        if figure not in ("fig8e", "fig8f")
+        if figure not in ("fig8e", "fig8f", "checkmate")
         for record in records
     }
     assert own and not own & rest

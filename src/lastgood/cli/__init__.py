@@ -24,6 +24,7 @@ from lastgood.cli import (
     netbench,
     offset,
     optbench,
+    optimizers,
     plan,
     plot,
     provision,
@@ -69,6 +70,7 @@ app.add_typer(advise.app, name="advise")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
 app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
+app.add_typer(optimizers.app, name="optimizers")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
 app.add_typer(storage.app, name="storage")

@@ -9,7 +9,14 @@ import pandas as pd
 from lastgood.experiments.style import system_label
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
-__all__ = ["checkmate_caption", "goodput_caption", "persist_caption", "sweep_caption", "throughput_caption"]
+__all__ = [
+    "checkmate_caption",
+    "goodput_caption",
+    "optimizer_caption",
+    "persist_caption",
+    "sweep_caption",
+    "throughput_caption",
+]
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
@@ -60,6 +67,24 @@ def _checkmate_published(frame: pd.DataFrame) -> str:
         "Dashed: the paper's ranges: (a) how far others would be below Checkmate, (b) its frequency over theirs, "
         f"(c) how far it would be below their mean ({'; '.join(sources)})."
     )
+
+
+def optimizer_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, what was timed, how to read it, revision."""
+    first = frame.iloc[0]
+    warning = " (compare shapes and ratios, not absolute numbers, with a paper's)" if first["scale"] == "laptop" else ""
+    runs = frame["record"].nunique()
+    together = "" if frame["shadows"].max() == 1 else " Several shadows work at the same time, on this machine."
+    sentences = [
+        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
+        f"{warning}.",
+        f"{int(first['parameters']) / 1e6:.4g} million parameters in buckets, shared out over the shadows; of each "
+        f"update the shadow that takes longest counts.{together}",
+        f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['updates'])} updates for each point: marker "
+        "median, whisker fastest to slowest.",
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
 
 
 def sweep_caption(frame: pd.DataFrame) -> str:

@@ -13,6 +13,7 @@ from lastgood.experiments.config_values import BASELINE, EACH_STEP
 from lastgood.experiments.goodput_record import GoodputSpec
 from lastgood.experiments.grid import find_root
 from lastgood.experiments.machine import machine_label
+from lastgood.experiments.optimizer_record import OptimizerSpec
 from lastgood.experiments.spec import Parallel, RunSpec
 from lastgood.experiments.spot_trace import load_trace
 from lastgood.experiments.variants import (
@@ -37,6 +38,7 @@ __all__ = [
     "goodput_modelled_s",
     "in_batches",
     "modelled_s",
+    "optimizer_modelled_s",
     "plan_checkmate",
     "plan_concurrency",
     "plan_goodput",
@@ -163,14 +165,14 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
     return in_batches(specs, config.seed)
 
 
-def plan_checkmate(config: Config) -> list[RunSpec]:
+def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
     """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed behind it.
 
     Only Checkmate's runs also take the digest's proof: figures 8e and 8f prove the others, and behind every kill losses
     are compared.
     """
     section = config.checkmate
-    specs: list[RunSpec] = []
+    specs: list[RunSpec | OptimizerSpec] = []
     for repetition in range(section.repetitions):
         for model in section.models:
             for found in checkmate_variants(config, model):
@@ -184,7 +186,22 @@ def plan_checkmate(config: Config) -> list[RunSpec]:
                         "proof": spec.proof and (found.system == EACH_STEP or not section.kills),
                     }
                     specs.append(spec.model_copy(update=own))
+        specs.append(_optimizer_spec(config, repetition))
     return in_batches(specs, config.seed)
+
+
+def _optimizer_spec(config: Config, repetition: int) -> OptimizerSpec:
+    bench = config.checkmate.optimizer
+    return OptimizerSpec(
+        machine=config.machine or machine_label(),
+        scale=config.scale,
+        model=bench.model,
+        optimizer=bench.optimizer,
+        threads=tuple(bench.threads),
+        shadows=tuple(bench.shadows),
+        updates=bench.updates,
+        repetition=repetition,
+    )
 
 
 def _over_ranks(config: Config, section: NodesSection | CheckmateSection, parallel: Parallel) -> dict[str, Any]:
@@ -275,3 +292,9 @@ def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
 def goodput_modelled_s(spec: GoodputSpec, prediction: Prediction) -> float:
     """Start-up, the window, and another process for each failure and the last look."""
     return prediction.startup_s + spec.window_s + (len(spec.failures_s) + 1) * prediction.proof_s
+
+
+def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
+    """Start-up, and at each point the updates and two more to warm up, each as long as a step."""
+    step_s = prediction.step_s.get(spec.workload, prediction.other_step_s)
+    return prediction.startup_s + len(spec.threads) * len(spec.shadows) * (spec.updates + 2) * step_s

@@ -10,6 +10,8 @@ from pathlib import Path
 from lastgood.errors import LastgoodError
 from lastgood.experiments.collect import Collected, collect_files
 from lastgood.experiments.config_values import EACH_STEP
+from lastgood.experiments.optimizer_collect import CollectedUpdates, collect_updates_files
+from lastgood.experiments.optimizer_record import OPTIMIZER_PANEL
 from lastgood.experiments.published import load_ranges
 
 __all__ = ["collect_checkmate_files"]
@@ -24,8 +26,13 @@ def collect_checkmate_files(
     partial: bool = False,
     expected: int | None = None,
     reference: Path | None = None,
-) -> Collected:
-    """As `collect_files`; Checkmate's rows carry the published ranges, so that a picture needs no other file."""
+) -> Collected | CollectedUpdates:
+    """As `collect_files`; Checkmate's rows carry the published ranges, so that a picture needs no other file.
+
+    The panel on a shadow's updates has columns of its own.
+    """
+    if panel == OPTIMIZER_PANEL:
+        return collect_updates_files(figure, panel, paths, partial=partial, expected=expected)
     found = collect_files(figure, panel, paths, ceilings_path, partial=partial, expected=expected)
     if reference is None:
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -22,6 +22,7 @@ from lastgood.experiments.config_values import (
     UserPath,
     with_baseline,
 )
+from lastgood.experiments.optbench_models import MODELS
 from lastgood.experiments.spot_trace import load_trace
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "MemorySection",
     "NodesSection",
     "OptimizerBench",
-    "OptimizerModel",
     "PersistSection",
     "ThreadsSection",
 ]
@@ -53,6 +53,12 @@ def _readable_trace(path: str) -> str:
     return path
 
 
+def _shape(name: str) -> str:
+    if name not in MODELS:
+        raise ValueError("no such shape")
+    return name
+
+
 def _rate(text: str) -> str:
     try:
         parse_rate(text)
@@ -70,10 +76,6 @@ _Intervals = Annotated[
     Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
 ]
 _SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
-OptimizerModel = Literal[
-    "resnet50", "resnet152", "vgg11", "vit_h_14", "gpt3_medium", "gpt3_large", "gpt3_xl", "gpt3_6_7B"
-]
-"""Shapes of `lastgood optbench`: Checkmate's own benchmark has these."""
 _Model = Annotated[ModelName, Field(description="one of the models")]
 
 
@@ -176,8 +178,8 @@ class NodesSection(Part):
 class OptimizerBench(Part):
     """The panel of Checkmate's figure that times a shadow's update."""
 
-    model: OptimizerModel = Field(
-        description=f"one of {', '.join(get_args(OptimizerModel))}: shapes of `lastgood optbench`"
+    model: Annotated[str, AfterValidator(_shape)] = Field(
+        description=f"one of {', '.join(MODELS)}: shapes of `lastgood optbench`"
     )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(description="sgd, adam or adamw")
     threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(

@@ -16,6 +16,7 @@ from lastgood.experiments.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THR
 from lastgood.experiments.cells import (
     goodput_modelled_s,
     modelled_s,
+    optimizer_modelled_s,
     plan_checkmate,
     plan_concurrency,
     plan_goodput,
@@ -26,6 +27,7 @@ from lastgood.experiments.cells import (
     plan_throughput,
 )
 from lastgood.experiments.goodput_record import GoodputSpec
+from lastgood.experiments.optimizer_record import OPTIMIZER_PANEL, OptimizerSpec
 from lastgood.experiments.ranks import why_no_deepspeed
 from lastgood.experiments.spec import RunSpec, Scale
 from lastgood.experiments.variants import BLOB
@@ -191,7 +193,7 @@ _FIGURES = {
     "fig8f": _over_nodes("fig8f"),
     "checkmate": FigureKind(
         plan_checkmate,
-        lambda config: config.checkmate.models,
+        lambda config: [*config.checkmate.models, OPTIMIZER_PANEL],
         "lastgood.experiments.checkmate_collect:collect_checkmate_files",
         "lastgood.experiments.plot_checkmate:plot_checkmate",
         THROUGHPUT,
@@ -203,6 +205,9 @@ _RECORDS: dict[type, RecordKind] = {
     RunSpec: RecordKind(load="lastgood.experiments.record:load_record", modelled_s=modelled_s),
     GoodputSpec: RecordKind(
         load="lastgood.experiments.goodput_record:load_goodput_record", modelled_s=goodput_modelled_s
+    ),
+    OptimizerSpec: RecordKind(
+        load="lastgood.experiments.optimizer_record:load_optimizer_record", modelled_s=optimizer_modelled_s
     ),
 }
 """By the class of what was planned."""

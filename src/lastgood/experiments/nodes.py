@@ -49,7 +49,23 @@ def _checkmate_problems(config: Config, sources: Sources, section: CheckmateSect
         problems += _system_problems(sources, "checkmate", section, model, "ddp")
         given = section.options.get(model, {})
         problems += _options(config, sources, ("checkmate", "options", model), model, given)[1]
+    problems += _unlike_places(config, sources, section)
     return problems + _hostfile_problems(sources, "checkmate", section)
+
+
+def _unlike_places(config: Config, sources: Sources, section: CheckmateSection) -> list[str]:
+    """Runs that figures share have one record, so they must be of the same hosts and links."""
+    problems = []
+    for figure, other in (("fig8e", config.fig8e), ("fig8f", config.fig8f)):
+        own = (section.nodes, section.slots, section.iterations, section.options.get(other.model, {}))
+        shared = own == (other.nodes, other.slots, other.iterations, other.options)
+        if other.model not in section.models or other.parallel != "ddp" or not shared:
+            continue
+        for key in ("hostfile", "ssh_config", "rate"):
+            if getattr(section, key) != getattr(other, key):
+                text = f"{figure} has another one and shares runs of {other.model}; give one of them other iterations"
+                problems.append(sources.problem(("checkmate", key), text))
+    return problems
 
 
 def _one_rank(sources: Sources, figure: str) -> str:

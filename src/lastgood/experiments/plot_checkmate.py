@@ -17,6 +17,7 @@ from lastgood.experiments.captions import checkmate_caption
 from lastgood.experiments.checkmate_numbers import Lost, Reach, costs, lost_work, published_ranges, reaches
 from lastgood.experiments.config_values import BASELINE, EACH_STEP
 from lastgood.experiments.plot_grid import lay_out_grid
+from lastgood.experiments.plot_optimizer import plot_optimizer
 from lastgood.experiments.plot_parts import (
     BOUND_DASHES,
     INK,
@@ -53,11 +54,23 @@ _PAPER_PLACE: Final = "paper"
 def plot_checkmate(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
     """Draw Checkmate's figure of one model from `csv` into `out_stem` + .pdf, .png and .svg.
 
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
+    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused. A CSV of a shadow's
+    updates is drawn as that.
     """
+    if _is_updates(csv):
+        return plot_optimizer(csv, out_stem, width=width, partial=partial)
     frame = read_whole(csv, partial=partial)
     with plot_style():
         return save_figure(draw_checkmate(frame, width), out_stem)
+
+
+def _is_updates(csv: Path) -> bool:
+    """By its columns; one that cannot be read is named by whoever reads it next."""
+    try:
+        with csv.open(encoding="utf-8") as file:
+            return "update_s" in file.readline().rstrip("\n").split(",")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:

@@ -171,7 +171,7 @@ class ShadowFacts(_Part):
     cpu_s: float
     """User and system time over the measured steps and the drain, all threads."""
     received_bytes: int
-    """Of gradients and of other messages, over the measured steps and the drain."""
+    """Of gradients, over the measured steps and the drain."""
     optimizer_s: float
     """Seconds in its optimizer over the measured steps and the drain."""
     peak_rss_bytes: int

@@ -1,0 +1,152 @@
+"""The panel on a shadow's updates: plan, record, columns and picture."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.config import parse_config, parse_overrides
+from lastgood.experiments.figures import figure_kind
+from lastgood.experiments.optimizer_collect import OPTIMIZER_COLUMNS, collect_updates
+from lastgood.experiments.optimizer_record import (
+    OptimizerPoint,
+    OptimizerRecord,
+    OptimizerSpec,
+    load_placed_optimizer_record,
+)
+from lastgood.experiments.plan import plan_figure, plan_workflow
+from lastgood.experiments.plot_optimizer import draw_optimizer, read_updates
+from tests.experiments.records import make_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def configure(*entries: str) -> Any:
+    return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([*entries, "machine=testbox"]))[0]
+
+
+def spec_of(repetition: int = 0, **changes: Any) -> OptimizerSpec:
+    values = {
+        "machine": "testbox",
+        "scale": "laptop",
+        "model": "resnet50",
+        "optimizer": "adamw",
+        "threads": (1, 2),
+        "shadows": (1, 3),
+        "updates": 3,
+        "repetition": repetition,
+        **changes,
+    }
+    return OptimizerSpec.model_validate(values)
+
+
+def record_of(repetition: int = 0, factor: float = 1.0, **changes: Any) -> OptimizerRecord:
+    points = [
+        OptimizerPoint(threads=threads, shadows=shadows, update_s=[factor * t / threads / shadows for t in (3, 1, 2)])
+        for threads in (2, 1)
+        for shadows in (1, 3)
+    ]
+    return OptimizerRecord(
+        spec=spec_of(repetition, **changes),
+        started_at="2026-01-01T00:00:00+00:00",
+        wall_s=9.0,
+        where=make_record().where,
+        parameters=25_557_032,
+        points=points,
+    )
+
+
+def written(folder: Path, *records: OptimizerRecord) -> list[Path]:
+    paths = []
+    for record in records:
+        path = folder / record.spec.record_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record.write(path)
+        paths.append(path)
+    return paths
+
+
+def test_the_plan_holds_one_run_a_repetition_that_shares_no_rule_with_runs() -> None:
+    config = configure("checkmate={repetitions: 2, optimizer: {threads: [1, 2, 4], model: vgg11}}")
+    specs = [spec for spec in plan_figure(config, "checkmate") if isinstance(spec, OptimizerSpec)]
+    assert [spec.repetition for spec in specs] == [0, 1]
+    assert {(spec.model, spec.threads, spec.workload) for spec in specs} == {("vgg11", (1, 2, 4), "optimizer")}
+    records = plan_workflow(config).records["checkmate", "optimizer"]
+    assert len(records) == 2
+    for path in records:
+        assert "/optimizer/vgg11/adamw/t4-m2-c" in path
+        assert not any(part.startswith("f") and part[1:].isdigit() for part in Path(path).parts)
+
+
+def test_settings_are_in_the_path_and_repetitions_share_a_cell() -> None:
+    assert spec_of().cell_hash == spec_of(1).cell_hash
+    for change in ({"threads": (1,)}, {"updates": 4}, {"optimizer": "sgd"}, {"method": 2}):
+        assert spec_of(**change).cell_hash != spec_of().cell_hash
+    assert OptimizerSpec.model_validate_json(spec_of().canonical_json()) == spec_of()
+
+
+def test_a_record_that_was_moved_is_refused(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, record_of())
+    assert load_placed_optimizer_record(path) == record_of()
+    moved = path.with_name("r7.json")
+    path.rename(moved)
+    with pytest.raises(LastgoodError, match="it was moved or edited"):
+        load_placed_optimizer_record(moved)
+
+
+def test_every_point_is_a_row_with_its_median_and_range(tmp_path: Path) -> None:
+    paths = written(tmp_path, record_of(), record_of(1, factor=3.0))
+    collect = figure_kind("checkmate").collector()
+    found: Any = collect("checkmate", "optimizer", paths, tmp_path / "no ceilings are needed")
+    tidy, wide = tmp_path / "tidy.csv", tmp_path / "wide.csv"
+    found.write(tidy, wide)
+    with tidy.open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == OPTIMIZER_COLUMNS
+    assert [(row["repetition"], row["shadows"], row["threads"]) for row in rows[:4]] == [
+        ("0", "1", "1"),
+        ("0", "1", "2"),
+        ("0", "3", "1"),
+        ("0", "3", "2"),
+    ]
+    assert (rows[0]["update_s"], rows[0]["update_min_s"], rows[0]["update_max_s"]) == ("2.0", "1.0", "3.0")
+    with wide.open() as file:
+        table = list(csv.reader(file))
+    assert table[0] == ["shadows", "1", "2"]
+    # Medians over repetitions: 2 and 6 seconds with one shadow and one thread.
+    assert table[1] == ["1", "4.0", "2.0"]
+    assert found.summary() == "2 of 2 runs"
+
+
+def test_records_of_two_settings_do_not_mix() -> None:
+    with pytest.raises(LastgoodError, match="records of 2 settings"):
+        collect_updates("checkmate", "optimizer", [record_of(), record_of(optimizer="sgd")], runs_expected=2)
+
+
+def test_a_lacking_run_is_an_error_unless_partial(tmp_path: Path) -> None:
+    paths = [*written(tmp_path, record_of()), tmp_path / spec_of(1).record_path()]
+    collect = figure_kind("checkmate").collector()
+    with pytest.raises(LastgoodError, match="1 of 2 run records"):
+        collect("checkmate", "optimizer", paths, tmp_path)
+    collect("checkmate", "optimizer", paths, tmp_path, partial=True).write(tmp_path / "t.csv", tmp_path / "w.csv")
+    draw = figure_kind("checkmate").drawer()
+    with pytest.raises(LastgoodError, match="partial: 1 of 2 runs"):
+        draw(tmp_path / "t.csv", tmp_path / "picture")
+    first = draw(tmp_path / "t.csv", tmp_path / "a" / "picture", partial=True)
+    again = draw(tmp_path / "t.csv", tmp_path / "b" / "picture", partial=True)
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
+
+
+def test_the_picture_has_a_line_for_each_number_of_shadows(tmp_path: Path) -> None:
+    paths = written(tmp_path, record_of())
+    found: Any = figure_kind("checkmate").collector()("checkmate", "optimizer", paths, tmp_path)
+    found.write(tmp_path / "t.csv", tmp_path / "w.csv")
+    figure = draw_optimizer(read_updates(tmp_path / "t.csv"))
+    lines = [[float(value) for value in line.get_ydata()] for line in figure.axes[0].lines]  # type: ignore[union-attr]
+    assert lines == [pytest.approx([2, 1]), pytest.approx([2 / 3, 1 / 3])]
+    assert figure.axes[0].get_ylabel() == "one whole update (s)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 shadow", "3 shadows"]
