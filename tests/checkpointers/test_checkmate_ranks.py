@@ -8,8 +8,8 @@ import time
 import pytest
 
 from lastgood.checkpointers.checkmate import Checkmate
-from tests.checkpointers.rank_pool import RankPool
 from tests.checkpointers.checkmate_shadows import Shadows
+from tests.checkpointers.rank_pool import RankPool
 
 STEPS = 30
 

@@ -16,10 +16,10 @@ import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.testbed import why_no_testbed
-from lastgood.experiments.ranks import PARTED
 from lastgood.errors import LaunchError
 from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.rank_main import RankOrder, boot_id
+from lastgood.experiments.ranks import PARTED
 from lastgood.experiments.record import load_record
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
@@ -220,6 +220,8 @@ def test_under_deepspeed_each_rank_keeps_its_part(job, parallel):
     assert all(0.3 * whole < one < 0.9 * whole for one in held) and sum(held) > whole
     assert record.workload.state_bytes == max(held)
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks) == sum(held)
+
+
 @pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow)])
 def test_where_rank_0_writes_for_all_another_state_fails_the_ranks_and_is_named(system, tmp_path):
     order = RankOrder(
