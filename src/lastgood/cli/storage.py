@@ -104,9 +104,8 @@ def serve(
         if rendezvous:
             # Kept until the end: others ask the store that may live in this process.
             meeting = Rendezvous(os.environ, place, timeout_s)
-            described["all"] = meeting.exchange(
-                place.shadow, f"{socket.gethostname() if _wide(host) else host}:{found}"
-            )
+            own = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            described["all"] = meeting.exchange(place.shadow, f"{own}:{found}")
             console.print(f"all shadows: {' '.join(described['all'])}", markup=False)
         if address_file is not None:
             _write(address_file, described)
