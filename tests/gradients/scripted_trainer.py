@@ -25,7 +25,7 @@ from lastgood.wire.records import DType
 
 JOB = "0123456789abcdef" * 2
 SHAPES = [(7, 5), (11,), (), (3, 4, 2), (64,), (0, 3), (33, 3)]
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 def make_parameters(seed=0):

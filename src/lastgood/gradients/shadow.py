@@ -35,7 +35,9 @@ from lastgood.gradients.messages import (
     Verify,
     parse_message,
 )
-from lastgood.gradients.shadow_core import ShadowCore, ShadowSettings
+from lastgood.gradients.shadow_core import ShadowCore
+from lastgood.gradients.shadow_restore import fetch_side, fetched
+from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.streams import drain_stream, receive_stream, send_stream
 from lastgood.wire.frames import Wire, prove_peer
 
@@ -130,8 +132,8 @@ class ShadowService:
         self.core.close()
 
     def warm_up(self) -> None:
-        """Import torch now, so that the first trainer need not wait for it."""
-        _ = torch.float32
+        """Import torch, and what its optimizers import when they are first made, before the first trainer waits."""
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()
 
     def stop(self) -> None:
         """Make `run` return soon."""
@@ -305,12 +307,12 @@ class ShadowService:
             wire.send_message(**core.status().content())
         elif isinstance(message, Fetch):
             saved = self._find(message)
-            with core.fetched(message.epoch, saved, message.source) as held, _streaming():
+            with fetched(core, message.epoch, saved, message.source) as held, _streaming():
                 entries = tuple(entry for entry, _ in held)
                 wire.send_message(**Tensors(iteration=message.iteration, entries=entries).content())
                 send_stream(wire, message.iteration, [view for _, view in held])
         elif isinstance(message, FetchSide):
-            record = core.fetch_side(message.epoch, self._find(message), message.rank, message.source)
+            record = fetch_side(core, message.epoch, self._find(message), message.rank, message.source)
             with _streaming():
                 wire.send_message(**record.message.content())
                 send_stream(wire, message.iteration, [memoryview(record.content)])
