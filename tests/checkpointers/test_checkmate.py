@@ -12,8 +12,8 @@ from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.state import state_digest
-from tests.checkpointers.small_training import SmallTraining
 from tests.checkpointers.checkmate_shadows import Shadows
+from tests.checkpointers.small_training import SmallTraining
 
 WAIT_S = 60
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lastgood.checkpointers.checkmate import Checkmate
-from tests.checkpointers.rank_pool import RankPool
 from tests.checkpointers.checkmate_shadows import Shadows
+from tests.checkpointers.rank_pool import RankPool
 
 STEPS = 30
 
@@ -86,7 +86,9 @@ def kept_and_equal(world, case, pool, shadows, tmp_path):
         assert half[rank]["outcomes"] == ["durable"] * 8, half[rank]["errors"]
         assert all(count > 0 for count in half[rank]["bytes"])
         assert half[rank]["facts"]["diverged"] == half[rank]["facts"]["torn"] == 0
-    rest = pool.run(world, "train", steps=14, knobs=knobs, directory=job, register=case["register"], restore=True, **made)
+    rest = pool.run(
+        world, "train", steps=14, knobs=knobs, directory=job, register=case["register"], restore=True, **made
+    )
     for rank in range(world):
         assert rest[rank]["restored"] == 8
         assert half[rank]["losses"] | rest[rank]["losses"] == plain[rank]["losses"]
