@@ -331,8 +331,8 @@ def device_step(
     """One step of torch's CUDA optimizers, to the bit, over tensors in host memory.
 
     `kind` is sgd or adam, `family` foreach, single or fused, `dtype` float32, float64 or bfloat16, `decay` none, l2 or
-    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment and
-    its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a momentum
-    buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of `factors`,
-    bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: OptimizerSpec.
+    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment
+    and its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a
+    momentum buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of
+    `factors`, bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: GroupSpec.
     """

@@ -22,6 +22,7 @@ from lastgood.cli import (
     inspect,
     launch,
     netbench,
+    optbench,
     plan,
     plot,
     provision,
@@ -55,6 +56,7 @@ app.command()(ceilings.ceilings)
 app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
