@@ -1,8 +1,12 @@
 """Receiving gradient records with their checksums, against iperf3 on the same path with as many streams.
 
 Both sides are two processes on this machine: over loopback, or with --namespaces (root) over a veth pair between two
-network namespaces that this script makes and removes. iperf3 writes messages as long as our records. It uses one
-thread at each end; so does our receiver, and our sender has one for each stream, as it has in a training.
+network namespaces that this script makes and removes. iperf3 writes messages as long as our records.
+
+`receive` is the receive path alone: one thread that receives into slots and checks every payload, from a sender that
+repeats one payload, as iperf3 does. `send and receive` has the native sender too, one thread a stream, which reads
+memory as large as the bucket and takes the checksums. Where both ends share the cores of one machine, as here, that
+work is taken from what the kernel has for the path.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ def veth() -> Iterator[Route]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=START_S)
 
 
-def ours(path: Route, streams: int, record_bytes: int, seconds: float) -> dict[str, Any]:
+def ours(side: str, path: Route, streams: int, record_bytes: int, seconds: float) -> dict[str, Any]:
     """Payload bytes per second from the first accepted stream to the end of the last one."""
     run = [sys.executable, str(SIDES)]
     receiver = subprocess.Popen(
@@ -71,7 +75,7 @@ def ours(path: Route, streams: int, record_bytes: int, seconds: float) -> dict[s
         if not port.isdigit():
             cannot("the receiving process did not start; its own message is above")
         arguments = [path.host, port, str(streams), str(BUCKET_BYTES), str(record_bytes), str(seconds)]
-        subprocess.run([*path.sender, *run, "send", *arguments], check=True, timeout=seconds + GRACE_S)
+        subprocess.run([*path.sender, *run, side, *arguments], check=True, timeout=seconds + GRACE_S)
         text, _ = receiver.communicate(timeout=GRACE_S)
     finally:
         receiver.kill()
@@ -131,22 +135,22 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
 
 
 def _compare(path: Route, options: argparse.Namespace, report: Report) -> None:
+    sides = {"receive": ("blast", GOAL), "send and receive": ("send", None)}
     for streams in options.streams:
-        rates: dict[str, list[float]] = {"records": [], "iperf3": []}
-        shares: list[float] = []
+        rates: dict[str, list[float]] = {name: [] for name in (*sides, "iperf3")}
+        shares: dict[str, list[float]] = {name: [] for name in sides}
         given = (path, streams, options.record_bytes, options.seconds)
         for number, name in interleaved(list(rates), options.rounds, options.seed):
             say(f"{path.name}, {streams} streams, round {number + 1} of {options.rounds}: {name}")
-            if name == "records":
-                found = ours(*given)
+            if name in sides:
+                found = ours(sides[name][0], *given)
                 rates[name].append(found["bytes_per_s"] / MIB)
-                shares.append(found["checksum_share"])
+                shares[name].append(found["checksum_share"])
             else:
                 rates[name].append(theirs(*given) / MIB)
-        what = f"{path.name}, {streams} streams of {format_bytes(options.record_bytes)}"
-        report.comparisons.append(
-            Comparison(what, "MiB/s", "records", rates["records"], "iperf3", rates["iperf3"], GOAL)
-        )
+        for name, (_, goal) in sides.items():
+            what = f"{name}, {path.name}, {streams} x {format_bytes(options.record_bytes)}"
+            report.comparisons.append(Comparison(what, "MiB/s", "ours", rates[name], "iperf3", rates["iperf3"], goal))
         report.results[f"{path.name}_{streams}"] = {"checksum_share_of_receiver": shares}
 
 

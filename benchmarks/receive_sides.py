@@ -2,20 +2,27 @@
 
     python receive_sides.py receive HOST STREAMS BUCKET_BYTES THREADS      (prints its port, then its result as JSON)
     python receive_sides.py send HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
+    python receive_sides.py blast HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
+
+`send` is the native sender, over memory as large as the bucket. `blast` sends one payload again and again, whose
+checksum is known before, as iperf3 does with its message: what it costs is the kernel's work alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import socket
 import sys
+import threading
 import time
 
 from lastgood import _native
-from lastgood.wire.records import DType
+from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 
 JOB, EPOCH, SLOTS = 1, 1, 4
 TIMEOUT_S = 60.0
@@ -107,9 +114,73 @@ def send(host: str, port: int, streams: int, bucket_bytes: int, record_bytes: in
             raise SystemExit(f"a stream could not be ended: {os.strerror(sender.errno)}")
 
 
+def blast(host: str, port: int, streams: int, bucket_bytes: int, record_bytes: int, seconds: float) -> None:
+    """Send whole iterations of records that were made before."""
+    payload = os.urandom(record_bytes)
+    checksum = _native.crc32c(payload)
+    end = time.monotonic() + seconds
+    failures: list[OSError] = []
+
+    def stream(number: int, connection: socket.socket) -> None:
+        begin, stop = share(number, streams, bucket_bytes)
+        try:
+            iteration = 0
+            # As many iterations on every stream, or the last ones would never be complete: the first one counts.
+            while iteration < last[0]:
+                iteration += 1
+                views = []
+                for offset in range(begin, stop, record_bytes):
+                    length = min(record_bytes, stop - offset)
+                    piece = memoryview(payload)[:length]
+                    known = checksum if length == record_bytes else _native.crc32c(piece)
+                    record = Record(
+                        RecordKind.GRADIENT,
+                        JOB,
+                        EPOCH,
+                        number,
+                        iteration,
+                        0,
+                        DType.float32,
+                        offset,
+                        length,
+                        known,
+                        FINAL,
+                    )
+                    views += [memoryview(pack_header(record)), piece]
+                send_views(connection, views)
+                if number == 0 and last[0] == math.inf and time.monotonic() >= end:
+                    last[0] = iteration + SLOTS
+        except OSError as error:
+            failures.append(error)
+
+    last: list[float] = [math.inf]
+    with contextlib.ExitStack() as opened:
+        threads = []
+        for number in range(streams):
+            connection = opened.enter_context(socket.create_connection((host, port), timeout=TIMEOUT_S))
+            connection.sendall(bytes([number]))
+            threads.append(threading.Thread(target=stream, args=(number, connection)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + TIMEOUT_S)
+    if failures:
+        raise SystemExit(f"a stream broke: {failures[0]}")
+
+
+def send_views(connection: socket.socket, views: list[memoryview]) -> None:
+    """Send them one after another, several with each call."""
+    while views:
+        count = connection.sendmsg(views[:16])
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+
+
 if __name__ == "__main__":
     side, where, *numbers = sys.argv[1:]
     if side == "receive":
         receive(where, *map(int, numbers))
     else:
-        send(where, *map(int, numbers[:-1]), float(numbers[-1]))
+        {"send": send, "blast": blast}[side](where, *map(int, numbers[:-1]), float(numbers[-1]))

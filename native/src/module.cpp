@@ -1,6 +1,7 @@
 // lastgood._native: each folder under src/ adds its own functions.
 #include <nanobind/nanobind.h>
 
+#include "optim/bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
 #include "wire/ring_bindings.hpp"
@@ -10,6 +11,7 @@ NB_MODULE(_native, module) {
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
+    lastgood::bind_optim(module);
     lastgood::bind_wire(module);
     lastgood::bind_ring(module);
 }

@@ -310,6 +310,40 @@ def test_split_at_every_byte() -> None:
     assert receiver.close(TIMEOUT_S)
 
 
+def test_a_byte_has_one_record() -> None:
+    """Ranges that are held, in part or whole, or reserved by a record that is still on its way, are refused by name."""
+    slots = Slots([(0, 16, 1)], 2)
+    receiver = make(slots)
+    receiver.set_first(0, 1)
+    first, _ = connect(receiver, 0)
+    second, _ = connect(receiver, 1)
+    first.sendall(gradient(1, 0, 0, b"AAAABBBB") + gradient(1, 0, 8, b"CCCC")[:-2])
+    counter(receiver, "read_bytes", 2 * HEADER_BYTES + 10)
+    refused: dict[str, int] = {}
+    for begin, nbytes, cause in (
+        (0, 8, "duplicate"),
+        (4, 4, "duplicate"),
+        (4, 8, "overlapping"),
+        (8, 4, "overlapping"),
+        (8, 8, "overlapping"),
+        (0, 16, "overlapping"),
+        (12, 8, "out_of_range"),
+    ):
+        second.sendall(gradient(1, 0, begin, b"x" * nbytes, rank=1))
+        refused[cause] = refused.get(cause, 0) + 1
+        wait_until(lambda: receiver.refused() == refused, f"{refused}, and not {receiver.refused()}")
+    second.sendall(gradient(1, 0, 12, b"DDDD", rank=1, checksum=7))
+    refused["damaged_payload"] = 1
+    wait_until(lambda: receiver.refused() == refused, f"{refused}, and not {receiver.refused()}")
+    assert receiver.missing(1) == {0: [(8, 16)]}
+    second.sendall(gradient(1, 0, 12, b"DDDD", rank=1))
+    counter(receiver, "records", 2)
+    first.sendall(b"CC")
+    assert next_events(receiver, 1) == [("complete", 1, 0, 0, 1, "")]
+    assert slots.content(0, 1) == b"AAAABBBBCCCCDDDD"
+    receiver.close(TIMEOUT_S)
+
+
 def test_a_connection_beyond_the_window_waits_and_others_go_on() -> None:
     nbytes = 64 << 10
     slots = Slots([(0, nbytes, 1)], 2)
@@ -611,7 +645,9 @@ def test_threads_end_with_it() -> None:
     del receiver
     gc.collect()
     wait_until(lambda: not threads_now() & fresh, "the threads to end")
-    assert near.recv(1) == b""
+    # A reset where the end came before all was read.
+    with contextlib.suppress(ConnectionResetError):
+        assert near.recv(1) == b""
 
 
 def test_misuse_is_refused() -> None:

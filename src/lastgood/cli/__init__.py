@@ -23,11 +23,13 @@ from lastgood.cli import (
     launch,
     netbench,
     offset,
+    optbench,
     plan,
     plot,
     provision,
     report,
     run,
+    storage,
     switch,
     testbed,
     trace,
@@ -56,6 +58,7 @@ app.command()(ceilings.ceilings)
 app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
@@ -68,6 +71,7 @@ app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
+app.add_typer(storage.app, name="storage")
 app.add_typer(trace.app, name="trace")
 
 

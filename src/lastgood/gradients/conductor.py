@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
@@ -37,7 +37,7 @@ from lastgood.gradients.messages import (
 )
 from lastgood.gradients.tracked import BucketCopy
 
-__all__ = ["Conductor", "Settled", "Settings"]
+__all__ = ["Conductor", "Settings", "Settled"]
 
 _log = logging.getLogger("lastgood")
 
@@ -185,9 +185,9 @@ class Conductor:
             self._state.close_iteration(iteration)
             self._decide()
 
-    def side(self, side: Side, record: memoryview) -> None:
-        """Send this rank's side record to the shadow that keeps it."""
-        self.links[side.rank % len(self.links)].post(side, side.iteration, record)
+    def side(self, side: Side, record: memoryview, arrives: Any) -> None:
+        """Send this rank's side record to the shadow that keeps it, once the CUDA event `arrives` has come."""
+        self.links[side.rank % len(self.links)].post(side, side.iteration, record, arrives)
 
     def wanted_seeds(self, limit_bytes: int, bucket_bytes: Callable[[int], int]) -> list[tuple[int, int]]:
         """(shadow, bucket) to be copied now and given to `seed`: at least one if any is wanted, up to a limit."""
@@ -240,13 +240,20 @@ class Conductor:
             self._why[shadow] = why
             self._decide()
 
+    def refused(self, shadow: int) -> None:
+        """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
+        with self._changed:
+            if self._state.behind(shadow):
+                self._state.give_up(shadow)
+                self._decide()
+
     def fenced_off(self, shadow: int, epoch: int) -> None:
         """Another life of this job has begun."""
         with self._changed:
             if self._fenced is None:
                 self._fenced = (
-                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at {self._identity.epoch}: "
-                    "another life of this job has taken over; nothing more is kept from here"
+                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
+                    f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
                 )
                 _log.error("checkmate: %s", self._fenced)
             self._changed.notify_all()
@@ -260,8 +267,9 @@ class Conductor:
             elif isinstance(message, Complete):
                 self._follow(message)
             elif isinstance(message, Torn):
-                self._torn += 1
-                _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
+                if not set(message.buckets) <= state.shadows[shadow].wants or not message.buckets:
+                    self._torn += 1
+                    _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
                 state.torn(shadow, message.iteration, message.buckets)
             elif isinstance(message, Diverged):
                 self._diverged += 1
@@ -296,9 +304,7 @@ class Conductor:
         certificate = self._state.decide()
         if certificate is None:
             return
-        message = Complete(
-            iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable
-        )
+        message = Complete(iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable)
         for link in self.links:
             link.post(message, certificate.iteration)
         self._announce()
@@ -342,10 +348,12 @@ class Conductor:
         """Bytes of gradients, side records and seeds that this rank has sent."""
         return sum(link.sent_bytes + link.data.sent_bytes for link in self.links)
 
-    def facts(self) -> dict[str, int]:
-        """Counts of what went wrong and was healed."""
+    def facts(self) -> dict[str, Any]:
+        """Counts of what went wrong and was healed; why nothing is kept any more, if so."""
         return {
+            "fenced": self._fenced,
             "torn": self._torn,
             "diverged": self._diverged,
             "cut_off": sum(link.data.cuts for link in self.links),
+            "waits": sum(link.data.waits for link in self.links),
         }

@@ -160,9 +160,13 @@ class ConductorState:
         return max(known.floor for known in self.shadows)
 
     def behind(self, shadow: int) -> bool:
-        """Whether a shadow that the others wait for lacks what the training has closed."""
+        """Whether the others wait for this shadow, and it lacks what the training has closed."""
         known = self.shadows[shadow]
-        return not known.given_up and (not known.whole or (known.have or 0) < self.closed)
+        if self.closed <= self.complete or known.given_up:
+            return False
+        # One whose slots are full waits for what is not complete elsewhere.
+        wanted = min(self.closed, self.complete + known.slots)
+        return not known.whole or (known.have or 0) < wanted
 
     def decide(self) -> Certificate | None:
         """What is complete now; None if that was said already. Called by rank 0 only."""

@@ -13,11 +13,12 @@ from functools import partial
 from lastgood import _native
 from lastgood.gradients.pieces import Span
 
-__all__ = ["DataLink", "DataSettings"]
+__all__ = ["DataLink", "DataSettings", "Ticket"]
 
 _log = logging.getLogger("lastgood")
 
 _END_S = 5.0
+_LOST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class DataSettings:
     """How long the other side may take nothing."""
 
 
+@dataclass(frozen=True)
+class Ticket:
+    """What one connection was given."""
+
+    sender: _native.Sender
+    number: int
+
+    @property
+    def returned(self) -> bool:
+        """Whether its memory is not read any more."""
+        return self.sender.returned(self.number)
+
+
 class DataLink:
     """Sends gradients while there is a connection, and swallows them while there is none; never raises for that.
 
@@ -48,14 +62,16 @@ class DataLink:
         self._lock = threading.Lock()
         self._sender: _native.Sender | None = None
         self._next: _native.Sender | None = None
-        self._borrowed = 0
-        """The newest ticket of memory that is not the sender's own."""
+        self._borrowed: Ticket | None = None
+        """The newest one of memory that is not the sender's own."""
         self._closed = False
         self._sent_before = 0
         self.patient = True
-        """Whether to wait for room; not for a shadow that the others do not wait for."""
+        """False for a shadow that the others do not wait for: then room is waited for a tenth as long."""
         self.cuts = 0
         """How often it was cut off, but for the end."""
+        self.waits = 0
+        """How often there was no room at once, and it was waited for."""
         self.waited_s = 0.0
 
     # -- connecting ------------------------------------------------------------------------------------------------
@@ -91,23 +107,25 @@ class DataLink:
         if sender is not None:
             _abort(sender)
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """An iteration's first gradient comes now: a connection that was made meanwhile is used from here on."""
         if self._next is not None:
             with self._lock:
                 self._sender, self._next = self._next, None
-                self._borrowed = 0
+                self._borrowed = None
                 self.patient = True
+            # What an older connection took with it never comes, and the shadow must not wait for it.
+            self.end(iteration - 1)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def put(self, iteration: int, span: Span, address: int, *, borrowed: bool) -> int:
-        """Send a run of gradients from `address`; returns its ticket, or 0 where it is not sent.
+    def put(self, iteration: int, span: Span, address: int, *, borrowed: bool) -> Ticket | None:
+        """Send a run of gradients from `address`; returns its ticket, or None where it is not sent.
 
-        Borrowed memory must stay as it is until `wait_returned`.
+        Borrowed memory must stay as it is until the ticket has returned.
         """
         whole = span.nbytes if borrowed else self._settings.copied_bytes
-        ticket = 0
+        ticket: Ticket | None = None
         for at in range(0, span.nbytes, whole):
             ticket = self._try(
                 partial(
@@ -116,54 +134,60 @@ class DataLink:
                     borrowed,
                 )
             )
-            if not ticket:
-                return 0
+            if ticket is None:
+                return None
         if borrowed:
-            self._borrowed = max(self._borrowed, ticket)
+            self._borrowed = ticket
         return ticket
 
     def end(self, iteration: int) -> None:
         """Say that this rank sends nothing more for this iteration."""
         self._try(lambda sender, patience_s: sender.end(iteration, timeout_s=patience_s))
 
-    def _try(self, call: Callable[[_native.Sender, float], int]) -> int:
+    def _try(self, call: Callable[[_native.Sender, float], int]) -> Ticket | None:
         sender = self._sender
         if sender is None:
-            return 0
-        patience_s = self._settings.patience_s if self.patient else 0.0
-        begin = time.perf_counter()
+            return None
+        patience_s = self._patience_s
         try:
-            ticket = call(sender, patience_s)
+            ticket = call(sender, 0.0)
+            if not ticket and patience_s:
+                begin = time.perf_counter()
+                self.waits += 1
+                ticket = call(sender, patience_s)
+                self.waited_s += time.perf_counter() - begin
         except OSError as error:
             self._cut(sender, str(error))
-            return 0
+            return None
         if not ticket:
             self._cut(sender, f"its queue stayed full for {patience_s:g} s")
-        self.waited_s += time.perf_counter() - begin
-        return ticket
+        return Ticket(sender, ticket) if ticket else None
 
-    def wait_returned(self, timeout_s: float) -> None:
-        """Return when no borrowed memory is read any more; a connection that takes longer is cut."""
-        sender = self._sender
-        if sender is None or not self._borrowed:
+    def wait_returned(self) -> None:
+        """Return when no borrowed memory is read any more; a connection that takes longer than its patience is cut."""
+        ticket = self._borrowed
+        if ticket is None:
             return
+        sender = ticket.sender
+        patience_s = self._patience_s
+        begin = time.perf_counter()
         try:
-            if not sender.wait_returned(self._borrowed, timeout_s if self.patient else 0.0):
-                self._cut(sender, f"it took nothing for {timeout_s:g} s")
+            if not sender.wait_returned(ticket.number, patience_s):
+                self._cut(sender, f"it took nothing for {patience_s:g} s")
         except OSError as error:
             self._cut(sender, str(error))
-        self._borrowed = 0
-
-    def returned(self, ticket: int) -> bool:
-        """Whether the memory of one `put` is free again."""
-        sender = self._sender
-        return sender is None or sender.returned(ticket)
+        self.waited_s += time.perf_counter() - begin
+        self._borrowed = None
 
     @property
     def sent_bytes(self) -> int:
         """Payload bytes that have gone out, over all connections."""
         sender = self._sender
-        return self._sent_before + (0 if sender is None else sender.int(counters()["bytes"]))
+        return self._sent_before + (0 if sender is None else int(sender.counters()["bytes"]))
+
+    @property
+    def _patience_s(self) -> float:
+        return self._settings.patience_s * (1.0 if self.patient else _LOST_SHARE)
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +216,7 @@ class DataLink:
             self._closed = True
             senders = [sender for sender in (self._sender, self._next) if sender is not None]
             if self._sender is not None:
-                self._sent_before += self._int(sender.counters()["bytes"])
+                self._sent_before += int(self._sender.counters()["bytes"])
             self._sender = self._next = None
         for sender in senders:
             try:

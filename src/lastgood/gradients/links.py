@@ -9,41 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from lastgood.errors import CheckpointError, LastgoodError, WaitTimeout
+from lastgood.errors import LastgoodError, MismatchError
+from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.data_link import DataLink, DataSettings
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
-    CHUNK_BYTES,
-    GREETING,
-    MAX_MESSAGE_BYTES,
     Complete,
     Declare,
-    Fence,
     Hello,
     Message,
     Refused,
     Side,
-    Status,
-    StatusAsked,
     Step,
     Welcome,
     parse_message,
 )
+from lastgood.gradients.streams import send_stream
 from lastgood.units import MIB
-from lastgood.wire.frames import Wire, chunk_checksum, prove_trainer
+from lastgood.wire.frames import Wire
 
-__all__ = ["Identity", "Listener", "ShadowLink", "open_wire", "split_address"]
+__all__ = ["Identity", "Listener", "ShadowLink"]
 
 _log = logging.getLogger("lastgood")
 
-_CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _SLICE_S = 0.2
 """Between two looks at whether to stop, or to connect again."""
@@ -52,6 +46,8 @@ _OUTBOX_BYTES = 512 * MIB
 _RESENT = 64
 """Steps and side records that are kept to be sent again."""
 _END_S = 5.0
+_MAX_EARLY = 1000
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,9 @@ class Listener(Protocol):
     def disconnected(self, shadow: int, why: str) -> None:
         """The control connection is gone."""
 
+    def refused(self, shadow: int) -> None:
+        """Nobody listens at its address: its process has ended."""
+
     def heard(self, shadow: int, message: Message) -> None:
         """The shadow says something."""
 
@@ -86,39 +85,9 @@ class Listener(Protocol):
 class _Outgoing:
     message: Message
     iteration: int
-    payload: memoryview = memoryview(b"")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{address!r} is no HOST:PORT")
-    return host, int(port)
-
-
-def open_wire(address: str, token: bytes, hello: Hello, timeout_s: float) -> tuple[Wire, Message]:
-    """Connect, prove, say hello; the connection and the answer to it.
-
-    Raises CheckpointError (no such address, refused by the machine), MismatchError (another token), WaitTimeout,
-    CorruptCheckpoint.
-    """
-    try:
-        connection = socket.create_connection(split_address(address), min(timeout_s, _CONNECT_S))
-    except OSError as error:
-        raise CheckpointError(f"shadow {address} cannot be reached: {error}") from error
-    try:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
-        wire = Wire(connection, f"shadow {address}", timeout_s, MAX_MESSAGE_BYTES)
-        prove_trainer(wire, token, GREETING)
-        wire.send_message(**hello.content())
-        answer = parse_message(wire.receive_message("the answer to a hello"), wire.other)
-    except BaseException:
-        connection.close()
-        raise
-    return wire, answer
+    payload: memoryview
+    arrives: Any = None
+    """A CUDA event behind which the payload is whole."""
 
 
 class ShadowLink:
@@ -148,6 +117,8 @@ class ShadowLink:
         self._resent: deque[_Outgoing] = deque(maxlen=_RESENT)
         self._complete: Complete | None = None
         self._wire: Wire | None = None
+        self._described: Wire | None = None
+        """The connection on which a side record came with its layout."""
         self._ended = False
         self._threads: list[threading.Thread] = []
         self.sent_bytes = 0
@@ -159,12 +130,13 @@ class ShadowLink:
         thread.start()
         self._threads.append(thread)
 
-    def post(self, message: Message, iteration: int = 0, payload: memoryview = memoryview(b"")) -> None:
-        """Let a message go out, with its bytes behind it. Without a connection it is dropped.
+    def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING, arrives: Any = None) -> None:
+        """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
 
+        Without a connection it is dropped.
         Steps and side records are sent again on the next connection, until they are complete.
         """
-        outgoing = _Outgoing(message, iteration, payload)
+        outgoing = _Outgoing(message, iteration, payload, arrives)
         with self._changed:
             if isinstance(message, (Step, Side)):
                 self._resent.append(outgoing)
@@ -230,6 +202,8 @@ class ShadowLink:
                 self.data.close()
                 return
             except (LastgoodError, OSError) as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    self._listener.refused(self.shadow)
                 if str(error) != logged:  # not at every try
                     logged = str(error)
                     _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, error)
@@ -247,19 +221,19 @@ class ShadowLink:
 
     def _open_control(self) -> Wire:
         mine = self._identity
-        wire, answer = open_wire(self.address, self._token, self._hello("control"), self._timeout_s)
         try:
-            if isinstance(answer, Refused):
-                self._find_out(answer)
+            wire, welcome = connect_shadow(self.address, self._token, self._hello("control"), self._timeout_s)
+        except MismatchError as error:
+            self._find_out(error)
+            raise
+        early: list[Message] = []
+        try:
             if mine.rank == 0:
                 wire.send_message(**Declare(layout=mine.layout.to_data(), adopt=mine.adopt).content())
-                answer = parse_message(wire.receive_message("the answer to a layout"), wire.other)
-            if not isinstance(answer, Welcome):
-                why = answer.why if isinstance(answer, Refused) else f"it answered {answer.kind}"
-                raise CheckpointError(f"shadow {self.address} does not take part: {why}")
-            if (answer.shadow, answer.shadows) != (self.shadow, mine.layout.shadows):
-                raise CheckpointError(
-                    f"shadow {self.address} is number {answer.shadow} of {answer.shadows}; here it is number "
+                welcome, early = self._answer_to_layout(wire)
+            if (welcome.shadow, welcome.shadows) != (self.shadow, mine.layout.shadows):
+                raise MismatchError(
+                    f"shadow {self.address} is number {welcome.shadow} of {welcome.shadows}; here it is number "
                     f"{self.shadow} of {mine.layout.shadows}: give all shadows in their order"
                 )
         except BaseException:
@@ -269,28 +243,35 @@ class ShadowLink:
             self._wire = wire
             self._outbox = deque(self._resent)
             if self._complete is not None:
-                self._outbox.append(_Outgoing(self._complete, self._complete.iteration))
+                self._outbox.append(_Outgoing(self._complete, self._complete.iteration, _NOTHING))
             self._outbox_bytes = sum(len(one.payload) for one in self._outbox)
-        self._listener.connected(self.shadow, answer)
+        self._listener.connected(self.shadow, welcome)
+        for message in early:
+            self._listener.heard(self.shadow, message)
         return wire
 
-    def _find_out(self, refused: Refused) -> None:
-        """Why a hello was refused. Rank 0 lets a shadow that is new join this epoch. Always raises."""
+    def _answer_to_layout(self, wire: Wire) -> tuple[Welcome, list[Message]]:
+        """What the shadow answers, and what it says of the state that it has kept before that."""
+        early: list[Message] = []
+        while True:
+            answer = parse_message(wire.receive_message("the answer to a layout"), wire.other)
+            if isinstance(answer, Welcome):
+                return answer, early
+            if isinstance(answer, Refused) or len(early) > _MAX_EARLY:
+                why = answer.why if isinstance(answer, Refused) else "it says too much"
+                raise MismatchError(f"shadow {self.address} does not take the layout: {why}")
+            early.append(answer)
+
+    def _find_out(self, refused: MismatchError) -> None:
+        """Why a hello was refused. Rank 0 lets a shadow that is new join this epoch."""
         mine = self._identity
-        hello = Hello(role="asker", job=mine.job)
-        wire, answer = open_wire(self.address, self._token, hello, self._timeout_s)
-        with contextlib.closing(wire):
-            if isinstance(answer, Refused):
-                raise CheckpointError(f"shadow {self.address}: {answer.why}")
-            wire.send_message(**StatusAsked().content())
-            status = parse_message(wire.receive_message("a status"), wire.other)
-            if isinstance(status, Status) and status.epoch > mine.epoch:
-                raise _FencedOffError(status.epoch)
-            if isinstance(status, Status) and status.epoch < mine.epoch and mine.rank == 0:
-                wire.send_message(**Fence(epoch=mine.epoch).content())
-                wire.receive_message("the answer to a fence")
-                raise CheckpointError(f"shadow {self.address} is new, and joins this life of the job")
-        raise CheckpointError(f"shadow {self.address}: {refused.why}")
+        with Asker(self.address, self._token, self._timeout_s, mine.job) as asker:
+            epoch = asker.status().epoch
+            if epoch > mine.epoch:
+                raise _FencedOffError(epoch) from refused
+            if epoch < mine.epoch and mine.rank == 0:
+                asker.fence(mine.epoch)
+                _log.info("checkmate: shadow %s is new, and joins this life of the job", self.address)
 
     def _serve(self, wire: Wire) -> None:
         """Write what is posted, until the connection breaks or the link ends."""
@@ -329,12 +310,18 @@ class ShadowLink:
             self._listener.disconnected(self.shadow, why)
 
     def _write(self, wire: Wire, outgoing: _Outgoing) -> None:
-        wire.send_message(**outgoing.message.content())
-        payload = outgoing.payload
-        for offset in range(0, len(payload), CHUNK_BYTES):
-            chunk = payload[offset : offset + CHUNK_BYTES]
-            wire.send_chunk(chunk, offset, chunk_checksum(chunk, outgoing.iteration, offset))
-        self.sent_bytes += len(payload)
+        message = outgoing.message
+        if isinstance(message, Side):
+            # The rank's layout stays as it is, and may be large: once for each connection.
+            if self._described is wire:
+                message = message.model_copy(update={"layout": None})
+            self._described = wire
+        if outgoing.arrives is not None:
+            outgoing.arrives.synchronize()
+        wire.send_message(**message.content())
+        if len(outgoing.payload):
+            send_stream(wire, outgoing.iteration, [outgoing.payload])
+        self.sent_bytes += len(outgoing.payload)
 
     def _read(self, wire: Wire) -> None:
         try:
@@ -354,14 +341,9 @@ class ShadowLink:
 
     def _connect_data(self) -> bool:
         try:
-            wire, answer = open_wire(self.address, self._token, self._hello("data"), self._timeout_s)
-        except WaitTimeout:
-            return False
+            wire, _ = connect_shadow(self.address, self._token, self._hello("data"), self._timeout_s)
         except LastgoodError as error:
-            _log.debug("checkmate: shadow %d: %s", self.shadow, error)
-            return False
-        if not isinstance(answer, Welcome):
-            wire.close()
+            _log.debug("checkmate: shadow %d takes no gradients yet: %s", self.shadow, error)
             return False
         self.data.connect(wire.detach())
         return True

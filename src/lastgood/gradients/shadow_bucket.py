@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from lastgood.gradients.messages import Step
+from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, Work
 
 __all__ = ["BucketState"]
 
@@ -61,3 +65,37 @@ class BucketState:
         if self.landed and self.landing is not None and self.landing <= iteration <= self.chain_end(self.landing):
             return self.landing
         return None
+
+    def next_work(
+        self, number: int, goal: int, word: int, steps: Mapping[int, Step], spilling: int | None
+    ) -> Work | None:
+        """What is to be done to its value now.
+
+        Args:
+            number: its index.
+            goal: the iteration that it may be brought to.
+            word: up to which all shadows hold everything.
+            steps: those that are known.
+            spilling: the iteration that it is to be copied at for a spill.
+        """
+        if self.landed and self.landing is not None and self._seed_is_due(self.landing, word):
+            return Commit(number, self.landing)
+        if self.at is None:
+            return None
+        for iteration in list(self.checks):
+            if self.floor <= iteration <= self.at:
+                return Check(number, iteration, self.checks.pop(iteration))
+        if spilling is not None and self.floor <= spilling <= self.at:
+            return Copy(number, spilling)
+        following = self.at + 1
+        # Behind its seed's iteration it goes on from the seed only.
+        limit = goal if self.landing is None else min(goal, self.landing)
+        if following <= limit and following in self.received and following in steps and not self.windowed:
+            return Apply(number, following, steps[following])
+        return None
+
+    def _seed_is_due(self, iteration: int, word: int) -> bool:
+        """Whether its value is no longer of use, since it is none, has come as far, or all shadows are further."""
+        if self.at is None or self.at >= iteration or word >= iteration:
+            return True
+        return self.exhausted and word > self.at

@@ -18,10 +18,9 @@ from lastgood.errors import CheckpointError, MismatchError
 from lastgood.gradients.messages import Applied, Complete, Diverged, Have, Saved, Seeded, Spilled, Step, Torn
 from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
 from lastgood.gradients.shadow_bucket import BucketState
+from lastgood.gradients.shadow_iterations import Iterations
 
 __all__ = ["ShadowState"]
-
-_MAX_STEPS = 100_000
 
 
 class ShadowState:
@@ -43,12 +42,7 @@ class ShadowState:
         self.missed_checks = 0
         self._buckets: dict[int, BucketState] = {}
         self._ranks = 0
-        self._side_ranks: frozenset[int] = frozenset()
-        self._steps: dict[int, Step] = {}
-        self._saves: dict[int, Saved] = {}
-        self._sides: dict[int, set[int]] = {}
-        self._given_up: set[int] = set()
-        self._newest_side: dict[int, int] = {}
+        self._known = Iterations()
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
         self._holding: dict[int, int] = {}
@@ -101,8 +95,9 @@ class ShadowState:
         self.job, self.epoch, self.declared = job, epoch, False
         self._ended.clear()
         self._gone.clear()
-        self._newest_side.clear()
+        self._known.newest_side.clear()
         self._restoring = None
+        self._ready.clear()  # what may be applied is another thing from here on
         for bucket in self._buckets.values():
             bucket.checks.clear()
         self._settle()
@@ -123,20 +118,14 @@ class ShadowState:
                 bucket.received.clear()
                 bucket.torn = bucket.landing = None
                 bucket.landed = bucket.windowed = bucket.opened = False
-            for known in (self._steps, self._saves, self._sides):
-                for iteration in [one for one in known if one > adopt]:
-                    del known[iteration]
+            self._drop_sides(self._known.keep_until(adopt))
         else:
             self._buckets = {number: BucketState() for number in buckets}
-            for iteration in self._sides:
-                self._out.append(DropSide(iteration))
-            self._steps.clear()
-            self._saves.clear()
-            self._sides.clear()
+            self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
-        self._side_ranks, self._ranks = frozenset(side_ranks), ranks
+        self._known.side_ranks, self._ranks = frozenset(side_ranks), ranks
         self.completed = self._decided_spill = adopt if kept and adopt is not None else 0
-        self._given_up.clear()
+        self._known.given_up.clear()
         self._holding.clear()
         self._have = self._applied = self._restoring = self.spilling = None
         self._spill_left.clear()
@@ -170,61 +159,54 @@ class ShadowState:
 
     def restored(self, saved: Saved) -> bool:
         """Whether all buckets stand at that iteration now."""
-        return self._stands_at(saved.iteration) and self._saves.get(saved.iteration) == saved
+        return self._stands_at(saved.iteration) and self._known.saves.get(saved.iteration) == saved
 
-    def replaced(self, saved: Saved) -> None:
-        """All buckets were replaced by what a spill of this iteration held (of the same layout)."""
-        for bucket in self._buckets.values():
-            bucket.at = bucket.floor = saved.iteration
-            bucket.received.clear()
-            bucket.torn = bucket.landing = None
-            bucket.landed = bucket.windowed = bucket.busy = False
-        for iteration in self._sides:
-            if iteration != saved.iteration:
-                self._out.append(DropSide(iteration))
-        self._steps.clear()
-        self._saves = {saved.iteration: saved}
-        self._sides = {saved.iteration: set(self._side_ranks)}
+    def replaced(self, saved: Saved, layout: str, buckets: Sequence[int], side_ranks: Iterable[int]) -> None:
+        """All is now what a spill of this iteration held: values and side records. Only before Declare."""
+        self.layout, self._known.side_ranks = layout, frozenset(side_ranks)
+        at = saved.iteration
+        self._buckets = {number: BucketState(at=at, floor=at, opened=False) for number in buckets}
+        self._drop_sides(one for one in self._known.become(saved) if one != at)
         self._restoring = None
+        self._ready.clear()
         self._settle()
 
-    def adopt_layout(
-        self, job: str, layout: str, buckets: Sequence[int], side_ranks: Iterable[int], epoch: int
-    ) -> None:
-        """A fresh shadow found a spill of this job: it knows the layout, and has no values yet."""
-        self.job, self.layout, self.epoch = job, layout, max(epoch, self.epoch)
-        self._buckets = {number: BucketState() for number in buckets}
-        self._side_ranks = frozenset(side_ranks)
+    def emptied(self) -> None:
+        """All values are lost. Only before Declare."""
+        for bucket in self._buckets.values():
+            self._lose(bucket)
+        self._settle()
+
+    def saved_at(self, iteration: int) -> Saved:
+        """A saved iteration. Raises CheckpointError where it is none (any more)."""
+        if iteration not in self._known.saves:
+            raise CheckpointError(f"iteration {iteration} is not held as a saved one")
+        return self._known.saves[iteration]
+
+    def is_landing(self, bucket: int, iteration: int) -> bool:
+        """Whether a seed that began is still wanted."""
+        found = self._buckets.get(bucket)
+        return found is not None and found.landing == iteration and not found.landed
 
     # -- from trainers ---------------------------------------------------------------------------------------------
 
     def step(self, message: Step) -> None:
         """What an iteration needs beside gradients. Raises CheckpointError where far too many are open."""
-        if message.iteration in self._steps or message.iteration <= self._lowest():
-            return
-        if len(self._steps) >= _MAX_STEPS:
-            raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {message.iteration} is one too many")
-        self._steps[message.iteration] = message
-        if message.saved and message.iteration not in self._given_up:
-            self._saves[message.iteration] = Saved(
-                epoch=self.epoch, iteration=message.iteration, step=message.step or 0
-            )
-        self._give_up_sides()
-        self._settle()
+        if message.iteration > self._lowest():
+            self._known.add_step(message, self.epoch)
+            self._give_up(self._known.late())
+            self._settle()
 
     def side(self, rank: int, iteration: int) -> bool:
         """A side record has arrived whole. Says whether it is to be kept."""
-        self._newest_side[rank] = max(iteration, self._newest_side.get(rank, 0))
-        wanted = rank in self._side_ranks and iteration not in self._given_up and iteration >= self._oldest()
-        if wanted:
-            self._sides.setdefault(iteration, set()).add(rank)
-        self._give_up_sides()
+        wanted = self._known.add_side(rank, iteration, self._oldest())
+        self._give_up(self._known.late())
         self._settle()
         return wanted
 
     def side_refused(self, iteration: int, why: str) -> None:
         """A side record could not be kept: that iteration cannot be given back."""
-        self._give_up(iteration, why)
+        self._give_up([(iteration, why)])
         self._settle()
 
     def complete(self, message: Complete) -> None:
@@ -258,17 +240,24 @@ class ShadowState:
         found.landing, found.landed, found.windowed = iteration, False, False
         self._settle()
 
-    def window_set(self, bucket: int, held: Collection[int]) -> None:
-        """The receiver obeyed a Window that asks; it holds these iterations whole."""
-        self._buckets[bucket].received = set(held)
+    def window_set(self, bucket: int, held: Collection[int] | None) -> None:
+        """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
+        found = self._buckets[bucket]
+        if held is not None:
+            found.received = set(held)
+        elif found.landing is not None:
+            following = found.landing + 1
+            found.landing, found.landed, found.windowed, found.opened = None, False, False, True
+            self._torn(following, [bucket], "newer gradients had overwritten it before its seed began")
         self._settle()
 
     def seed_landed(self, bucket: int) -> None:
         """All bytes of the seed are here."""
         found = self._buckets[bucket]
-        found.landed = True
-        assert found.landing is not None
         iteration = found.landing
+        if iteration is None:
+            return
+        found.landed = True
         self._settle()
         seeded = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
         self._out.append(Tell(seeded, everyone=True))
@@ -399,8 +388,8 @@ class ShadowState:
         """Saved iterations that all buckets can be brought to and whose side records are here, oldest first."""
         return [
             saved
-            for iteration, saved in sorted(self._saves.items())
-            if self._sides_whole(iteration) and self._producible(iteration)
+            for iteration, saved in sorted(self._known.saves.items())
+            if self._known.sides_whole(iteration) and self._producible(iteration)
         ]
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -410,10 +399,7 @@ class ShadowState:
         if not bases or None in bases:
             return False
         lowest = min(base for base in bases if base is not None)
-        return all(one in self._steps for one in range(lowest + 1, iteration + 1))
-
-    def _sides_whole(self, iteration: int) -> bool:
-        return self._side_ranks <= self._sides.get(iteration, set())
+        return all(one in self._known.steps for one in range(lowest + 1, iteration + 1))
 
     def _stands_at(self, iteration: int) -> bool:
         return bool(self._buckets) and all(
@@ -428,7 +414,7 @@ class ShadowState:
         newest = min(bucket.end for bucket in self._buckets.values())
         low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
         for iteration in range(newest, low - 1, -1):
-            complete = iteration not in self._saves or self._sides_whole(iteration)
+            complete = iteration not in self._known.saves or self._known.sides_whole(iteration)
             if complete and self._producible(iteration):
                 return iteration
         return None
@@ -469,7 +455,7 @@ class ShadowState:
 
     def _tear(self) -> None:
         # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
-        known = max(self._steps, default=0)
+        known = max(self._known.steps, default=0)
         ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
         ended = {**self._ended, **ended}
         if len(ended) < self._ranks or not self._ranks or not self.declared:
@@ -511,32 +497,21 @@ class ShadowState:
         bucket.received.clear()
         bucket.opened = bucket.windowed = False  # `_follow_seed` sees to its slots
 
-    def _give_up_sides(self) -> None:
-        for iteration in list(self._saves):
-            come = self._sides.get(iteration, set())
-            late = [rank for rank in self._side_ranks - come if self._newest_side.get(rank, 0) > iteration]
-            if late:
-                self._give_up(iteration, f"rank {late[0]} sent a later side record, and none of this iteration")
+    def _give_up(self, late: Iterable[tuple[int, str]]) -> None:
+        for iteration, why in late:
+            if iteration not in self._known.given_up:
+                if self._known.give_up(iteration):
+                    self._out.append(DropSide(iteration))
+                self._torn(iteration, [], why)
 
-    def _give_up(self, iteration: int, why: str) -> None:
-        if iteration in self._given_up:
-            return
-        self._given_up.add(iteration)
-        self._saves.pop(iteration, None)
-        if self._sides.pop(iteration, None):
-            self._out.append(DropSide(iteration))
-        self._torn(iteration, [], why)
+    def _drop_sides(self, iterations: Iterable[int]) -> None:
+        self._out.extend(DropSide(iteration) for iteration in iterations)
 
     def _forget(self) -> None:
-        oldest, lowest = self._oldest(), self._lowest()
-        for iteration in [one for one in self._sides if one < oldest]:
-            del self._sides[iteration]
-            self._out.append(DropSide(iteration))
-        for known in (self._saves, self._steps, self._holding):
-            bound = oldest if known is self._saves else lowest + 1
-            for iteration in [one for one in known if one < bound]:
-                del known[iteration]
-        self._given_up = {one for one in self._given_up if one >= oldest}
+        lowest = self._lowest()
+        self._drop_sides(self._known.forget(self._oldest(), lowest))
+        for iteration in [one for one in self._holding if one <= lowest]:
+            del self._holding[iteration]
 
     # -- how far -----------------------------------------------------------------------------------------------------
 
@@ -552,7 +527,8 @@ class ShadowState:
             return self.completed
         # What can be given back is not overwritten by an update that nobody saved, while there is room for more.
         target = good[-1]
-        while target < self.completed and target + 1 in self._steps and self._steps[target + 1].rule is None:
+        steps = self._known.steps
+        while target < self.completed and target + 1 in steps and steps[target + 1].rule is None:
             target += 1
         return target if self.completed < target + self.slots else self.completed
 
@@ -565,16 +541,16 @@ class ShadowState:
 
     def _retarget(self) -> None:
         self._goal = self._target()
-        for iteration in sorted(one for one in self._steps if self._decided_spill < one <= self._goal):
+        for iteration in sorted(one for one in self._known.steps if self._decided_spill < one <= self._goal):
             self._decided_spill = iteration
-            if self._steps[iteration].spill:
+            if self._known.steps[iteration].spill:
                 self._begin_spill(iteration)
 
     def _begin_spill(self, iteration: int) -> None:
         why = None
         if self.spilling is not None:
             why = f"the spill of iteration {self.spilling} is still being written"
-        elif iteration not in self._saves or not self._sides_whole(iteration):
+        elif iteration not in self._known.saves or not self._known.sides_whole(iteration):
             why = "it was not saved, or a side record of it is missing"
         elif not self._producible(iteration):
             why = "a bucket of it waits for a seed, or was seeded later"
@@ -588,26 +564,8 @@ class ShadowState:
         bucket = self._buckets.get(number)
         if bucket is None or bucket.busy:
             return None
-        if bucket.landed and bucket.landing is not None and self._seed_is_due(bucket, bucket.landing):
-            return Commit(number, bucket.landing)
-        if bucket.at is None:
-            return None
-        for iteration in list(bucket.checks):
-            if bucket.floor <= iteration <= bucket.at:
-                return Check(number, iteration, bucket.checks.pop(iteration))
-        if number in self._spill_left and self.spilling is not None and bucket.floor <= self.spilling <= bucket.at:
-            return Copy(number, self.spilling)
-        following = bucket.at + 1
-        limit = self._goal if bucket.landing is None else min(self._goal, bucket.landing)
-        if following <= limit and following in bucket.received and following in self._steps and not bucket.windowed:
-            return Apply(number, following, self._steps[following])
-        return None
-
-    def _seed_is_due(self, bucket: BucketState, iteration: int) -> bool:
-        """Whether its value is no longer of use, since it is none, has come as far, or all shadows are further."""
-        if bucket.at is None or bucket.at >= iteration or self._word >= iteration:
-            return True
-        return bucket.exhausted and self._word > bucket.at
+        spilling = self.spilling if number in self._spill_left else None
+        return bucket.next_work(number, self._goal, self._word, self._known.steps, spilling)
 
     def _start(self, work: Work) -> None:
         bucket = self._buckets[work.bucket]

@@ -7,7 +7,8 @@ with what shadows hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
@@ -15,7 +16,7 @@ from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.tracked import PARAMETER, Tracked
 from lastgood.state import Layout, flatten, unflatten
-from lastgood.state.layout import MAX_LAYOUT_BYTES
+from lastgood.state.layout import BLOCK_ALIGNMENT, MAX_LAYOUT_BYTES
 from lastgood.state.shards import is_sharded, local_part, wrap
 
 if TYPE_CHECKING:
@@ -38,17 +39,37 @@ class SideRecords:
         self.layout = {"version": _VERSION, "rank": rank, "gradients": layout.to_data()}
         """What does not change from step to step; goes with the first record of a connection."""
 
-    def take(self) -> memoryview:
-        """Copy what there is now. Raises StateError for what cannot be stored."""
-        flat = flatten(reduced_state(self._state, self._tracked), spread=True)
+    def take(self) -> tuple[memoryview, Any]:
+        """Copy what there is now: the record, and a CUDA event behind which it is whole (None: it is).
+
+        Raises StateError for what cannot be stored.
+        """
+        flat = flatten(reduced_state(self._state, self._tracked))
         text = flat.layout.to_json()
         size = _LENGTH_BYTES + len(text)
-        memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8)
+        on_device = any(block.is_cuda for block in flat.blocks)
+        memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8, pin_memory=on_device)
         view = memoryview(memory.numpy().data)
         view[:size] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        for offset, block in zip(flat.layout.block_offsets(), flat.blocks, strict=True):
-            memory[size + offset : size + offset + block.numel()].copy_(block)
-        return view
+        placed = zip(flat.layout.block_offsets(), flat.blocks, strict=True)
+        for device, run in groupby(placed, key=lambda one: one[1].device):
+            offsets, blocks = zip(*run, strict=True)
+            # From a device in one copy: there may be hundreds, and they follow each other in the stream.
+            joined = blocks[0] if len(blocks) == 1 else _joined(blocks)
+            begin = size + offsets[0]
+            memory[begin : begin + joined.numel()].copy_(joined, non_blocking=device.type == "cuda")
+        if not on_device:
+            return view, None
+        event = torch.cuda.Event()
+        event.record()
+        return view, event
+
+
+def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Blocks one after another, each padded to the alignment that blocks have in a stream."""
+    pad = torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device=blocks[0].device)
+    pieces = [piece for block in blocks for piece in (block, pad[: -block.numel() % BLOCK_ALIGNMENT])]
+    return torch.cat(pieces[:-1])
 
 
 def reduced_state(state: Mapping[str, Any], tracked: Tracked) -> dict[str, Any]:
@@ -57,11 +78,7 @@ def reduced_state(state: Mapping[str, Any], tracked: Tracked) -> dict[str, Any]:
     places = {_place(local_part(parameter)) for parameter in tracked.parameters}
     for name, part in state.items():
         if isinstance(part, torch.nn.Module):
-            reduced[name] = {
-                key: value
-                for key, value in part.state_dict().items()
-                if not _is_updated(value, places)
-            }
+            reduced[name] = {key: value for key, value in part.state_dict().items() if not _is_updated(value, places)}
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in tracked.optimizer.param_groups
     ]
@@ -81,7 +98,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, Any]:
 # -- back --------------------------------------------------------------------------------------------------------------
 
 
-def open_side(record: bytearray, where: str, leaf: Any = None) -> dict[str, Any]:
+def open_side(record: bytearray, where: str) -> dict[str, Any]:
     """The reduced state that a side record holds. Raises CorruptCheckpoint, naming `where`."""
     size = int.from_bytes(record[:_LENGTH_BYTES], "little")
     if len(record) < _LENGTH_BYTES or size > min(len(record) - _LENGTH_BYTES, MAX_LAYOUT_BYTES):
@@ -96,7 +113,7 @@ def open_side(record: bytearray, where: str, leaf: Any = None) -> dict[str, Any]
     memory = torch.empty(layout.stream_bytes, dtype=torch.uint8)
     memoryview(memory.numpy().data)[:] = record[begin:]
     blocks = [memory[at : at + size] for at, size in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
-    return unflatten(layout, blocks, where, leaf)
+    return unflatten(layout, blocks, where)
 
 
 def restored_tree(
@@ -150,5 +167,5 @@ def _optimizer_tree(
 def _as_live(live: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
     """Spread as the live tensor is, where it is, and where the restored one is its part."""
     if is_sharded(live) and restored.shape == local_part(live).shape:
-        return wrap(restored, live)  # type: ignore[no-any-return]
+        return wrap(restored, live)
     return restored

@@ -34,7 +34,8 @@ def memory_order(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
     """
     order = tuple(range(tensor.dim()))
     if not tensor.is_contiguous():
-        order = tuple(sorted(order, key=lambda dim: (-tensor.stride(dim), dim)))
+        strides = tensor.stride()
+        order = tuple(sorted(order, key=lambda dim: (-strides[dim], dim)))
         if not tensor.permute(order).is_contiguous():
             raise ConfigError(
                 f"{name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} is no dense block of memory; "
@@ -70,7 +71,7 @@ class Tracked:
         optimizers = {name: part for name, part in state.items() if isinstance(part, torch.optim.Optimizer)}
         if len(optimizers) != 1:
             raise ConfigError(
-                f"checkmate follows one optimizer, and this state has {len(optimizers)} ({', '.join(optimizers) or '-'})"
+                f"checkmate follows one optimizer, and this state has {len(optimizers)}: {', '.join(optimizers) or '-'}"
             )
         ((self.part, self.optimizer),) = optimizers.items()
         self.parameters: list[torch.Tensor] = [

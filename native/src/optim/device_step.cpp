@@ -1,0 +1,392 @@
+#include "optim/device_step.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
+namespace lastgood {
+namespace {
+
+// The body below is compiled once for each instruction set: it is inlined into a function that carries the set's attribute.
+// The file is compiled with -ffp-contract=off, so that only what is written as an FMA is one.
+#define LASTGOOD_INLINE inline __attribute__((always_inline))
+
+constexpr std::size_t kBlock = 512;     // elements that stay in the first-level cache between the loops over them
+constexpr std::uint64_t kPiece = 1 << 16;  // elements a thread takes at a time; a multiple of the lanes' pattern
+
+LASTGOOD_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+LASTGOOD_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
+LASTGOOD_INLINE float root(float x) { return __builtin_sqrtf(x); }
+LASTGOOD_INLINE double root(double x) { return __builtin_sqrt(x); }
+
+struct Float32 {
+    using Real = float;
+    using Stored = float;
+    static LASTGOOD_INLINE float load(float x) { return x; }
+    static LASTGOOD_INLINE float store(float x) { return x; }
+};
+
+struct Float64 {
+    using Real = double;
+    using Stored = double;
+    static LASTGOOD_INLINE double load(double x) { return x; }
+    static LASTGOOD_INLINE double store(double x) { return x; }
+};
+
+struct Bfloat16 {
+    using Real = float;
+    using Stored = std::uint16_t;
+    static LASTGOOD_INLINE float load(std::uint16_t x) {
+        const std::uint32_t bits = std::uint32_t(x) << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    static LASTGOOD_INLINE std::uint16_t store(float x) {
+        std::uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        const std::uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+        return (bits & 0x7FFFFFFFu) > 0x7F800000u ? std::uint16_t(0x7FFF) : std::uint16_t(nearest);
+    }
+};
+
+// A block of elements on its way through a step.
+template <class Type>
+struct Block {
+    using Real = typename Type::Real;
+    alignas(64) Real parameter[kBlock];
+    alignas(64) Real gradient[kBlock];
+    alignas(64) Real first[kBlock];
+    alignas(64) Real second[kBlock];
+    alignas(64) Real largest[kBlock];
+};
+
+template <class Type>
+LASTGOOD_INLINE void load(typename Type::Real* to, std::uintptr_t address, std::uint64_t at, std::size_t count) {
+    const auto* from = reinterpret_cast<const typename Type::Stored*>(address) + at;
+    for (std::size_t i = 0; i < count; ++i) to[i] = Type::load(from[i]);
+}
+
+template <class Type>
+LASTGOOD_INLINE void store(std::uintptr_t address, std::uint64_t at, const typename Type::Real* from, std::size_t count) {
+    auto* to = reinterpret_cast<typename Type::Stored*>(address) + at;
+    for (std::size_t i = 0; i < count; ++i) to[i] = Type::store(from[i]);
+}
+
+// Rounds to the parameter's type between two kernels.
+template <class Type>
+LASTGOOD_INLINE typename Type::Real between(typename Type::Real x) {
+    return Type::load(Type::store(x));
+}
+
+// The gradient as the step sees it: unscaled, clipped, with its sign.
+template <class Type>
+LASTGOOD_INLINE void prepare(const DeviceStep& step, typename Type::Real* gradient, std::size_t count) {
+    using Real = typename Type::Real;
+    for (const double wide : step.factors) {
+        const Real factor = Real(wide);
+        for (std::size_t i = 0; i < count; ++i) gradient[i] = between<Type>(gradient[i] * factor);
+    }
+    if (step.limit >= 0) {
+        const Real limit = between<Type>(Real(step.limit));
+        for (std::size_t i = 0; i < count; ++i) {
+            // Written so that what is no number stays none.
+            const Real raised = gradient[i] < -limit ? -limit : gradient[i];
+            gradient[i] = raised > limit ? limit : raised;
+        }
+    }
+    if (step.divisor != 0) {
+        const Real divisor = Real(float(step.divisor));
+        for (std::size_t i = 0; i < count; ++i) gradient[i] = gradient[i] / divisor;
+    }
+    if (step.maximize)
+        for (std::size_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
+}
+
+// Whether the element is contracted in the one place where compilers differ: a thread holds four neighbours where tensors
+// are aligned, and elements 512 apart elsewhere. `at` is a multiple of kBlock.
+LASTGOOD_INLINE bool contracted(unsigned lanes, bool vectors, std::uint64_t at, std::size_t i) {
+    const unsigned lane = vectors ? unsigned(i & 3) : unsigned((at + i) / 512 & 3);
+    return (vectors ? lanes : lanes >> 4) >> lane & 1u;
+}
+
+// a * b + c, where the lanes say so in one rounding.
+template <class Real>
+LASTGOOD_INLINE void multiply_add(Real a, const Real* b, const Real* c, Real* to, std::size_t count, unsigned lanes,
+                                  bool vectors, std::uint64_t at) {
+    if ((vectors ? lanes : lanes >> 4) % 16 == 15) {
+        for (std::size_t i = 0; i < count; ++i) to[i] = fused(a, b[i], c[i]);
+        return;
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+        const Real separate = a * b[i] + c[i];
+        const Real once = fused(a, b[i], c[i]);
+        to[i] = contracted(lanes, vectors, at, i) ? once : separate;
+    }
+}
+
+template <class Type>
+LASTGOOD_INLINE void adam_by_kernels(const DeviceStep& step, const DeviceTensor& tensor, Block<Type>& block,
+                                     std::size_t count) {
+    using Real = typename Type::Real;
+    if (step.decay == DeviceDecay::decoupled) {
+        const Real factor = Real(1 - step.lr * step.weight_decay);
+        for (std::size_t i = 0; i < count; ++i) block.parameter[i] = between<Type>(block.parameter[i] * factor);
+    } else if (step.decay == DeviceDecay::l2) {
+        const Real factor = Real(step.weight_decay);
+        for (std::size_t i = 0; i < count; ++i)
+            block.gradient[i] = between<Type>(fused(factor, block.parameter[i], block.gradient[i]));
+    }
+    const Real weight = Real(1 - step.beta1);
+    const Real rest = Real(1) - weight;
+    if (std::fabs(weight) < Real(0.5)) {
+        for (std::size_t i = 0; i < count; ++i)
+            block.first[i] = between<Type>(fused(weight, block.gradient[i] - block.first[i], block.first[i]));
+    } else {
+        for (std::size_t i = 0; i < count; ++i)
+            block.first[i] = between<Type>(fused(-(block.gradient[i] - block.first[i]), rest, block.gradient[i]));
+    }
+    const Real kept = Real(step.beta2);
+    const Real added = Real(1 - step.beta2);
+    for (std::size_t i = 0; i < count; ++i) {
+        const Real second = between<Type>(block.second[i] * kept);
+        block.second[i] = between<Type>(fused(added, block.gradient[i] * block.gradient[i], second));
+    }
+    const Real* squares = block.second;
+    if (tensor.largest != 0) {
+        for (std::size_t i = 0; i < count; ++i) {
+            const Real second = block.second[i];
+            block.largest[i] = block.largest[i] < second || second != second ? second : block.largest[i];
+        }
+        squares = block.largest;
+    }
+    const Real eps = Real(step.eps);
+    const Real step_size = Real(tensor.step_size);
+    const bool divides = step.family == DeviceFamily::foreach;
+    const Real correction = divides ? Real(tensor.correction) : Real(1 / tensor.correction);
+    for (std::size_t i = 0; i < count; ++i) {
+        const Real deviation = between<Type>(root(squares[i]));
+        const Real corrected = between<Type>(divides ? deviation / correction : deviation * correction);
+        const Real denominator = between<Type>(corrected + eps);
+        block.parameter[i] = fused(step_size, block.first[i] / denominator, block.parameter[i]);
+    }
+}
+
+template <class Type>
+LASTGOOD_INLINE void adam_in_one(const DeviceStep& step, const DeviceTensor& tensor, Block<Type>& block,
+                                 std::uint64_t at, std::size_t count) {
+    using Real = typename Type::Real;
+    const Real weight_decay = Real(step.weight_decay);
+    if (step.decay == DeviceDecay::decoupled) {
+        const Real factor = -(Real(step.lr) * weight_decay);
+        for (std::size_t i = 0; i < count; ++i)
+            block.parameter[i] = fused(factor, block.parameter[i], block.parameter[i]);
+    } else if (step.decay == DeviceDecay::l2) {
+        const bool vectors = tensor.aligned && tensor.count % 4 == 0;
+        multiply_add(weight_decay, block.parameter, block.gradient, block.gradient, count, step.lanes, vectors, at);
+    }
+    const Real beta1 = Real(step.beta1);
+    const Real beta2 = Real(step.beta2);
+    for (std::size_t i = 0; i < count; ++i) {
+        const Real gradient = block.gradient[i];
+        const Real square = gradient * gradient;
+        block.first[i] = fused(beta1, block.first[i], fused(-beta1, gradient, gradient));
+        block.second[i] = fused(beta2, block.second[i], fused(-beta2, square, square));
+    }
+    const Real* squares = block.second;
+    if (tensor.largest != 0) {
+        for (std::size_t i = 0; i < count; ++i)
+            block.largest[i] = block.largest[i] < block.second[i] ? block.second[i] : block.largest[i];
+        squares = block.largest;
+    }
+    const Real eps = Real(step.eps);
+    const Real step_size = Real(tensor.step_size);
+    const Real correction = Real(tensor.correction);
+    for (std::size_t i = 0; i < count; ++i) {
+        const Real denominator = root(squares[i]) / correction + eps;
+        block.parameter[i] = block.parameter[i] - step_size * block.first[i] / denominator;
+    }
+}
+
+template <class Type, bool Fused>
+LASTGOOD_INLINE void sgd(const DeviceStep& step, const DeviceTensor& tensor, Block<Type>& block, std::uint64_t at,
+                         std::size_t count) {
+    using Real = typename Type::Real;
+    if (step.decay == DeviceDecay::l2) {
+        const Real factor = Real(step.weight_decay);
+        for (std::size_t i = 0; i < count; ++i) {
+            const Real decayed = fused(factor, block.parameter[i], block.gradient[i]);
+            block.gradient[i] = Fused ? decayed : between<Type>(decayed);
+        }
+    }
+    const Real* direction = block.gradient;
+    if (tensor.first != 0) {
+        const Real momentum = Real(step.momentum);
+        const Real added = Real(1 - step.dampening);
+        if (tensor.fresh) {
+            for (std::size_t i = 0; i < count; ++i) block.first[i] = block.gradient[i];
+        } else {
+            for (std::size_t i = 0; i < count; ++i) {
+                const Real slowed = block.first[i] * momentum;
+                const Real moved = fused(added, block.gradient[i], Fused ? slowed : between<Type>(slowed));
+                block.first[i] = Fused ? moved : between<Type>(moved);
+            }
+        }
+        if (step.nesterov) {
+            for (std::size_t i = 0; i < count; ++i) {
+                const Real ahead = fused(momentum, block.first[i], block.gradient[i]);
+                block.gradient[i] = Fused ? ahead : between<Type>(ahead);
+            }
+        } else {
+            direction = block.first;
+        }
+    }
+    const bool vectors = tensor.aligned && tensor.count % 4 == 0;
+    multiply_add(Real(-step.lr), direction, block.parameter, block.parameter, count, step.lanes, vectors, at);
+}
+
+// Elements [begin, end) of one tensor; `begin` is a multiple of kBlock.
+template <class Type>
+LASTGOOD_INLINE void run(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin, std::uint64_t end) {
+    Block<Type> block;
+    for (std::uint64_t at = begin; at < end; at += kBlock) {
+        const std::size_t count = std::size_t(std::min<std::uint64_t>(kBlock, end - at));
+        load<Type>(block.parameter, tensor.parameter, at, count);
+        load<Type>(block.gradient, tensor.gradient, at, count);
+        prepare<Type>(step, block.gradient, count);
+        if (tensor.first != 0 && !tensor.fresh) load<Type>(block.first, tensor.first, at, count);
+        if (step.adam) {
+            load<Type>(block.second, tensor.second, at, count);
+            if (tensor.largest != 0) load<Type>(block.largest, tensor.largest, at, count);
+            if (step.family == DeviceFamily::fused)
+                adam_in_one<Type>(step, tensor, block, at, count);
+            else
+                adam_by_kernels<Type>(step, tensor, block, count);
+            store<Type>(tensor.second, at, block.second, count);
+            if (tensor.largest != 0) store<Type>(tensor.largest, at, block.largest, count);
+        } else if (step.family == DeviceFamily::fused) {
+            sgd<Type, true>(step, tensor, block, at, count);
+        } else {
+            sgd<Type, false>(step, tensor, block, at, count);
+        }
+        if (tensor.first != 0) store<Type>(tensor.first, at, block.first, count);
+        store<Type>(tensor.parameter, at, block.parameter, count);
+    }
+}
+
+LASTGOOD_INLINE void run_any(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin,
+                             std::uint64_t end) {
+    switch (step.type) {
+        case DeviceType::float32: return run<Float32>(step, tensor, begin, end);
+        case DeviceType::float64: return run<Float64>(step, tensor, begin, end);
+        case DeviceType::bfloat16: return run<Bfloat16>(step, tensor, begin, end);
+    }
+}
+
+using Runner = void (*)(const DeviceStep&, const DeviceTensor&, std::uint64_t, std::uint64_t);
+
+void run_portable(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin, std::uint64_t end) {
+    run_any(step, tensor, begin, end);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void run_avx2(const DeviceStep& step, const DeviceTensor& tensor,
+                                                   std::uint64_t begin, std::uint64_t end) {
+    run_any(step, tensor, begin, end);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) void run_avx512(
+    const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin, std::uint64_t end) {
+    run_any(step, tensor, begin, end);
+}
+#endif
+
+struct Variant {
+    const char* name;
+    Runner run;
+};
+
+std::vector<Variant> detect_variants() {
+    std::vector<Variant> found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found.push_back({"avx512", run_avx512});
+    if (fma) found.push_back({"avx2", run_avx2});
+#endif
+    found.push_back({"portable", run_portable});
+    return found;
+}
+
+const std::vector<Variant>& variants() {
+    static const std::vector<Variant> found = detect_variants();
+    return found;
+}
+
+Runner runner(const std::string& name) {
+    std::string known;
+    for (const Variant& variant : variants()) {
+        if (name.empty() || name == variant.name) return variant.run;
+        known += known.empty() ? "" : ", ";
+        known += variant.name;
+    }
+    throw std::invalid_argument("no variant '" + name + "' of the optimizers on this CPU; there are: " + known);
+}
+
+void check(const DeviceStep& step, const std::vector<DeviceTensor>& tensors) {
+    if (step.divisor != 0 && step.family != DeviceFamily::fused)
+        throw std::invalid_argument("device_step: only fused kernels divide by a loss scale");
+    if (!step.adam && step.decay == DeviceDecay::decoupled)
+        throw std::invalid_argument("device_step: SGD has no decoupled weight decay");
+    for (const DeviceTensor& tensor : tensors) {
+        if (tensor.count == 0) continue;
+        const bool whole = tensor.parameter != 0 && tensor.gradient != 0 &&
+                           (!step.adam || (tensor.first != 0 && tensor.second != 0 && !tensor.fresh));
+        if (!whole) throw std::invalid_argument("device_step: a tensor of a step lacks an address");
+    }
+}
+
+}  // namespace
+
+std::vector<std::string> device_step_variants() {
+    std::vector<std::string> names;
+    for (const Variant& variant : variants()) names.push_back(variant.name);
+    return names;
+}
+
+void device_step(const DeviceStep& step, const std::vector<DeviceTensor>& tensors, unsigned threads,
+                 const std::string& variant) {
+    const Runner run_piece = runner(variant);
+    check(step, tensors);
+    struct Piece {
+        const DeviceTensor* tensor;
+        std::uint64_t begin;
+        std::uint64_t end;
+    };
+    std::vector<Piece> pieces;
+    for (const DeviceTensor& tensor : tensors)
+        for (std::uint64_t begin = 0; begin < tensor.count; begin += kPiece)
+            pieces.push_back({&tensor, begin, std::min(tensor.count, begin + kPiece)});
+    std::atomic<std::size_t> next{0};
+    const auto work = [&] {
+        for (std::size_t index = next++; index < pieces.size(); index = next++)
+            run_piece(step, *pieces[index].tensor, pieces[index].begin, pieces[index].end);
+    };
+    std::vector<std::thread> helpers;
+    const std::size_t wanted = std::min<std::size_t>(std::max(threads, 1u), pieces.size());
+    // A machine that gives no more threads still makes the step.
+    try {
+        while (helpers.size() + 1 < wanted) helpers.emplace_back(work);
+    } catch (const std::system_error&) {
+    }
+    work();
+    for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace lastgood

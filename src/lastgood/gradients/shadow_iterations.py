@@ -1,0 +1,94 @@
+"""What a shadow knows of iterations beside their gradients: their steps, which were saved, whose side records came."""
+
+from __future__ import annotations
+
+from lastgood.errors import CheckpointError
+from lastgood.gradients.messages import Saved, Step
+
+__all__ = ["Iterations"]
+
+_MAX_STEPS = 100_000
+
+
+class Iterations:
+    """A part of `ShadowState`, which changes it."""
+
+    def __init__(self) -> None:
+        self.side_ranks: frozenset[int] = frozenset()
+        """Ranks whose side records this shadow keeps."""
+        self.steps: dict[int, Step] = {}
+        self.saves: dict[int, Saved] = {}
+        self.sides: dict[int, set[int]] = {}
+        self.given_up: set[int] = set()
+        """Saved iterations that lack a side record for good."""
+        self.newest_side: dict[int, int] = {}
+
+    def add_step(self, message: Step, epoch: int) -> None:
+        """Again said, it changes nothing. Raises CheckpointError where far too many are open."""
+        iteration = message.iteration
+        if iteration in self.steps:
+            return
+        if len(self.steps) >= _MAX_STEPS:
+            raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {iteration} is one too many")
+        self.steps[iteration] = message
+        if message.saved and iteration not in self.given_up:
+            self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
+
+    def add_side(self, rank: int, iteration: int, oldest: int) -> bool:
+        """Whether this side record is to be kept; not that of an iteration before `oldest`."""
+        self.newest_side[rank] = max(iteration, self.newest_side.get(rank, 0))
+        if rank not in self.side_ranks or iteration in self.given_up or iteration < oldest:
+            return False
+        held = self.sides.setdefault(iteration, set())
+        if rank in held:
+            return False
+        held.add(rank)
+        return True
+
+    def sides_whole(self, iteration: int) -> bool:
+        """Whether all side records of an iteration are here."""
+        return self.side_ranks <= self.sides.get(iteration, set())
+
+    def late(self) -> list[tuple[int, str]]:
+        """Saved iterations whose side records will not come, since a later one of the same rank did; and why."""
+        found = []
+        for iteration in self.saves:
+            missing = self.side_ranks - self.sides.get(iteration, set())
+            passed = [rank for rank in missing if self.newest_side.get(rank, 0) > iteration]
+            if passed:
+                found.append((iteration, f"rank {min(passed)} sent a later side record, and none of this iteration"))
+        return found
+
+    def give_up(self, iteration: int) -> bool:
+        """It cannot be given back. Says whether side records of it were held."""
+        self.given_up.add(iteration)
+        self.saves.pop(iteration, None)
+        return bool(self.sides.pop(iteration, None))
+
+    def keep_until(self, last: int) -> list[int]:
+        """Forget all behind an iteration; returns those whose side records go."""
+        for known in (self.steps, self.saves):
+            for iteration in [one for one in known if one > last]:
+                del known[iteration]
+        return self._drop_sides([one for one in self.sides if one > last])
+
+    def become(self, saved: Saved) -> list[int]:
+        """Only this is known, with all its side records; returns those whose side records go, this one among them."""
+        dropped = self.keep_until(-1)
+        self.saves[saved.iteration] = saved
+        self.sides[saved.iteration] = set(self.side_ranks)
+        return dropped
+
+    def forget(self, oldest: int, lowest: int) -> list[int]:
+        """Nothing before `oldest` is given back, and all is applied up to `lowest`; returns as `keep_until`."""
+        for iteration in [one for one in self.steps if one <= lowest]:
+            del self.steps[iteration]
+        for iteration in [one for one in self.saves if one < oldest]:
+            del self.saves[iteration]
+        self.given_up = {one for one in self.given_up if one >= oldest}
+        return self._drop_sides([one for one in self.sides if one < oldest])
+
+    def _drop_sides(self, iterations: list[int]) -> list[int]:
+        for iteration in iterations:
+            del self.sides[iteration]
+        return iterations

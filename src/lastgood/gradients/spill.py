@@ -1,0 +1,287 @@
+"""A shadow's durable side: one iteration of all its buckets and side records as a stream in a slot file.
+
+What is written is a copy, so that applying goes on meanwhile. A slot is used again only once a newer spill is durable
+on all shadows (`confirm`), so that there always is an iteration that all of them can read back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.layout import GradientLayout
+from lastgood.gradients.messages import Entry, Saved, Side
+from lastgood.storage import SlotInfo, SlotStore
+from lastgood.units import MIB
+
+__all__ = ["SideRecord", "Spill", "SpillCopy", "SpillStore"]
+
+_log = logging.getLogger("lastgood.shadow")
+_SLOTS = 3
+"""One that is durable everywhere, one that may become so, one that is being written."""
+_POOL_BYTES = 32 * MIB
+_CHUNK_BYTES = 4 * MIB
+_FORMAT = "lastgood-shadow-spill"
+_ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(tuple[Entry, ...])
+
+
+@dataclass(frozen=True)
+class SideRecord:
+    """A rank's own state behind an iteration, with the layout that describes it."""
+
+    message: Side
+    content: bytes
+
+
+@dataclass
+class SpillCopy:
+    """A copy of one iteration, made bucket by bucket while others may already be further."""
+
+    saved: Saved
+    buckets: dict[int, tuple[tuple[Entry, ...], bytearray]] = field(default_factory=dict)
+    sides: dict[int, SideRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """A durable iteration."""
+
+    saved: Saved
+    job: str
+    layout: GradientLayout
+    shadow: int
+    buckets: dict[int, tuple[Entry, ...]]
+    sides: tuple[Side, ...]
+    info: SlotInfo
+    """Buckets lie in the stream one after another, in rising order; then the side records, by rank."""
+
+
+class SpillStore:
+    """The slot files of one shadow. Raises LockHeld, MismatchError and StorageError as `SlotStore` does."""
+
+    def __init__(self, directory: Path, job: str | None, shadow: int) -> None:
+        self._store = SlotStore(
+            directory,
+            slots=_SLOTS,
+            keep=1,
+            pool_bytes=_POOL_BYTES,
+            chunk_bytes=_CHUNK_BYTES,
+            job_id=None if job is None else bytes.fromhex(job),
+        )
+        self.directory = directory
+        self._shadow = shadow
+        self._lock = threading.Lock()
+        self._durable: list[Spill] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._shared = False
+        for info in self._store.committed():
+            try:
+                self._durable.append(self._read_spill(info))
+            except CheckpointError as error:
+                _log.error("%s", error)
+
+    @property
+    def job(self) -> str:
+        """The job whose spills lie here."""
+        return self._store.job.job_id.hex()
+
+    def durable(self) -> list[Spill]:
+        """What can be read back, newest first."""
+        with self._lock:
+            return list(self._durable)
+
+    def find(self, saved: Saved) -> Spill:
+        """Raises NoCheckpoint, naming what there is."""
+        for spill in self.durable():
+            if spill.saved == saved:
+                return spill
+        held = ", ".join(f"{one.saved.iteration} of epoch {one.saved.epoch}" for one in self.durable()) or "none"
+        raise NoCheckpoint(
+            f"{self.directory}: iteration {saved.iteration} of epoch {saved.epoch} is not spilled here; held: {held}"
+        )
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, restored: Saved | None) -> None:
+        """Trainers begin at what they restored, or anew: what is newer than the last common spill will not be joined.
+
+        Raises StorageError, WaitTimeout.
+        """
+        if not self.wait(0.0):
+            raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
+        infos = self._store.committed()
+        chosen = [spill.info.sequence for spill in self.durable() if spill.saved == restored]
+        mark = self._store.mark()
+        marked = [info.sequence for info in infos if mark is not None and info.sequence == mark.sequence]
+        everywhere = chosen or marked or [info.sequence for info in infos]
+        self._store.share(epoch, everywhere)
+        self._shared = True
+        with self._lock:
+            self._durable = [spill for spill in self._durable if spill.info.sequence in everywhere]
+
+    def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
+        """Write a copy in the background; `over` is called at its end, with an error or None."""
+        self._thread = threading.Thread(target=self._write, args=(copy, layout, over), name="spill", daemon=True)
+        self._thread.start()
+
+    def confirm(self, iteration: int, epoch: int) -> None:
+        """All shadows have spilled this iteration: older ones may go. Failures are logged; then they stay."""
+        newest = next(
+            (one for one in self.durable() if one.saved.iteration <= iteration and one.saved.epoch == epoch), None
+        )
+        if newest is None or not self._shared:
+            return
+        try:
+            self._store.confirm(newest.info)
+        except CheckpointError as error:
+            _log.error("%s", error)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the write that is under way; False if it takes longer."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            return not thread.is_alive()
+        return True
+
+    def close(self) -> None:
+        """Give up what is being written, and the directory."""
+        self._closed = True
+        try:
+            self._store.close(10.0)
+        except CheckpointError as error:
+            _log.error("%s", error)
+
+    def _write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
+        iteration = copy.saved.iteration
+        try:
+            self._write_stream(copy, layout)
+        except (LastgoodError, OSError, MemoryError) as error:
+            _log.error("iteration %d is not durable here: %s", iteration, error)
+            over(iteration, str(error))
+        else:
+            over(iteration, None)
+
+    def _write_stream(self, copy: SpillCopy, layout: GradientLayout) -> None:
+        order = sorted(copy.buckets)
+        ranks = sorted(copy.sides)
+        meta = json.dumps(
+            {
+                "format": _FORMAT,
+                "version": 1,
+                "saved": copy.saved.content(),
+                "shadow": self._shadow,
+                "layout": layout.to_data(),
+                "buckets": [[number, [entry.content() for entry in copy.buckets[number][0]]] for number in order],
+                "sides": [copy.sides[rank].message.content() for rank in ranks],
+            },
+            separators=(",", ":"),
+        ).encode()
+        pieces: list[bytes | bytearray] = [copy.buckets[number][1] for number in order]
+        pieces += [copy.sides[rank].content for rank in ranks]
+        data_bytes = sum(len(piece) for piece in pieces)
+        write = self._store.try_begin(copy.saved.step, data_bytes + len(meta))
+        if write is None:
+            raise CheckpointError(
+                f"{self.directory}: no slot is free, since no newer spill is known to be durable on all shadows"
+            )
+        try:
+            for piece in [*pieces, meta]:
+                if piece:
+                    address, keep = _address(piece)
+                    write.copy_host([(address, len(piece))])
+                    del keep
+            digest = hashlib.sha256(layout.digest.encode()).digest()
+            outcome = write.commit(data_bytes, len(meta), digest)
+        except BaseException:
+            write.abort()
+            raise
+        if outcome != "durable" or write.info is None:
+            raise CheckpointError(f"{self.directory}: the spill was overtaken by a newer one")
+        spill = self._read_spill(write.info)
+        with self._lock:
+            alive = {info.sequence for info in self._store.committed()}
+            self._durable = [spill, *(one for one in self._durable if one.info.sequence in alive)]
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, spill: Spill, take: Callable[[int, tuple[Entry, ...]], list[memoryview]]) -> None:
+        """Read all buckets into the memory that `take` gives for each, entry by entry.
+
+        Raises CorruptCheckpoint (file, chunk, both checksums), StorageError.
+        """
+        ranges = []
+        held = []
+        for number in sorted(spill.buckets):
+            for view in take(number, spill.buckets[number]):
+                if len(view):
+                    address, keep = _address(view)
+                    held.append(keep)
+                    ranges.append((address, len(view)))
+        with self._store.hold(spill.info):
+            self._store.read_into(spill.info, ranges)
+
+    def verify(self, spill: Spill) -> None:
+        """Read and check all of it. Raises CorruptCheckpoint, StorageError."""
+        with self._store.hold(spill.info):
+            self._store.verify(spill.info)
+
+    def read_side(self, spill: Spill, rank: int) -> SideRecord:
+        """A rank's side record. Raises NoCheckpoint where it is not here, CorruptCheckpoint, StorageError."""
+        offset = sum(entry.nbytes for entries in spill.buckets.values() for entry in entries)
+        for side in spill.sides:
+            if side.rank == rank:
+                content = bytearray(side.nbytes)
+                if content:
+                    address, keep = _address(content)
+                    with self._store.hold(spill.info):
+                        self._store.read_into(spill.info, [(address, len(content))], offset=offset)
+                    del keep
+                return SideRecord(side, bytes(content))
+            offset += side.nbytes
+        raise NoCheckpoint(f"{self.directory}: iteration {spill.saved.iteration} holds no side record of rank {rank}")
+
+    def _read_spill(self, info: SlotInfo) -> Spill:
+        where = f"{info.path}, step {info.step}"
+        try:
+            document: dict[str, Any] = json.loads(self._store.read_meta(info))
+            if document["format"] != _FORMAT or document["version"] != 1:
+                raise ValueError("another format")
+            layout = GradientLayout.from_data(document["layout"], where)
+            buckets = {
+                int(number): _ENTRIES.validate_json(json.dumps(entries)) for number, entries in document["buckets"]
+            }
+            sides = tuple(Side.model_validate_json(json.dumps(side)) for side in document["sides"])
+            saved = Saved.model_validate_json(json.dumps(document["saved"]))
+            shadow = int(document["shadow"])
+        except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+            raise CorruptCheckpoint(f"{where}: no spill of a shadow: {error!r}") from error
+        if shadow != self._shadow:
+            raise CorruptCheckpoint(f"{where}: it is shadow {shadow}'s, and this is shadow {self._shadow}")
+        if _bytes_of(buckets, sides) != info.meta_offset or set(buckets) != set(layout.buckets_of(shadow)):
+            raise CorruptCheckpoint(f"{where}: its entries are not what the stream holds")
+        return Spill(saved, self.job, layout, shadow, buckets, sides, info)
+
+
+def _bytes_of(buckets: Mapping[int, tuple[Entry, ...]], sides: tuple[Side, ...]) -> int:
+    tensors = sum(entry.nbytes for entries in buckets.values() for entry in entries)
+    return tensors + sum(side.nbytes for side in sides)
+
+
+def _address(piece: bytes | bytearray | memoryview) -> tuple[int, Any]:
+    """Where the bytes lie, and what keeps them there."""
+    if isinstance(piece, bytes):
+        piece = bytearray(piece)
+    anchor = (ctypes.c_char * len(piece)).from_buffer(piece)
+    return ctypes.addressof(anchor), (anchor, piece)

@@ -1,0 +1,63 @@
+"""The token that trainers and shadows share: a file that only its owner can read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from lastgood.errors import ConfigError, StorageError
+
+__all__ = ["read_token"]
+
+_LEAST_BYTES = 16
+_MOST_BYTES = 4096
+
+
+def read_token(path: Path, *, make: bool = False) -> bytes:
+    """The token in a file, without white space around it. With `make`, a new random one where there is no file.
+
+    Raises ConfigError where the file is missing, too short, or open to others; StorageError where it cannot be read.
+    """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            _make(path)
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MOST_BYTES + 1).strip()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no token; copy the file that `lastgood storage serve` made there"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"{path}: the token cannot be read: {error.strerror or error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{path}: other users may read or change this token; chmod 600 {path}")
+    if not _LEAST_BYTES <= len(content) <= _MOST_BYTES:
+        raise ConfigError(f"{path}: a token has {_LEAST_BYTES} to {_MOST_BYTES} bytes, not {len(content)}")
+    return content
+
+
+def _make(path: Path) -> None:
+    """Write a new token in one step: another process finds it whole, or not at all."""
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, secrets.token_hex(32).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+        try:
+            os.link(draft, path)  # fails where another process was first
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path}: a token cannot be written: {error.strerror or error}") from error

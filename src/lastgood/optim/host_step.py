@@ -1,0 +1,168 @@
+"""Steps of CPU trainers: torch's own optimizer, in the trainer's implementation, on the shadow's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from lastgood._lazy import lazy_module
+from lastgood.optim.flat_state import FlatState
+from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
+from lastgood.optim.spec import OptimizerSpec
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["HostStep"]
+
+_PART_ELEMENTS: Final = 1 << 20  # 4 MiB of gradients in float32
+
+
+class HostStep:
+    """Torch optimizers over tensors that somebody else owns; their state are views of `state`'s buffers.
+
+    Parameters are stepped some at a time, so that gradients which were unscaled or clipped are still in the cache.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        parameters: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        state: FlatState,
+        threads: int,
+    ) -> None:
+        self._parameters = parameters
+        self._state = state
+        # For 16-bit parameters torch's CPU kernels, but for the fused ones, cut a tensor by the number of threads and
+        # round the ends of the parts otherwise.
+        cut = spec.implementation != "fused" and any(p.element_size() == 2 for p in parameters)
+        self._threads = spec.threads if cut else threads
+        self._parts = [_Part(spec, parameters, groups, which) for which in _cut(parameters)]
+
+    def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
+        """One step in place. Gradients are changed in place as well where they are unscaled or clipped."""
+        with torch.no_grad(), _intra_op_threads(self._threads):
+            for part in self._parts:
+                self._step_part(part, gradients, rule)
+
+    def _step_part(self, part: _Part, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
+        optimizer = part.optimizer
+        present = [(i, gradient) for i in part.which if (gradient := gradients[i]) is not None]
+        _prepare([gradient for _, gradient in present], rule)
+        for group, number in zip(optimizer.param_groups, part.groups, strict=True):
+            _set_numbers(group, rule.groups[number])
+        for i, gradient in present:
+            self._parameters[i].grad = gradient
+            self._lend_state(optimizer, i)
+        if rule.grad_scale is not None:
+            optimizer.grad_scale = torch.tensor(rule.grad_scale, dtype=torch.float32)
+            optimizer.found_inf = torch.tensor(0.0, dtype=torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            optimizer.grad_scale = optimizer.found_inf = None
+            for i, _ in present:
+                self._parameters[i].grad = None
+        for i, _ in present:
+            self._take_state(optimizer, i)
+
+    def _lend_state(self, optimizer: Any, i: int) -> None:
+        held = self._state.tensors[i]
+        if self._state.started[i] or "momentum_buffer" not in held:
+            optimizer.state[self._parameters[i]] = dict(held)
+        else:
+            # SGD's first step copies the gradient; an empty buffer would be dampened.
+            optimizer.state[self._parameters[i]] = {}
+
+    def _take_state(self, optimizer: Any, i: int) -> None:
+        made = optimizer.state.pop(self._parameters[i])
+        held = self._state.tensors[i]
+        buffer = made.get("momentum_buffer")
+        if "momentum_buffer" in held and buffer is None:
+            return  # SGD without momentum has no state
+        if buffer is not None and buffer is not held["momentum_buffer"]:
+            held["momentum_buffer"].copy_(buffer)
+        self._state.started[i] = True
+
+
+class _Part:
+    """Some of the parameters, under an optimizer of their own."""
+
+    def __init__(
+        self, spec: OptimizerSpec, parameters: Sequence[torch.Tensor], groups: Sequence[int], which: Sequence[int]
+    ) -> None:
+        self.which = which
+        self.groups = sorted({groups[i] for i in which})
+        described = [
+            {"params": [parameters[i] for i in which if groups[i] == number], **_flags(spec, number)}
+            for number in self.groups
+        ]
+        self.optimizer: Any = _torch_class(spec)(described, **_implementation(spec))
+
+
+def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Neighbours, as many as have `_PART_ELEMENTS` together, or a larger one alone."""
+    parts: list[list[int]] = []
+    room = 0
+    for i, parameter in enumerate(parameters):
+        if not parts or parameter.numel() > room:
+            parts.append([])
+            room = _PART_ELEMENTS
+        parts[-1].append(i)
+        room -= parameter.numel()
+    return parts
+
+
+@contextmanager
+def _intra_op_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _prepare(gradients: Sequence[torch.Tensor], rule: UpdateRule) -> None:
+    if rule.inverse_scale is not None and rule.inverse_scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(rule.inverse_scale)
+    if isinstance(rule.clip, ClipNorm) and rule.clip.coefficient != 1.0:
+        coefficient = torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype))
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+    elif isinstance(rule.clip, ClipValue):
+        for gradient in gradients:
+            gradient.clamp_(min=-rule.clip.limit, max=rule.clip.limit)
+
+
+def _torch_class(spec: OptimizerSpec) -> Any:
+    return {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.kind]
+
+
+def _implementation(spec: OptimizerSpec) -> dict[str, bool]:
+    return {"fused": spec.implementation == "fused", "foreach": spec.implementation == "foreach"}
+
+
+def _flags(spec: OptimizerSpec, number: int) -> dict[str, Any]:
+    group = spec.groups[number]
+    if spec.kind != "sgd":
+        return {"amsgrad": group.amsgrad, "maximize": group.maximize}
+    # torch checks nesterov against a momentum, which the first rule brings.
+    return {"nesterov": group.nesterov, "maximize": group.maximize, "momentum": 0.9 if group.nesterov else 0.0}
+
+
+def _set_numbers(group: dict[str, Any], rule: GroupRule) -> None:
+    tensor = bool(rule.tensor_lr)
+    group["lr"] = torch.tensor(rule.lr, dtype=getattr(torch, rule.tensor_lr)) if tensor else rule.lr
+    group["weight_decay"] = rule.weight_decay
+    if "betas" in group:
+        group["betas"] = rule.betas
+        group["eps"] = rule.eps
+    else:
+        group["momentum"] = rule.momentum
+        group["dampening"] = rule.dampening

@@ -1,0 +1,210 @@
+"""Whether this machine's CUDA optimizers compute as the shadow's native code does: asked of the device itself.
+
+Kernels leave some contractions into FMA to the compiler, and it decides them differently for the elements of one CUDA
+thread, for builds and for devices. So a trainer makes a few steps of a small optimizer like its own, and a shadow that
+would not come to the same bits is refused before training begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import ConfigError
+from lastgood.optim.dense import DenseOptimizer
+from lastgood.optim.rule import GroupRule, UpdateRule
+from lastgood.optim.spec import ALL_LANES, GroupSpec, Kind, OptimizerSpec
+from lastgood.optim.trainer import DevicePowers
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Probe", "find_lanes", "probed", "run_on_device"]
+
+_COUNTS: Final = (4096, 4095)  # whole vectors, and not
+_STEPS: Final = 4
+_SCALE: Final = 3.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A small optimizer like a trainer's: one group, two parameters, inputs that any machine can make."""
+
+    kind: Kind
+    implementation: str
+    group: GroupSpec
+    dtype: str
+    scaled: bool
+    """Whether the kernel divides by a loss scale."""
+    dampened: bool = False
+    """SGD: with dampening, which nesterov rules out."""
+
+    def rule(self, powers: Sequence[tuple[int, float, float]]) -> UpdateRule:
+        """The numbers of every step: parameter and decayed gradient of one size, so that a rounding shows."""
+        adam = self.kind != "sgd"
+        numbers = GroupRule(
+            lr=0.013,
+            betas=(0.9, 0.98) if adam else (0.0, 0.0),
+            eps=1e-6 if adam else 0.0,
+            weight_decay=0.37,
+            momentum=0.0 if adam else 0.83,
+            dampening=0.29 if self.dampened else 0.0,
+            powers=tuple(powers),
+        )
+        return UpdateRule((numbers,), grad_scale=_SCALE if self.scaled else None)
+
+    def start(self) -> list[torch.Tensor]:
+        """Parameters before the first step, on the CPU."""
+        return [self._values(number, count) for number, count in enumerate(_COUNTS)]
+
+    def gradients(self, step: int) -> list[torch.Tensor]:
+        """Gradients of step `step` (from 0), on the CPU."""
+        return [self._values(100 * (step + 1) + number, count) for number, count in enumerate(_COUNTS)]
+
+    def _values(self, seed: int, count: int) -> torch.Tensor:
+        """Full mantissas, from a quarter to four, of both signs."""
+        words = np.random.Generator(np.random.PCG64(seed)).integers(0, 1 << 32, size=count, dtype=np.uint64)
+        magnitude = (0x3E800000 + (words & 0x01FFFFFF)).astype(np.uint32)
+        sign = (words & 0x80000000).astype(np.uint32)
+        values: torch.Tensor = torch.from_numpy((magnitude | sign).view(np.float32)).to(getattr(torch, self.dtype))
+        return values
+
+
+States = list[list[dict[str, "torch.Tensor"]]]
+"""After each step, of each parameter: its state under torch's keys and itself as `param`."""
+
+
+def run_on_device(probe: Probe, device: str) -> States:
+    """What torch itself makes of the probe there."""
+    weights = [w.to(device) for w in probe.start()]
+    rule = probe.rule(())
+    numbers, flags = rule.groups[0], probe.group
+    which: dict[str, Any] = {
+        "lr": numbers.lr,
+        "weight_decay": numbers.weight_decay,
+        "maximize": flags.maximize,
+        "fused": probe.implementation == "fused",
+        "foreach": probe.implementation == "foreach",
+    }
+    optimizer: Any
+    if probe.kind == "sgd":
+        which |= {"momentum": numbers.momentum, "dampening": numbers.dampening, "nesterov": flags.nesterov}
+        optimizer = torch.optim.SGD(weights, **which)
+    else:
+        adam = torch.optim.Adam if probe.kind == "adam" else torch.optim.AdamW
+        optimizer = adam(weights, betas=numbers.betas, eps=numbers.eps, amsgrad=flags.amsgrad, **which)
+    found: States = []
+    for step in range(_STEPS):
+        for weight, gradient in zip(weights, probe.gradients(step), strict=True):
+            weight.grad = gradient.to(device)
+        if probe.scaled:
+            optimizer.grad_scale = torch.full((), _SCALE, device=device)
+            optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.step()
+        found.append([_copied(w, optimizer.state[w]) for w in weights])
+    return found
+
+
+def probed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> OptimizerSpec:
+    """`OptimizerSpec.of`, with what the optimizer's own device answers. Costs a CUDA trainer some tenths of a second.
+
+    Raises ConfigError where the device's steps are none that the shadow's code can repeat.
+    """
+    spec = OptimizerSpec.of(optimizer, parameters)
+    if spec.arithmetic == "cpu":
+        return spec
+    device = str(optimizer.param_groups[0]["params"][0].device)
+    powers = DevicePowers(device)
+    groups = []
+    for number, (group, live) in enumerate(zip(spec.groups, optimizer.param_groups, strict=True)):
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in live["params"]})
+        lanes = [ALL_LANES, ALL_LANES]
+        for scaled in (False, True) if spec.implementation == "fused" else (False,):
+            answers = set()
+            for dtype in dtypes:
+                probe = Probe(spec.kind, spec.implementation, group, dtype, scaled, live.get("dampening", 0) != 0)
+                answers.add(find_lanes(probe, lambda probe: run_on_device(probe, device), powers))
+            if len(answers) > 1:
+                raise ConfigError(
+                    f"group {number} mixes {', '.join(dtypes)}, whose kernels round differently on this device; "
+                    "give each dtype a group of its own"
+                )
+            lanes[scaled] = answers.pop()
+        groups.append(replace(group, lanes=lanes[0], scaled_lanes=lanes[1]))
+    return replace(spec, groups=tuple(groups))
+
+
+def find_lanes(probe: Probe, reference: Callable[[Probe], States], powers: DevicePowers) -> int:
+    """The lanes with which native code makes what `reference` made. Raises ConfigError where none do."""
+    wanted = reference(probe)
+    contracted = _run_here(probe, ALL_LANES, powers)
+    lanes = ALL_LANES
+    if not _equal(contracted, wanted):
+        separate = _run_here(probe, 0, powers)
+        # From the first step alone: later ones begin with what the step before has made.
+        lanes = sum(
+            _lane(contracted[0][part], separate[0][part], wanted[0][part], part == 0) << (4 * part) for part in (0, 1)
+        )
+        if not _equal(_run_here(probe, lanes, powers), wanted):
+            flags = [name for name in ("amsgrad", "maximize", "nesterov") if getattr(probe.group, name)]
+            what = " ".join([probe.implementation, probe.kind, probe.dtype, *flags])
+            raise ConfigError(
+                f"steps of {what} of torch {torch.__version__} on this device are none that a shadow can repeat to the "
+                "bit: use foreach=True, or another checkpointer, and please tell us the device"
+            )
+    return lanes
+
+
+def _lane(
+    contracted: dict[str, torch.Tensor], separate: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], even: bool
+) -> int:
+    """Four bits: which lanes are as in `contracted`. Where both are right, the compiler's habit: contracted."""
+    found = 0
+    count = wanted["param"].numel()
+    lane_of = torch.arange(count) % 4 if even else torch.arange(count) // 512 % 4
+    for lane in range(4):
+        here = lane_of == lane
+        alike = {
+            name: all(torch.equal(_bits(side[key])[here], _bits(wanted[key])[here]) for key in wanted if key != "step")
+            for name, side in (("contracted", contracted), ("separate", separate))
+        }
+        if alike["contracted"] or not alike["separate"]:
+            found |= 1 << lane
+    return found
+
+
+def _run_here(probe: Probe, lanes: int, powers: DevicePowers) -> States:
+    group = replace(probe.group, parameters=(0, 1), lanes=lanes, scaled_lanes=lanes)
+    spec = OptimizerSpec(probe.kind, probe.implementation, "cuda", (group,), 1, "")  # type: ignore[arg-type]
+    weights = probe.start()
+    optimizer = DenseOptimizer(spec, weights, (0, 0), places=(0, 1))
+    real = torch.float64 if probe.dtype == "float64" else torch.float32
+    found: States = []
+    for step in range(_STEPS):
+        rows = powers.rows(probe.rule(()).groups[0].betas, real, [step + 1]) if spec.needs_powers else []
+        optimizer.step(list(probe.gradients(step)), probe.rule(rows))
+        found.append([_copied(w, state) for w, state in zip(weights, optimizer.state(), strict=True)])
+    return found
+
+
+def _copied(weight: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: tensor.detach().cpu().clone() for key, tensor in {"param": weight, **state}.items()}
+
+
+def _equal(one: States, other: States) -> bool:
+    return all(
+        torch.equal(_bits(here[key]), _bits(there[key]))
+        for ones, others in zip(one, other, strict=True)
+        for here, there in zip(ones, others, strict=True)
+        for key in here
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

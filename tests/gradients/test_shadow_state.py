@@ -1,0 +1,397 @@
+"""Decisions of shadows under losses, reorder, crashes and fences, against a plain model of what must hold.
+
+The simulation has several shadows and a conductor. A shadow's value of a bucket is the tuple of updates that made it,
+so that what is given back can be compared with what the trainers had, and gradients of different lives differ.
+"""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from lastgood.errors import CheckpointError
+from lastgood.gradients.messages import Complete, Saved, Step
+from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Tell, Window
+from lastgood.gradients.shadow_state import ShadowState
+
+JOB = "a" * 32
+LAYOUT = "b" * 64
+SLOTS = 3
+SHADOWS = 2
+BUCKETS = {0: (0, 2), 1: (1, 3)}
+RANKS = 2
+
+
+class Slots:
+    """What a receiver does for one bucket: windows of SLOTS iterations, floating until they are placed."""
+
+    def __init__(self):
+        self.first = None
+        self.placed = False
+        self.whole = {}
+
+    def window(self, first):
+        if not self.placed and self.first is not None and self.first > first:
+            return False
+        self.first, self.placed = first, True
+        self.whole = {k: v for k, v in self.whole.items() if first <= k < first + SLOTS}
+        return True
+
+    def put(self, iteration, gradient):
+        """True: held; None: it must wait (beyond the window); False: it is too old, or there already."""
+        if self.first is None:
+            self.first = iteration
+        if iteration < self.first or iteration in self.whole:
+            return False
+        if iteration >= self.first + SLOTS:
+            if self.placed:
+                return None
+            self.first = iteration - SLOTS + 1
+            self.whole = {k: v for k, v in self.whole.items() if k >= self.first}
+        self.whole[iteration] = gradient
+        return True
+
+
+class Shadow:
+    """A state with the border around it: slots, values, side records, and what it said."""
+
+    def __init__(self, number):
+        self.number = number
+        self.state = ShadowState(SLOTS)
+        self.slots = {bucket: Slots() for bucket in BUCKETS[number]}
+        self.values = {}
+        self.staged = {}
+        self.parked = []
+        self.said = []
+        self.sides = set()
+
+    def flow(self):
+        while outputs := self.state.take():
+            for output in outputs:
+                if isinstance(output, Tell):
+                    self.said.append(output.message)
+                elif isinstance(output, Open):
+                    self.slots[output.bucket].placed = False
+                elif isinstance(output, DropSide):
+                    self.sides.discard(output.iteration)
+                elif isinstance(output, Window):
+                    slots = self.slots[output.bucket]
+                    placed = slots.window(output.first)
+                    if output.ask:
+                        self.state.window_set(output.bucket, set(slots.whole) if placed else None)
+                    else:
+                        assert placed
+        parked, self.parked = self.parked, []
+        for bucket, iteration, gradient in parked:
+            self.gradient(bucket, iteration, gradient)
+
+    def gradient(self, bucket, iteration, gradient):
+        held = self.slots[bucket].put(iteration, gradient)
+        if held is None:
+            self.parked.append((bucket, iteration, gradient))
+        elif held and iteration in self.slots[bucket].whole:
+            self.state.received(bucket, iteration)
+            self.flow()
+
+    def work(self, world):
+        """Do one piece of work, if there is one."""
+        work = self.state.next_work()
+        self.flow()
+        if work is None:
+            return False
+        bucket = work.bucket
+        if isinstance(work, Apply):
+            assert self.state.declared or self.state._restoring is not None, "nothing is applied behind a fence"
+            assert work.iteration in self.slots[bucket].whole, "only what is held is applied"
+            if work.step.rule is not None:
+                self.values[bucket] = (*self.values[bucket], self.slots[bucket].whole[work.iteration])
+            world.check_applied(self, work.iteration)
+        elif isinstance(work, Commit):
+            self.values[bucket] = self.staged.pop(bucket)
+        elif isinstance(work, Check):
+            good = self.values[bucket] == world.truth(bucket, work.iteration)
+            if not good:
+                self.state.failed(work, "it differs")
+                self.flow()
+                return True
+        else:
+            assert isinstance(work, Copy)
+            assert self.values[bucket] == world.truth(bucket, work.iteration), "a spill holds exactly its iteration"
+        self.state.done(work)
+        self.flow()
+        return True
+
+
+class World(RuleBasedStateMachine):
+    """Trainers are at iteration `now`; `history` says which updates they made, in this lineage."""
+
+    @initialize()
+    def begin(self):
+        self.shadows = [Shadow(number) for number in range(SHADOWS)]
+        self.epoch = 0
+        self.now = 0
+        self.rules = {}
+        self.saved = {}
+        self.made_in = {}
+        self.completed = 0
+        self.lost = set()
+        self.wanting = set()
+        self.restart(adopt=None)
+
+    # -- the oracle
+
+    def gradient(self, bucket, iteration):
+        return (bucket, self.made_in[iteration], iteration)
+
+    def truth(self, bucket, iteration):
+        return tuple(self.gradient(bucket, one) for one in range(1, iteration + 1) if self.rules[one])
+
+    def check_applied(self, shadow, iteration):
+        if not shadow.state.declared:
+            return  # a restore: what may be given back is checked there
+        assert iteration <= self.completed, "nobody applies what not all shadows hold"
+
+    # -- epochs
+
+    def restart(self, adopt):
+        for shadow in self.shadows:
+            shadow.parked.clear()
+            shadow.said.clear()
+            for slots in shadow.slots.values():
+                slots.__init__()
+            shadow.staged.clear()
+            kept = (
+                shadow.state.declare(
+                    LAYOUT,
+                    BUCKETS[shadow.number],
+                    [rank for rank in range(RANKS) if rank % SHADOWS == shadow.number],
+                    RANKS,
+                    adopt,
+                )
+                if self.epoch
+                else None
+            )
+            if kept is None:
+                shadow.state.fence(JOB, 1)
+                kept = shadow.state.declare(
+                    LAYOUT,
+                    BUCKETS[shadow.number],
+                    [rank for rank in range(RANKS) if rank % SHADOWS == shadow.number],
+                    RANKS,
+                    adopt,
+                )
+            assert kept == (adopt is not None)
+            shadow.flow()
+        self.epoch = self.epoch or 1
+        self.lost = set()
+        if adopt is None:
+            for shadow in self.shadows:
+                for bucket in BUCKETS[shadow.number]:
+                    self.seed(shadow, bucket)
+
+    # -- training
+
+    def seed(self, shadow, bucket):
+        """All of a bucket as it is now, at once."""
+        shadow.state.seed_begun(bucket, self.now)
+        shadow.flow()
+        if shadow.state.is_landing(bucket, self.now):
+            shadow.staged[bucket] = self.truth(bucket, self.now)
+            shadow.state.seed_landed(bucket)
+            shadow.flow()
+
+    def room(self):
+        """A block policy: trainers stop where a shadow that is not lost holds records back, or is far behind."""
+        return (
+            not any(shadow.parked for shadow in self.shadows if shadow.number not in self.lost)
+            and self.now < self.completed + SLOTS
+        )
+
+    @precondition(lambda self: self.room())
+    @rule(
+        updates=st.booleans(),
+        saves=st.integers(0, 4),
+        holes=st.sets(st.integers(0, 3), max_size=1),
+        hole_now=st.integers(0, 5),
+        order=st.permutations(range(4)),
+        spill=st.booleans(),
+        step_first=st.booleans(),
+        checks=st.booleans(),
+    )
+    def train(self, updates, saves, holes, hole_now, order, spill, step_first, checks):
+        self.now += 1
+        now = self.now
+        self.rules[now], self.made_in[now] = updates, self.epoch
+        self.saved[now] = bool(saves)
+        holes = holes if hole_now == 0 else set()
+        step = Step(
+            iteration=now, rule={} if updates else None, saved=bool(saves), step=now if saves else None, spill=spill
+        )
+        for shadow in self.shadows:
+            if step_first:
+                shadow.state.step(step)
+                shadow.flow()
+            for bucket in order:
+                if bucket in BUCKETS[shadow.number] and bucket not in holes:
+                    shadow.gradient(bucket, now, self.gradient(bucket, now))
+            for rank in range(RANKS):
+                if not shadow.parked:
+                    shadow.state.ended(rank, now)
+                    shadow.flow()
+            if not step_first:
+                shadow.state.step(step)
+                shadow.flow()
+            if saves and shadow.state.side(shadow.number, now):
+                shadow.sides.add(now)
+            shadow.flow()
+            if checks:
+                shadow.state.check(BUCKETS[shadow.number][0], now, 0)
+                shadow.flow()
+
+    @rule(shadow=st.integers(0, SHADOWS - 1), count=st.integers(1, 5))
+    def work(self, shadow, count):
+        for _ in range(count):
+            if not self.shadows[shadow].work(self):
+                return
+
+    @rule(give_up=st.booleans())
+    def conduct(self, give_up):
+        """Rank 0: complete what all (but lost ones) hold; take those back that are whole again."""
+        haves = {}
+        for shadow in self.shadows:
+            haves[shadow.number] = max((m.iteration for m in shadow.said if m.kind == "have"), default=-1)
+            torn = [m for m in shadow.said if m.kind == "torn" and m.buckets]
+            if give_up and torn and shadow.state.waiting:
+                self.lost.add(shadow.number)
+            if shadow.number in self.lost and not shadow.state.waiting and shadow.state.have >= self.completed:
+                self.lost.discard(shadow.number)
+        waited = [haves[number] for number in haves if number not in self.lost]
+        newest = min(waited) if waited else self.now
+        if newest > self.completed:
+            self.completed = newest
+            for shadow in self.shadows:
+                shadow.state.complete(Complete(iteration=newest, lost=tuple(self.lost)))
+                shadow.flow()
+
+    @rule(shadow=st.integers(0, SHADOWS - 1))
+    def heal(self, shadow):
+        """Seed a bucket that wants it."""
+        for bucket in self.shadows[shadow].state.unseeded[:1]:
+            self.seed(self.shadows[shadow], bucket)
+
+    @rule(shadow=st.integers(0, SHADOWS - 1))
+    def distrust(self, shadow):
+        """Seed a bucket that does not ask for it."""
+        try:
+            self.seed(self.shadows[shadow], BUCKETS[shadow][0])
+        except CheckpointError:
+            assert any(number in self.shadows[shadow].staged for number in BUCKETS[shadow])
+
+    @rule(shadow=st.integers(0, SHADOWS - 1), order=st.booleans())
+    def again(self, shadow, order):
+        """A conductor connects again, and says again what it said."""
+        state = self.shadows[shadow].state
+        before = state.positions
+        for iteration in range(1, self.now + 1):
+            rule_now = {} if self.rules[iteration] else None
+            saved = self.saved[iteration]
+            if iteration > state.have:
+                state.step(Step(iteration=iteration, rule=rule_now, saved=saved, step=iteration if saved else None))
+        state.complete(Complete(iteration=self.completed, lost=tuple(self.lost)))
+        state.greet()
+        self.shadows[shadow].flow()
+        assert state.positions == before
+
+    # -- bad days
+
+    @rule(shadow=st.integers(0, SHADOWS - 1))
+    def crash(self, shadow):
+        """A shadow's process is killed; a fresh one joins this epoch."""
+        fresh = self.shadows[shadow] = Shadow(shadow)
+        fresh.state.fence(JOB, self.epoch)
+        fresh.state.declare(LAYOUT, BUCKETS[shadow], [shadow], RANKS, None)
+        fresh.flow()
+        self.lost.add(shadow)
+
+    @rule(partial=st.booleans(), data=st.data())
+    def kill_and_restore(self, partial, data):
+        """All trainers are killed, perhaps in the midst of an iteration; fence, choose, restore, go on."""
+        if partial:
+            for shadow in self.shadows:
+                bucket = data.draw(st.sampled_from(BUCKETS[shadow.number]))
+                shadow.gradient(bucket, self.now + 1, ("partial", bucket, self.epoch))
+        self.epoch += 1
+        for shadow in self.shadows:
+            shadow.state.fence(JOB, self.epoch)
+            shadow.flow()
+            while shadow.work(self):
+                pass
+        offered = [set(shadow.state.restorable()) for shadow in self.shadows]
+        common = sorted(set.intersection(*offered), key=lambda saved: saved.iteration)
+        if not self.lost and self.whole_life():
+            newest = max((one for one in range(1, self.completed + 1) if self.saved[one]), default=None)
+            after = [one for one in range((newest or 0) + 1, self.completed + 1) if self.rules[one]]
+            if newest is not None and not after:
+                assert common and common[-1].iteration >= newest, "what was complete on all shadows is not lost"
+        if not common:
+            for shadow in self.shadows:
+                shadow.values.clear()
+            self.wanting.clear()
+            # Nothing can be given back from memory: trainers begin anew.
+            self.now = self.completed = 0
+            self.rules, self.saved, self.made_in = {}, {}, {}
+            self.restart(adopt=None)
+            return
+        chosen = data.draw(st.sampled_from(common))
+        for shadow in self.shadows:
+            assert chosen.iteration in shadow.sides or not [r for r in range(RANKS) if r % SHADOWS == shadow.number]
+            shadow.state.restore_to(chosen)
+            shadow.flow()
+            while shadow.work(self):
+                pass
+            assert shadow.state.restored(chosen)
+            for bucket in BUCKETS[shadow.number]:
+                assert shadow.values[bucket] == self.truth(bucket, chosen.iteration), "to the bit"
+        for known in (self.rules, self.saved, self.made_in):
+            for iteration in [one for one in known if one > chosen.iteration]:
+                del known[iteration]
+        self.now = self.completed = chosen.iteration
+        self.restart(adopt=chosen.iteration)
+
+    def whole_life(self):
+        return all(not shadow.state.waiting for shadow in self.shadows)
+
+    # -- what holds always
+
+    @invariant()
+    def values_are_the_trainers(self):
+        for shadow in getattr(self, "shadows", []):
+            for bucket, at in shadow.state.positions.items():
+                if at is not None and not shadow.state._buckets[bucket].busy:
+                    assert shadow.values[bucket] == self.truth(bucket, at)
+
+    @invariant()
+    def what_is_offered_has_its_side_records(self):
+        for shadow in getattr(self, "shadows", []):
+            for saved in shadow.state.restorable():
+                assert saved.iteration in shadow.sides
+                assert saved == Saved(
+                    epoch=self.made_in[saved.iteration], iteration=saved.iteration, step=saved.iteration
+                )
+
+
+World.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestShadows = World.TestCase
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+def test_shadows_for_long():
+    run_state_machine_as_test(World, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None))
