@@ -302,6 +302,41 @@ class Sender:
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False if it has not within `timeout_s`."""
 
+def device_step_variants() -> list[str]:
+    """Names of the variants of `device_step` that this CPU can run, fastest first."""
+
+def device_step(
+    tensors: Sequence[tuple[int, int, int, int, int, int, float, float, bool, bool]],
+    *,
+    kind: str,
+    family: str,
+    dtype: str,
+    decay: str,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    factors: Sequence[float],
+    limit: float,
+    divisor: float,
+    lanes: int,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """One step of torch's CUDA optimizers, to the bit, over tensors in host memory.
+
+    `kind` is sgd or adam, `family` foreach, single or fused, `dtype` float32, float64 or bfloat16, `decay` none, l2 or
+    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment
+    and its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a
+    momentum buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of
+    `factors`, bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: GroupSpec.
+    """
+
 class OutOfStep(Exception):
     """The previous rank of a ring sent another record than this rank's own plan expects."""
 
@@ -365,38 +400,3 @@ class Ring:
     @property
     def marked_bytes(self) -> int:
         """Payload bytes sent with the final mark."""
-
-def device_step_variants() -> list[str]:
-    """Names of the variants of `device_step` that this CPU can run, fastest first."""
-
-def device_step(
-    tensors: Sequence[tuple[int, int, int, int, int, int, float, float, bool, bool]],
-    *,
-    kind: str,
-    family: str,
-    dtype: str,
-    decay: str,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
-    factors: Sequence[float],
-    limit: float,
-    divisor: float,
-    lanes: int,
-    threads: int,
-    variant: str = "",
-) -> None:
-    """One step of torch's CUDA optimizers, to the bit, over tensors in host memory.
-
-    `kind` is sgd or adam, `family` foreach, single or fused, `dtype` float32, float64 or bfloat16, `decay` none, l2 or
-    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment
-    and its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a
-    momentum buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of
-    `factors`, bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: GroupSpec.
-    """

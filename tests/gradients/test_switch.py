@@ -245,7 +245,7 @@ def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
 def test_a_shadow_in_the_place_of_another_one_gets_nothing(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     bed = Bed(stack, swapped=True)
     bed.step(1)
-    assert eventually(lambda: "it is shadow 1 of 2, and stands as 0 of 2 on this switch's list" in caplog.text)
+    assert eventually(lambda: "is shadow 1 of 2, and stands as 0 of 2 on this switch's list" in caplog.text)
     assert all(shadow.missing(1) for shadow in bed.shadows)
     assert not bed.switch.counters()["copies"].get("sent_records")
 

@@ -50,6 +50,20 @@ def test_every_16_bit_number_plus_another(dtype: DType, shift: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.float16, DType.bfloat16])
+@pytest.mark.parametrize("other", [15.99, 16.0, 2.0**-24, -65504.0])
+def test_every_16_bit_number_in_runs_too_short_for_vectors(dtype: DType, other: float) -> None:
+    numbers = every_16_bit_number(TORCH[dtype])
+    others = torch.full_like(numbers, other)
+    result, divided_by_3 = numbers.clone(), numbers.clone()
+    for at in range(0, len(numbers), 7):
+        count = min(7, len(numbers) - at)
+        _native.ring_add(int(dtype), result.data_ptr() + 2 * at, others.data_ptr() + 2 * at, count)
+        _native.ring_divide(int(dtype), divided_by_3.data_ptr() + 2 * at, count, 3)
+    assert same_bits(result, others + numbers)
+    assert same_bits(divided_by_3, numbers / 3)
+
+
+@pytest.mark.parametrize("dtype", [DType.float16, DType.bfloat16])
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 12, 1000])
 def test_every_16_bit_number_divided(dtype: DType, divisor: int) -> None:
     numbers = every_16_bit_number(TORCH[dtype])

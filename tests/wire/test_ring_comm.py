@@ -181,18 +181,53 @@ def test_a_rank_that_does_nothing_is_named_after_the_timeout() -> None:
         comm.close()
 
 
-def test_ranks_out_of_step_are_told_apart() -> None:
+@pytest.mark.parametrize(
+    "other", [{"iteration": 6}, {"bucket": 4}, {"offset": 8}, {"dtype": DType.bfloat16}, {"elements": 90}]
+)
+def test_ranks_out_of_step_are_told_apart(other: dict[str, int]) -> None:
     comms = make_ring(2)
-    data = [torch.zeros(100), torch.zeros(100)]
+    own = {"iteration": 5, "bucket": 3, "offset": 0, "dtype": DType.float32, "elements": 100}
+    caught: list[BaseException] = []
 
-    def run(rank: int, iteration: int) -> None:
+    def run(rank: int, iteration: int, bucket: int, offset: int, dtype: DType, elements: int) -> None:
         comm = comms[rank]
-        comm.all_reduce(comm.plan(100, DType.float32, [Place(0, 400, 3, 0)]), data[rank].data_ptr(), iteration)
+        data = torch.zeros(100)
+        nbytes = elements * torch.empty(0, dtype=TORCH[dtype]).element_size()
+        try:
+            plan = comm.plan(elements, dtype, [Place(0, nbytes, bucket, offset)])
+            comm.all_reduce(plan, data.data_ptr(), iteration)
+        except MismatchError as error:
+            caught.append(error)
+        except HostError:
+            pass  # whose neighbour was first to notice
 
-    with pytest.raises((MismatchError, HostError)) as caught:
-        together([lambda: run(0, 5), lambda: run(1, 6)])
-    if isinstance(caught.value, MismatchError):
-        assert "bucket 3, byte 208, 192 bytes of iteration 6" in str(caught.value) or "iteration 5" in str(caught.value)
+    together([lambda: run(0, **own), lambda: run(1, **{**own, **other})])
+    assert caught
+    sent, expected = re.findall(r"sent (.*) where (.*) was expected: the ranks do not reduce", str(caught[0]))[0]
+    assert sent != expected
+    for comm in comms:
+        comm.close()
+
+
+def test_the_end_of_the_next_rank_is_seen_while_waiting_for_the_previous_one() -> None:
+    comms = make_ring(3, timeout_s=200.0)
+    data = torch.zeros(10)
+    caught: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(HostError) as error:
+            comms[0].all_reduce(comms[0].plan(10, DType.float32, []), data.data_ptr(), 1)
+        caught.append(str(error.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while comms[0].sent_bytes == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    comms[1].close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "rank 0: sending to rank 1 on" in caught[0]
     for comm in comms:
         comm.close()
 

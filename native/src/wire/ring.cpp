@@ -76,7 +76,7 @@ std::string describe(const Record& record) {
     const std::string where =
         record.bucket == kNoBucket ? "bytes of no bucket" : "bucket " + std::to_string(record.bucket);
     return where + ", byte " + std::to_string(record.offset) + ", " + std::to_string(record.length) +
-           " bytes of iteration " + std::to_string(record.iteration);
+           " bytes of type " + std::to_string(record.dtype) + " of iteration " + std::to_string(record.iteration);
 }
 
 [[noreturn]] void closed(const std::string& operation) {

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["switch"]
 
-_MAX_TOKEN_FILE_BYTES = 4096
-_MIN_TOKEN_BYTES = 16
 _MIN_QUEUE_BYTES = 1 << 20
 
 
@@ -57,9 +55,10 @@ def switch(
     from lastgood.gradients.copies import CopySettings
     from lastgood.gradients.copy_faults import parse_faults
     from lastgood.gradients.switch import Switch, parse_link
+    from lastgood.gradients.token import read_token
     from lastgood.wire.ring_link import parse_address
 
-    token = _read_token(token_file)
+    token = read_token(token_file)
     if timeout <= 0 or report < 0:
         raise ConfigError("--timeout is above 0, and --report not below")
     stop = threading.Event()
@@ -106,17 +105,6 @@ def _check(links: list[SwitchLink], shadows: list[str], token: bytes, timeout_s:
 def _until_signal(stop: threading.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-
-
-def _read_token(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            token = file.read(_MAX_TOKEN_FILE_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(f"--token-file {path}: cannot read a token: {error}") from error
-    if len(token) < _MIN_TOKEN_BYTES:
-        raise ConfigError(f"--token-file {path}: a token has at least {_MIN_TOKEN_BYTES} bytes")
-    return token
 
 
 def _queue_bytes(text: str) -> int:

@@ -9,12 +9,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.gradients.asking import connect_shadow
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan
-from lastgood.gradients.links import open_wire
-from lastgood.gradients.messages import Hello, Refused, Welcome
+from lastgood.gradients.messages import Hello
 from lastgood.units import MIB
 from lastgood.wire.frames import Wire
-from lastgood.wire.records import Record, RecordKind
+from lastgood.wire.records import Record, RecordKind, pack_header
 
 __all__ = ["QUEUE_BYTES", "Copier", "CopySettings"]
 
@@ -48,13 +48,16 @@ class Copier:
         self._faults = None
         if settings.faults is not None:
             self._faults = CopyFaults(settings.faults, f"rank {hello.rank} shadow {shadow}")
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[tuple[int, bytes]] = deque()
+        """With the iteration of each."""
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._counts: Counter[str] = Counter()
         self._said = ""
         self._wire: Wire | None = None
+        self._opened = False
+        """Whether this connection has said where it begins."""
         self._thread = threading.Thread(target=self._run, name=f"copies-{hello.rank}-{shadow}", daemon=True)
         self._thread.start()
 
@@ -68,7 +71,7 @@ class Copier:
             if self._deadline is not None or self._queued_bytes + len(content) > limit:
                 self._counts["dropped_ends" if end else "dropped_records"] += 1
                 return
-            self._queue.append(content)
+            self._queue.append((record.iteration, content))
             self._queued_bytes += len(content)
             self._changed.notify()
 
@@ -132,52 +135,49 @@ class Copier:
 
     def _connect(self) -> bool:
         try:
-            wire, answer = open_wire(self._address, self._settings.token, self._hello, self._settings.timeout_s)
+            wire, welcome = connect_shadow(self._address, self._settings.token, self._hello, self._settings.timeout_s)
         except LastgoodError as error:
             self._say(str(error))
             return False
-        why = None
-        if isinstance(answer, Refused):
-            why = answer.why
-        elif not isinstance(answer, Welcome):
-            why = f"it answered with {answer.kind}"
-        elif (answer.shadow, answer.shadows) != (self._shadow, self._shadows):
-            why = (
-                f"it is shadow {answer.shadow} of {answer.shadows}, and stands as {self._shadow} of {self._shadows} on "
-                f"this switch's list"
+        if (welcome.shadow, welcome.shadows) != (self._shadow, self._shadows):
+            self._say(
+                f"{self._address} is shadow {welcome.shadow} of {welcome.shadows}, and stands as {self._shadow} of "
+                f"{self._shadows} on this switch's list: it gets no copies"
             )
-        if why is not None:
-            self._say(f"shadow {self._address} takes no copies of rank {self._hello.rank}: {why}")
             wire.close()
             return False
         self._said = ""
         with self._changed:
             self._counts["connections"] += 1
             self._wire = wire
+            self._opened = False
         return True
 
-    def _take(self) -> list[bytes]:
+    def _take(self) -> list[tuple[int, bytes]]:
         """The next copies, oldest first, up to a batch; none if there are none for a while."""
         with self._changed:
             if not self._queue and self._deadline is None:
                 self._changed.wait(_LOOK_S)
-            batch: list[bytes] = []
+            batch: list[tuple[int, bytes]] = []
             nbytes = 0
             while self._queue and nbytes < _BATCH_BYTES:
                 batch.append(self._queue.popleft())
-                nbytes += len(batch[-1])
+                nbytes += len(batch[-1][1])
             return batch
 
-    def _send(self, wire: Wire, batch: list[bytes]) -> None:
+    def _send(self, wire: Wire, batch: list[tuple[int, bytes]]) -> None:
         """Send a batch. Raises CheckpointError where the connection breaks: then the batch is lost with it."""
-        nbytes = sum(map(len, batch))
+        contents = [content for _, content in batch]
         sent = 0
         try:
+            if not self._opened:
+                wire.write("a begin", self._begin(batch[0][0]))
+                self._opened = True
             if self._faults is None:
-                wire.write("copies", *batch)
+                wire.write("copies", *contents)
                 sent = len(batch)
             else:
-                for content in batch:
+                for content in contents:
                     for faulty in self._faults.befall(content):
                         self._sleep(faulty.delay_s)
                         wire.write("a copy", faulty.content)
@@ -186,10 +186,15 @@ class Copier:
                     sent += 1
         finally:
             with self._changed:
-                self._queued_bytes -= nbytes
+                self._queued_bytes -= sum(map(len, contents))
                 self._counts["sent_records"] += sent
-                self._counts["sent_bytes"] += sum(map(len, batch[:sent]))
+                self._counts["sent_bytes"] += sum(map(len, contents[:sent]))
                 self._counts["lost_records"] += len(batch) - sent
+
+    def _begin(self, iteration: int) -> bytes:
+        """What a connection says first: nothing of an earlier iteration comes any more, on this one or another."""
+        job = int.from_bytes(bytes.fromhex(self._hello.job or "")[:8], "little")
+        return pack_header(Record(RecordKind.END, job, self._hello.epoch, self._hello.rank, iteration - 1))
 
     def _sleep(self, seconds: float) -> None:
         """Wait, but not beyond the end."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lastgood.errors import CheckpointError, LastgoodError, MismatchError
-from lastgood.gradients.links import open_wire
-from lastgood.gradients.messages import Hello, Refused, Welcome
+from lastgood.gradients.asking import connect_shadow
+from lastgood.gradients.messages import Hello
 from lastgood.gradients.switch import SwitchLink
 from lastgood.wire.frames import Wire, prove_peer, prove_trainer
 from lastgood.wire.ring_link import RING_GREETING, listen_ring, parse_address
@@ -69,14 +69,10 @@ def check_shadow(number: int, addresses: Sequence[str], token: bytes, timeout_s:
     """Ask a shadow who it is."""
     what = f"shadow {number} at {addresses[number]}"
     try:
-        wire, answer = open_wire(addresses[number], token, Hello(role="asker"), timeout_s)
-    except (LastgoodError, ValueError) as error:
+        wire, answer = connect_shadow(addresses[number], token, Hello(role="asker"), timeout_s)
+    except LastgoodError as error:
         return Checked(what, False, str(error))
     wire.close()
-    if isinstance(answer, Refused):
-        return Checked(what, False, f"it refuses: {answer.why}")
-    if not isinstance(answer, Welcome):
-        return Checked(what, False, f"it answers with {answer.kind}")
     if (answer.shadow, answer.shadows) != (number, len(addresses)):
         return Checked(
             what, False, f"it is shadow {answer.shadow} of {answer.shadows}; give --shadow in the shadows' order"

@@ -110,7 +110,7 @@ def _cuda_states() -> list[torch.Tensor | None]:
         return []
     seed = torch.initial_seed()
     states: list[torch.Tensor | None] = []
-    generators = torch.cuda.default_generators
+    generators: tuple[torch.Generator, ...] = torch.cuda.default_generators
     if _is_one_of_several():
         generators = generators[torch.cuda.current_device() :][:1]
     for generator in generators:
