@@ -1,0 +1,173 @@
+"""One promise of a shadow's state at a time, step by step."""
+
+import pytest
+
+from lastgood.errors import CheckpointError, MismatchError
+from lastgood.gradients.messages import Complete, Step
+from lastgood.gradients.shadow_actions import Apply
+from tests.gradients.test_shadow_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
+
+
+class Lone:
+    """Shadow 0 alone, with values that are lists of applied iterations."""
+
+    def __init__(self):
+        self.shadow = Shadow(0)
+        self.state = self.shadow.state
+        self.state.fence(JOB, 1)
+        self.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
+        self.shadow.flow()
+        for bucket in BUCKETS[0]:
+            self.seed(bucket, 0)
+        self.work()
+
+    def truth(self, bucket, iteration):
+        return self.shadow.values[bucket]
+
+    def check_applied(self, shadow, iteration):
+        pass
+
+    def seed(self, bucket, iteration):
+        self.state.seed_begun(bucket, iteration)
+        self.shadow.flow()
+        self.shadow.staged[bucket] = ("seed", iteration)
+        self.state.seed_landed(bucket)
+        self.shadow.flow()
+
+    def iterate(self, iteration, *, saved=True, rule=True, holes=()):
+        for bucket in BUCKETS[0]:
+            if bucket not in holes:
+                self.shadow.gradient(bucket, iteration, iteration)
+        for rank in range(RANKS):
+            self.state.ended(rank, iteration)
+        step = iteration if saved else None
+        self.state.step(Step(iteration=iteration, rule={} if rule else None, saved=saved, step=step))
+        if saved and self.state.side(0, iteration):
+            self.shadow.sides.add(iteration)
+        self.shadow.flow()
+
+    def complete(self, iteration):
+        self.state.complete(Complete(iteration=iteration))
+        self.shadow.flow()
+
+    def work(self):
+        while self.shadow.work(self):
+            pass
+
+    def at(self):
+        return set(self.state.positions.values())
+
+    def restorable(self):
+        return [saved.iteration for saved in self.state.restorable()]
+
+
+def test_nothing_is_applied_before_all_shadows_hold_it():
+    lone = Lone()
+    lone.iterate(1)
+    assert [m.iteration for m in lone.shadow.said if m.kind == "have"][-1] == 1
+    lone.work()
+    assert lone.at() == {0}
+    lone.complete(1)
+    lone.work()
+    assert lone.at() == {1}
+    assert lone.restorable() == [1]
+
+
+def test_an_update_that_nobody_saved_waits_while_there_is_room():
+    lone = Lone()
+    lone.iterate(1)
+    lone.complete(1)
+    lone.work()
+    lone.iterate(2, saved=False)
+    lone.complete(2)
+    lone.work()
+    assert (lone.at(), lone.restorable()) == ({1}, [1])
+    lone.iterate(3)
+    lone.complete(3)
+    lone.work()
+    assert (lone.at(), lone.restorable()) == ({3}, [3])
+    for iteration in range(4, 4 + SLOTS):
+        assert lone.restorable() == [3]
+        lone.iterate(iteration, saved=False)
+        lone.complete(iteration)
+        lone.work()
+    assert lone.at() == {3 + SLOTS}, "with full slots there is no choice"
+
+
+def test_a_skipped_step_leaves_what_was_saved_before_it_restorable():
+    lone = Lone()
+    lone.iterate(1)
+    lone.iterate(2, saved=False, rule=False)
+    lone.complete(2)
+    lone.work()
+    assert (lone.at(), lone.restorable()) == ({2}, [1])
+
+
+def test_a_fence_ends_what_was_about_to_be_applied():
+    lone = Lone()
+    lone.iterate(1)
+    lone.work()
+    lone.complete(1)
+    work = lone.state.next_work()
+    assert isinstance(work, Apply)
+    lone.state.done(work)
+    lone.state.fence(JOB, 2)
+    assert lone.state.next_work() is None
+    # One bucket is at 1 already, so 1 it is; the other one is brought there by the restore.
+    assert lone.restorable() == [1]
+    lone.state.restore_to(lone.state.restorable()[0])
+    lone.shadow.values[work.bucket] = ()
+    lone.work()
+    assert lone.at() == {1}
+    with pytest.raises(MismatchError, match="not newer"):
+        lone.state.fence(JOB, 2)
+
+
+def test_a_seed_waits_beside_the_value_that_can_still_be_given_back():
+    lone = Lone()
+    lone.iterate(1)
+    lone.complete(1)
+    lone.work()
+    lone.iterate(2, holes={0})
+    assert [m.buckets for m in lone.shadow.said if m.kind == "torn"] == [(0,)]
+    assert lone.restorable() == [1]
+    lone.seed(0, 2)
+    with pytest.raises(CheckpointError, match="still has the seed"):
+        lone.state.seed_begun(0, 2)
+    lone.work()
+    assert lone.shadow.values[0] == ("seed", 0, 1)
+    assert lone.restorable() == [1, 2]
+    lone.complete(2)
+    lone.work()
+    assert lone.shadow.values[0] == ("seed", 2)
+    assert lone.shadow.values[2] == ("seed", 0, 1, 2)
+    assert (lone.at(), lone.restorable()) == ({2}, [2])
+
+
+def test_a_seed_that_comes_too_late_for_its_slots_is_torn_again():
+    lone = Lone()
+    lone.iterate(1, holes={0})
+    lone.complete(1)  # it was given up meanwhile
+    lone.work()
+    for iteration in range(2, 4 + SLOTS):
+        lone.iterate(iteration)
+        lone.complete(iteration)
+        lone.work()
+    lone.state.seed_begun(0, 1)
+    lone.shadow.flow()
+    assert not lone.state.is_landing(0, 1)
+    assert [m.iteration for m in lone.shadow.said if m.kind == "torn"][-1] == 2
+
+
+def test_an_iteration_without_its_side_record_is_not_offered_and_is_reported():
+    lone = Lone()
+    for iteration in (1, 2):
+        for bucket in BUCKETS[0]:
+            lone.shadow.gradient(bucket, iteration, iteration)
+        lone.state.step(Step(iteration=iteration, rule={}, saved=True, step=iteration))
+    assert lone.state.have == 0
+    lone.state.side(0, 2)
+    lone.shadow.sides.add(2)
+    lone.shadow.flow()
+    assert [(m.iteration, m.buckets) for m in lone.shadow.said if m.kind == "torn"] == [(1, ())]
+    assert (lone.restorable(), lone.state.have) == ([2], 2)
