@@ -156,9 +156,9 @@ class ReceiverEvent:
 class Receiver:
     """Reads gradient records (`lastgood.wire.records`) from many connections into the memory of gradient slots.
 
-    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A record's
-    range is reserved at its header and counts as held once its payload's checksum is right, so no record can change a
-    byte that another one holds or has reserved. All methods may be called from any thread.
+    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A
+    record's range is reserved at its header and counts as held once its payload's checksum is right, so no record can
+    change a byte that another one holds or has reserved. All methods may be called from any thread.
     """
 
     def __init__(
@@ -213,7 +213,9 @@ class Receiver:
     def poll(self, timeout_s: float, most: int = 256) -> list[ReceiverEvent]:
         """Take up to `most` events, oldest first; an empty list if there are none within `timeout_s`."""
     def counters(self) -> dict[str, float]:
-        """Since the begin: records and bytes held, drained_bytes (of refused records), ends, checksum_s (all threads).
+        """Since the begin: records and bytes (of payloads) held, read_bytes, drained_bytes, ends, checksum_s.
+
+        read_bytes are all that came, drained_bytes of refused payloads; checksum_s is the sum over all threads.
 
         Now: connections, and parked ones, which wait for a window or for the queue.
         """
@@ -244,6 +246,8 @@ class Sender:
         cpu: int = -1,
     ) -> None:
         """Start the thread, on processor `cpu` unless that is -1. `fd` is duplicated: close yours.
+
+        Where the thread cannot be started, or kept on `cpu` (OSError), the connection is ended.
 
         Up to `queue` calls wait to go out, with up to `pool_bytes` of payloads that are copied. Payloads over
         `record_bytes` go out as several records. The connection fails (ETIMEDOUT) if the other side takes no byte for

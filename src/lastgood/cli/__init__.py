@@ -21,6 +21,7 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    netbench,
     optbench,
     optimizers,
     plan,
@@ -53,6 +54,7 @@ app.command()(plot.plot)
 app.command()(claims.claims)
 app.command()(report.report)
 app.command()(ceilings.ceilings)
+app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
 app.command()(optbench.optbench)
