@@ -115,7 +115,7 @@ def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
                     stretch_s=stretch.length_s,
                 )
                 for system in systems
-                for interval in section.intervals
+                for interval in _intervals_of(system, section.intervals)
             ]
     return in_batches(specs, config.seed)
 

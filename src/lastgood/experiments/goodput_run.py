@@ -6,6 +6,7 @@ a board in shared memory (goodput_board.py), so the parent can kill it at any mo
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.goodput_board import Board
 from lastgood.experiments.goodput_record import GoodputRecord, GoodputSpec, Life
 from lastgood.experiments.machine import where_run
+from lastgood.experiments.rank_shadows import local_shadows
 from lastgood.experiments.run import SILENCE_S, import_before_fork, start_child
 from lastgood.experiments.turn import take_turn
 
@@ -39,7 +41,8 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, report: Re
         report("importing torch")
         import_before_fork(spec.run)
         window = _Window(spec, turn.folder / "checkpoints", data_dir, report)
-        window.live_through()
+        with local_shadows(spec.run, turn.folder, report) if spec.run.shadows else contextlib.nullcontext():
+            window.live_through()
         return window.record(turn.started_at, turn.began_s, turn.folder.parent)
 
 
