@@ -10,6 +10,6 @@ NB_MODULE(_native, module) {
     // Objects that a training script still holds at exit are no news to its user.
     nanobind::set_leak_warnings(false);
     lastgood::bind_storage(module);
-    lastgood::bind_wire(module);
     lastgood::bind_optim(module);
+    lastgood::bind_wire(module);
 }

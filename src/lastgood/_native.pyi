@@ -156,9 +156,9 @@ class ReceiverEvent:
 class Receiver:
     """Reads gradient records (`lastgood.wire.records`) from many connections into the memory of gradient slots.
 
-    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A record's
-    range is reserved at its header and counts as held once its payload's checksum is right, so no record can change a
-    byte that another one holds or has reserved. All methods may be called from any thread.
+    Iteration i of a bucket lies in slot i mod the number of slots; a bucket's *window* is that many iterations. A
+    record's range is reserved at its header and counts as held once its payload's checksum is right, so no record can
+    change a byte that another one holds or has reserved. All methods may be called from any thread.
     """
 
     def __init__(
@@ -213,7 +213,9 @@ class Receiver:
     def poll(self, timeout_s: float, most: int = 256) -> list[ReceiverEvent]:
         """Take up to `most` events, oldest first; an empty list if there are none within `timeout_s`."""
     def counters(self) -> dict[str, float]:
-        """Since the begin: records and bytes held, drained_bytes (of refused records), ends, checksum_s (all threads).
+        """Since the begin: records and bytes (of payloads) held, read_bytes, drained_bytes, ends, checksum_s.
+
+        read_bytes are all that came, drained_bytes of refused payloads; checksum_s is the sum over all threads.
 
         Now: connections, and parked ones, which wait for a window or for the queue.
         """
@@ -244,6 +246,8 @@ class Sender:
         cpu: int = -1,
     ) -> None:
         """Start the thread, on processor `cpu` unless that is -1. `fd` is duplicated: close yours.
+
+        Where the thread cannot be started, or kept on `cpu` (OSError), the connection is ended.
 
         Up to `queue` calls wait to go out, with up to `pool_bytes` of payloads that are copied. Payloads over
         `record_bytes` go out as several records. The connection fails (ETIMEDOUT) if the other side takes no byte for
@@ -327,8 +331,8 @@ def device_step(
     """One step of torch's CUDA optimizers, to the bit, over tensors in host memory.
 
     `kind` is sgd or adam, `family` foreach, single or fused, `dtype` float32, float64 or bfloat16, `decay` none, l2 or
-    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment and
-    its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a momentum
-    buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of `factors`,
-    bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: OptimizerSpec.
+    decoupled. A tensor is the addresses of parameter, gradient, first moment (or momentum; 0 for none), second moment
+    and its largest (0 without amsgrad); the number of elements; Adam's step size and bias correction; whether a
+    momentum buffer is still empty; whether the device's tensors were aligned. Gradients are multiplied by each of
+    `factors`, bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: GroupSpec.
     """

@@ -16,8 +16,8 @@ LIMIT_S = 150
 class RankPool:
     """Up to `size` ranks; importing torch takes the longest, so they stay for all worlds of a module."""
 
-    def __init__(self, size, folder):
-        script = Path(__file__).with_name("reshard_rank.py")
+    def __init__(self, size, folder, script="reshard_rank.py"):
+        script = Path(__file__).with_name(script)
         self.folder = folder
         self.meetings = 0
         self.errors = [folder / f"rank-{rank}.err" for rank in range(size)]
@@ -50,9 +50,7 @@ class RankPool:
         self.meetings += 1
         meeting = self.folder / f"meeting-{self.meetings}"
         for rank in range(world):
-            asked = {"work": work, "rank": rank, "world": world, "meeting": str(meeting), **what}
-            self.processes[rank].stdin.write(json.dumps(asked) + "\n")
-            self.processes[rank].stdin.flush()
+            self.send(rank, {"work": work, "rank": rank, "world": world, "meeting": str(meeting), **what})
         deadline = time.monotonic() + LIMIT_S
         found = []
         for rank in range(world):
@@ -63,6 +61,10 @@ class RankPool:
             assert line, f"rank {rank} ended: {self.errors[rank].read_text()[-3000:]}"
             found.append(json.loads(line))
         return found
+
+    def send(self, rank, asked):
+        self.processes[rank].stdin.write(json.dumps(asked) + "\n")
+        self.processes[rank].stdin.flush()
 
     def run(self, world, work, **what):
         """As `ask`, where all must succeed."""

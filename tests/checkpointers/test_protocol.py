@@ -20,8 +20,9 @@ from tests.checkpointers.peer_processes import peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck", "dcp", "torchsnapshot", "nvrx"]
-"""The last two are tested where they are installed: pip install 'lastgood[third-party]'."""
-IN_MEMORY = {"gemini"}
+"""The last two are tested where they are installed: pip install 'lastgood[third-party]'. Checkmate needs shadows:
+test_checkmate.py and test_checkmate_ranks.py ask the same of it."""
+IN_MEMORY = {"gemini", "checkmate"}
 """These keep nothing on a disk; tests of their own damage and break what they keep."""
 
 
@@ -358,12 +359,12 @@ def test_none_saves_nothing(tmp_path):
 
 
 def test_registry_names_what_is_known():
-    assert checkpointer_names()[: 1 + len(SYSTEMS)] == ["none", *SYSTEMS]
+    assert checkpointer_names()[: 2 + len(SYSTEMS)] == ["none", *SYSTEMS, "checkmate"]
     with pytest.raises(ConfigError, match=r"'pcheck'.*pccheck"):
         checkpointer_class("pcheck")
 
 
-@pytest.mark.parametrize("name", ["none", *SYSTEMS])
+@pytest.mark.parametrize("name", ["none", *SYSTEMS, "checkmate"])
 def test_options_are_strict_and_state_their_cost(name):
     kind = checkpointer_class(name)
     options = kind.Options()

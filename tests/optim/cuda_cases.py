@@ -3,9 +3,9 @@
     python tests/optim/cuda_cases.py OUT [--device cuda|cpu]
 
 needs torch and numpy only. It writes OUT/meta.json (versions, device), OUT/ops.npz (single operations), OUT/pow.npz
-(powers of the betas) and OUT/optimizers.npz (whole steps of torch's optimizers: the first 1,024 elements of every tensor
-after the first and the last step, and a CRC-32 of every whole tensor after every step). All inputs are bit patterns from
-integer arithmetic, so none of them is stored.
+(powers of the betas) and OUT/optimizers.npz (whole steps of torch's optimizers: the first 1,024 elements of every
+tensor after the first and the last step, and a CRC-32 of every whole tensor after every step). All inputs are bit
+patterns from integer arithmetic, so none of them is stored.
 
     python tests/optim/cuda_cases.py OUT --condense FILE.npz
 

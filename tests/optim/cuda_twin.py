@@ -1,8 +1,8 @@
 """torch's CUDA optimizers in numpy, one operation after another: the slow twin of the native kernels.
 
-Contractions into FMA are written out. numpy has none, so they are made of exact steps: a product of two float32 is exact
-in float64, and a sum rounded to odd there rounds to the right float32 (Boldo and Melquiond, "Emulation of FMA and
-correctly rounded sums: proved algorithms using rounding to odd", 2008).
+Contractions into FMA are written out. numpy has none, so they are made of exact steps: a product of two float32 is
+exact in float64, and a sum rounded to odd there rounds to the right float32 (Boldo and Melquiond, "Emulation of FMA
+and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 """
 
 import ctypes

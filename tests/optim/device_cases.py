@@ -8,7 +8,6 @@ import torch
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
-
 from tests.optim import cuda_cases
 from tests.optim.cuda_cases import DTYPES, STEPS, Case
 

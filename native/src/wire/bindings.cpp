@@ -69,6 +69,7 @@ nb::dict to_dict(const ReceiverCounters& counters) {
     nb::dict found;
     found["records"] = counters.records;
     found["bytes"] = counters.bytes;
+    found["read_bytes"] = counters.read_bytes;
     found["drained_bytes"] = counters.drained_bytes;
     found["ends"] = counters.ends;
     found["connections"] = counters.connections;
@@ -93,7 +94,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     try {
         std::rethrow_exception(thrown);
     } catch (const std::system_error& reason) {
-        const nb::object error = nb::steal(PyObject_CallFunction(PyExc_OSError, "is", reason.code().value(), reason.what()));
+        const nb::object error =
+            nb::steal(PyObject_CallFunction(PyExc_OSError, "is", reason.code().value(), reason.what()));
         if (error.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     }
 }

@@ -11,8 +11,9 @@ Coverage::Coverage(std::uint64_t nbytes, std::size_t most_ranges) : nbytes_(nbyt
 
 Coverage::Answer Coverage::reserve(std::uint64_t begin, std::uint64_t end) {
     // The first interval that ends behind `begin` is the first that could share a byte.
-    const auto at = std::upper_bound(intervals_.begin(), intervals_.end(), begin,
-                                     [](std::uint64_t place, const Interval& interval) { return place < interval.end; });
+    const auto at =
+        std::upper_bound(intervals_.begin(), intervals_.end(), begin,
+                         [](std::uint64_t place, const Interval& interval) { return place < interval.end; });
     if (at != intervals_.end() && at->begin < end)
         return at->held && at->begin <= begin && end <= at->end ? Answer::duplicate : Answer::overlapping;
     if (intervals_.size() == most_ranges_) return Answer::full;
@@ -59,8 +60,9 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> Coverage::missing() const {
 }
 
 std::vector<Coverage::Interval>::iterator Coverage::find(std::uint64_t begin) {
-    const auto at = std::lower_bound(intervals_.begin(), intervals_.end(), begin,
-                                     [](const Interval& interval, std::uint64_t place) { return interval.begin < place; });
+    const auto at =
+        std::lower_bound(intervals_.begin(), intervals_.end(), begin,
+                         [](const Interval& interval, std::uint64_t place) { return interval.begin < place; });
     if (at == intervals_.end() || at->begin != begin || at->held)
         throw std::logic_error("Coverage: a range that nobody has reserved");
     return at;

@@ -1,6 +1,7 @@
 // What receiver and sender share of the operating system: descriptors, a bell that wakes a thread, errors.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -29,6 +30,10 @@ class Descriptor {
   private:
     int fd_;
 };
+
+// A duplicate that a child process does not get, or -1. Threads use their own, so that none can reach another
+// connection that was given the number.
+inline int duplicate(int fd) { return fcntl(fd, F_DUPFD_CLOEXEC, 0); }
 
 // Readable from ring() until answer(): wakes a thread that waits for descriptors.
 class Bell {

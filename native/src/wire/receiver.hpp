@@ -12,34 +12,16 @@
 #include <vector>
 
 #include "storage/os_io.hpp"
+#include "wire/receiver_hub.hpp"
 #include "wire/windows.hpp"
 
 namespace lastgood {
 
-struct ReceiverOptions {
-    unsigned threads = 1;
-    std::vector<int> cpus;      // thread i stays on cpus[i % size]; empty: wherever the kernel likes
-    std::size_t queue = 4096;   // events that wait for poll() at most
-    double stall_s = 60.0;      // for the rest of a record that has begun
-};
-
-struct ReceiverEvent {
-    enum class Kind : std::uint8_t { complete, end, closed };
-
-    Kind kind = Kind::closed;
-    std::uint64_t connection = 0;
-    std::uint32_t rank = 0;
-    std::uint32_t bucket = 0;     // complete
-    std::uint64_t iteration = 0;  // complete, end
-    Cause cause = Cause::count;   // closed; Cause::count: by the other side, between two records
-    int error = 0;                // closed: the operating system's number, if that was the cause
-    std::uint64_t life = 0;
-};
-
 struct ReceiverCounters {
-    std::uint64_t records = 0;  // gradients that were held
-    std::uint64_t bytes = 0;    // of their payloads
-    std::uint64_t drained_bytes = 0;
+    std::uint64_t records = 0;        // gradients that were held
+    std::uint64_t bytes = 0;          // of their payloads
+    std::uint64_t read_bytes = 0;     // of all that came, behind what followed from it
+    std::uint64_t drained_bytes = 0;  // of payloads that were refused
     std::uint64_t ends = 0;
     std::uint64_t connections = 0;  // now open
     std::uint64_t parked = 0;       // now not read, for the window or for the queue of events
@@ -83,7 +65,6 @@ class Receiver {
 
   private:
     struct State;
-    class Worker;
 
     std::shared_ptr<State> state_;
     pid_t owner_;

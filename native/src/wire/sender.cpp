@@ -1,6 +1,5 @@
 #include "wire/sender.hpp"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -24,7 +23,7 @@
 namespace lastgood {
 namespace {
 
-constexpr std::size_t kBatchRecords = 256;       // of one system call; the kernel takes 1024 parts, and a record has up to 3
+constexpr std::size_t kBatchRecords = 256;  // of one system call; the kernel takes 1024 parts, and a record has up to 3
 constexpr std::uint64_t kBatchBytes = 1 << 20;  // still in the cache, after its checksum, when the kernel copies it
 constexpr double kDestructorWaitS = 5.0;
 
@@ -35,7 +34,7 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 // Everything that the thread touches. It shares the ownership.
 struct Sender::State {
     State(int fd, std::uint64_t job, std::uint32_t epoch, std::uint32_t rank, const SenderOptions& options)
-        : descriptor(fcntl(fd, F_DUPFD_CLOEXEC, 0), "Sender: a connection's descriptor"),
+        : descriptor(duplicate(fd), "Sender: a connection's descriptor"),
           job(job),
           epoch(epoch),
           rank(rank),
@@ -317,8 +316,7 @@ std::uint64_t Sender::put(const Record& record, const void* data, std::uint64_t 
                           Clock::time_point deadline, const Tick& tick) {
     State& state = *state_;
     const std::uint64_t item = item_bytes(record.dtype);
-    if (item == 0 || record.offset % item != 0 || nbytes % item != 0 ||
-        (record.kind == RecordKind::end && nbytes != 0))
+    if (item == 0 || record.offset % item != 0 || nbytes % item != 0 || (record.kind == RecordKind::end && nbytes != 0))
         throw std::invalid_argument("Sender: " + std::to_string(nbytes) + " bytes at offset " +
                                     std::to_string(record.offset) + " of dtype " + std::to_string(record.dtype) +
                                     " make no record");

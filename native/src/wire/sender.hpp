@@ -14,12 +14,12 @@
 namespace lastgood {
 
 struct SenderOptions {
-    std::string destination;              // as errors name it
-    std::uint64_t pool_bytes = 32 << 20;  // of payloads that are copied
-    std::size_t queue = 4096;             // calls of put() that have not gone out, at most
+    std::string destination;               // as errors name it
+    std::uint64_t pool_bytes = 32 << 20;   // of payloads that are copied
+    std::size_t queue = 4096;              // calls of put() that have not gone out, at most
     std::uint64_t record_bytes = 1 << 20;  // longer payloads go out as several records
-    double stall_s = 60.0;                // without a byte taken by the other side
-    int cpu = -1;                         // the thread stays on it; -1: wherever the kernel likes
+    double stall_s = 60.0;                 // without a byte taken by the other side
+    int cpu = -1;                          // the thread stays on it; -1: wherever the kernel likes
 };
 
 struct SenderCounters {
@@ -40,9 +40,9 @@ class Sender {
     Sender(const Sender&) = delete;
     Sender& operator=(const Sender&) = delete;
 
-    // Queues a payload, of which `record` says kind, flags, iteration, bucket, dtype and offset. Borrowed memory is read
-    // until its ticket has returned; other memory is copied before put() returns. Returns the ticket, or 0 where the
-    // queue has no room before the deadline.
+    // Queues a payload, of which `record` says kind, flags, iteration, bucket, dtype and offset. Borrowed memory is
+    // read until its ticket has returned; other memory is copied before put() returns. Returns the ticket, or 0 where
+    // the queue has no room before the deadline.
     std::uint64_t put(const Record& record, const void* data, std::uint64_t nbytes, bool borrowed,
                       Clock::time_point deadline, const Tick& tick);
 

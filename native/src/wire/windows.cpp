@@ -31,8 +31,8 @@ Windows::Windows(std::uint32_t epoch, const std::vector<DeclaredBucket>& buckets
         const auto ranges = std::size_t(std::min(kMostRanges, declared.nbytes / (2 * item) + 1));
         Bucket bucket{declared, {}, false, std::nullopt};
         for (const auto& slot : slots)
-            bucket.slots.push_back({reinterpret_cast<std::byte*>(slot[buckets_.size()]),
-                                    Coverage(declared.nbytes, ranges)});
+            bucket.slots.push_back(
+                {reinterpret_cast<std::byte*>(slot[buckets_.size()]), Coverage(declared.nbytes, ranges)});
         buckets_.push_back(std::move(bucket));
     }
 }
@@ -76,8 +76,9 @@ Windows::Verdict Windows::examine(const Record& record, std::uint64_t life, Rese
                 case Coverage::Answer::full:
                     return refuse(Cause::fragmented);
             }
-        reservation = {found->second, std::size_t(record.iteration % slots_), slot.generation,
-                       record.offset, record.length,                          slot.address + record.offset};
+        reservation = {found->second,   std::size_t(record.iteration % slots_),
+                       slot.generation, record.offset,
+                       record.length,   slot.address + record.offset};
         return Verdict::accepted;
     }
 }

@@ -28,6 +28,7 @@ _BUILT_IN = {
     "dcp": "lastgood.checkpointers.dcp:TorchDCP",
     "torchsnapshot": "lastgood.checkpointers.torchsnapshot:TorchSnapshot",
     "nvrx": "lastgood.checkpointers.nvrx:ResiliencyExtension",
+    "checkmate": "lastgood.checkpointers.checkmate:Checkmate",
 }
 
 

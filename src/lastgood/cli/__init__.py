@@ -21,6 +21,8 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    netbench,
+    optbench,
     plan,
     plot,
     provision,
@@ -51,8 +53,10 @@ app.command()(plot.plot)
 app.command()(claims.claims)
 app.command()(report.report)
 app.command()(ceilings.ceilings)
+app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(launch.launch)
+app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._peer import TOKEN_VARIABLE, needed_token, read_token
+from lastgood.cli._peer import serve_peer as answer_peers
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, format_seconds
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from lastgood.experiments.ceilings import CeilingsRecord
 
 __all__ = ["ceilings"]
-
-_TOKEN_VARIABLE = "LASTGOOD_PEER_TOKEN"
-_MAX_TOKEN_FILE_BYTES = 4096
 
 
 def ceilings(
@@ -45,7 +42,7 @@ def ceilings(
     ] = "0.0.0.0",
     serve_s: Annotated[float, typer.Option(min=1, max=86400, help="How long --serve-peer answers.")] = 3600,
     peer_token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the token of both machines (default: ${_TOKEN_VARIABLE}).")
+        Path | None, typer.Option(help=f"File with the token of both machines (default: ${TOKEN_VARIABLE}).")
     ] = None,
     end_with: Annotated[int | None, typer.Option(metavar="PID", help="End when the parent process PID ends.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record to stdout as JSON.")] = False,
@@ -65,18 +62,13 @@ def ceilings(
     if serve_peer:
         if peer is not None or scratch is not None or out is not None:
             raise ConfigError("--serve-peer only answers another machine; leave out --peer, --scratch and --out")
-        _serve(listen, serve_s, _token(peer_token_file))
+        answer_peers(listen, serve_s, read_token(peer_token_file), _report)
         return
     if scratch is None or out is None:
         raise ConfigError("--scratch (a folder on the disk to measure) and --out (the record's file) are needed")
     to_measure = None
     if peer is not None:
-        token = _token(peer_token_file)
-        if token is None:
-            raise ConfigError(
-                f"--peer needs the token that --serve-peer printed on {peer}: in ${_TOKEN_VARIABLE}, or in a file "
-                "named by --peer-token-file"
-            )
+        token = needed_token(peer_token_file, peer, "--serve-peer")
         host, port = parse_address(peer)
         to_measure = Peer(host, port, token)
     record, fresh = cached_or_measured(
@@ -91,31 +83,6 @@ def ceilings(
 
 def _report(text: str) -> None:
     console.print(f"ceilings: {text}", markup=False)
-
-
-def _token(path: Path | None) -> str | None:
-    """The token of the file or the environment: never an argument, which every user of a machine can read."""
-    if path is None:
-        return os.environ.get(_TOKEN_VARIABLE)
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_TOKEN_FILE_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--peer-token-file {path}: cannot read a token: {error}") from error
-
-
-def _serve(listen: str, seconds: float, token: str | None) -> None:
-    from lastgood.experiments.machine_lock import machine_lock
-    from lastgood.experiments.network_peer import PeerServer, parse_address
-
-    if token is None:
-        token = secrets.token_hex(16)
-        _report(f"no token was given, so a new one: on the other machine, export {_TOKEN_VARIABLE}={token}")
-    host, port = parse_address(listen)
-    # Each client takes this machine's turn to measure, so nothing here is timed meanwhile; a busy machine refuses it.
-    server = PeerServer(host, port, token, turn=machine_lock, report=_report)
-    _report(f"answering on {host} port {server.port} for {format_seconds(seconds)}; end it with Ctrl-C")
-    server.serve(seconds)
 
 
 def _show(record: CeilingsRecord) -> None:

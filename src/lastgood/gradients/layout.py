@@ -127,11 +127,13 @@ def plan_layout(
     ranks: int,
     shadows: int,
     bucket_bytes: int = BUCKET_BYTES,
+    owners: Sequence[int] | None = None,
 ) -> GradientLayout:
     """Put parameters (name, shape, torch's name of the dtype), in the optimizer's order, into buckets.
 
-    A bucket ends where the next parameter would make it larger than `bucket_bytes`, or is of another dtype; the limit
-    is lowered where a shadow would be left without a bucket. Raises ConfigError for dtypes that no record can carry.
+    A bucket ends where the next parameter would make it larger than `bucket_bytes`, or is of another dtype or owner
+    (where `owners` names one for each parameter); the limit is lowered where a shadow would be left without a bucket.
+    Raises ConfigError for dtypes that no record can carry.
     """
     if not parameters:
         raise ConfigError("the optimizer has no parameters; there is nothing to shadow")
@@ -142,10 +144,11 @@ def plan_layout(
     named = [(name, tuple(shape), DType[dtype]) for name, shape, dtype in parameters]
     sizes = [prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in named]
     limit = min(bucket_bytes, max(1, sum(sizes) // shadows))
+    kinds = [(dtype, None if owners is None else owners[index]) for index, (_, _, dtype) in enumerate(named)]
     order: list[list[int]] = []
     filled = 0
     for index in reversed(range(len(named))):
-        fits = order and named[order[-1][-1]][2] is named[index][2] and filled + sizes[index] <= limit
+        fits = order and kinds[order[-1][-1]] == kinds[index] and filled + sizes[index] <= limit
         if not fits:
             order.append([])
             filled = 0

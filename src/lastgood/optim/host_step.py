@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lastgood._lazy import lazy_module
 from lastgood.optim.flat_state import FlatState
-from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
+from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -18,9 +18,14 @@ else:
 
 __all__ = ["HostStep"]
 
+_PART_ELEMENTS: Final = 1 << 20  # 4 MiB of gradients in float32
+
 
 class HostStep:
-    """A torch optimizer over tensors that somebody else owns; its state are views of `state`'s buffers."""
+    """Torch optimizers over tensors that somebody else owns; their state are views of `state`'s buffers.
+
+    Parameters are stepped some at a time, so that gradients which were unscaled or clipped are still in the cache.
+    """
 
     def __init__(
         self,
@@ -36,40 +41,34 @@ class HostStep:
         # round the ends of the parts otherwise.
         cut = spec.implementation != "fused" and any(p.element_size() == 2 for p in parameters)
         self._threads = spec.threads if cut else threads
-        self._used = sorted(set(groups))
-        described = [
-            {
-                "params": [p for p, own in zip(parameters, groups, strict=True) if own == number],
-                **_flags(spec, number),
-            }
-            for number in self._used
-        ]
-        self._optimizer = _torch_class(spec)(described, **_implementation(spec)) if described else None
+        self._parts = [_Part(spec, parameters, groups, which) for which in _cut(parameters)]
 
     def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
         """One step in place. Gradients are changed in place as well where they are unscaled or clipped."""
-        if self._optimizer is None:
-            return
-        optimizer: Any = self._optimizer
-        present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         with torch.no_grad(), _intra_op_threads(self._threads):
-            _prepare([gradient for _, gradient in present], rule)
-            for group, number in zip(optimizer.param_groups, self._used, strict=True):
-                _set_numbers(group, rule.groups[number])
-            for i, gradient in present:
-                self._parameters[i].grad = gradient
-                self._lend_state(optimizer, i)
-            if rule.grad_scale is not None:
-                optimizer.grad_scale = torch.tensor(rule.grad_scale, dtype=torch.float32)
-                optimizer.found_inf = torch.tensor(0.0, dtype=torch.float32)
-            try:
-                optimizer.step()
-            finally:
-                optimizer.grad_scale = optimizer.found_inf = None
-                for i, _ in present:
-                    self._parameters[i].grad = None
+            for part in self._parts:
+                self._step_part(part, gradients, rule)
+
+    def _step_part(self, part: _Part, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
+        optimizer = part.optimizer
+        present = [(i, gradient) for i in part.which if (gradient := gradients[i]) is not None]
+        _prepare([gradient for _, gradient in present], rule)
+        for group, number in zip(optimizer.param_groups, part.groups, strict=True):
+            _set_numbers(group, rule.groups[number])
+        for i, gradient in present:
+            self._parameters[i].grad = gradient
+            self._lend_state(optimizer, i)
+        if rule.grad_scale is not None:
+            optimizer.grad_scale = torch.tensor(rule.grad_scale, dtype=torch.float32)
+            optimizer.found_inf = torch.tensor(0.0, dtype=torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            optimizer.grad_scale = optimizer.found_inf = None
             for i, _ in present:
-                self._take_state(optimizer, i)
+                self._parameters[i].grad = None
+        for i, _ in present:
+            self._take_state(optimizer, i)
 
     def _lend_state(self, optimizer: Any, i: int) -> None:
         held = self._state.tensors[i]
@@ -90,6 +89,34 @@ class HostStep:
         self._state.started[i] = True
 
 
+class _Part:
+    """Some of the parameters, under an optimizer of their own."""
+
+    def __init__(
+        self, spec: OptimizerSpec, parameters: Sequence[torch.Tensor], groups: Sequence[int], which: Sequence[int]
+    ) -> None:
+        self.which = which
+        self.groups = sorted({groups[i] for i in which})
+        described = [
+            {"params": [parameters[i] for i in which if groups[i] == number], **_flags(spec, number)}
+            for number in self.groups
+        ]
+        self.optimizer: Any = _torch_class(spec)(described, **_implementation(spec))
+
+
+def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Neighbours, as many as have `_PART_ELEMENTS` together, or a larger one alone."""
+    parts: list[list[int]] = []
+    room = 0
+    for i, parameter in enumerate(parameters):
+        if not parts or parameter.numel() > room:
+            parts.append([])
+            room = _PART_ELEMENTS
+        parts[-1].append(i)
+        room -= parameter.numel()
+    return parts
+
+
 @contextmanager
 def _intra_op_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -104,11 +131,11 @@ def _prepare(gradients: Sequence[torch.Tensor], rule: UpdateRule) -> None:
     if rule.inverse_scale is not None and rule.inverse_scale != 1.0:
         for gradient in gradients:
             gradient.mul_(rule.inverse_scale)
-    if isinstance(rule.clip, ClipNorm):
+    if isinstance(rule.clip, ClipNorm) and rule.clip.coefficient != 1.0:
         coefficient = torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype))
         for gradient in gradients:
             gradient.mul_(coefficient)
-    elif rule.clip is not None:
+    elif isinstance(rule.clip, ClipValue):
         for gradient in gradients:
             gradient.clamp_(min=-rule.clip.limit, max=rule.clip.limit)
 

@@ -31,15 +31,17 @@ def parameter_norms(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -
 def global_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm over all parameters, from their norms in the order of the model's list, of all shards.
 
-    torch takes norms of one dtype together, dtypes in order of their first parameter, and so does this. Raises
-    MismatchError where a norm is no scalar.
+    torch takes norms of one dtype together, in an order of its own, and so does this. Raises MismatchError where a norm
+    is no scalar.
     """
     if any(norm.dim() != 0 for norm in norms):
         raise MismatchError("a parameter's norm is one number; gather one from each parameter of every shard, in order")
     if not norms:
         return torch.tensor(0.0)
-    dtypes = list(dict.fromkeys(norm.dtype for norm in norms))
-    ordered = [norm for dtype in dtypes for norm in norms if norm.dtype == dtype]
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+    grouped = _group_tensors_by_device_and_dtype([list(norms)])
+    ordered = [norm for (alike,), _ in grouped.values() for norm in alike if norm is not None]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     return total
 

@@ -68,7 +68,7 @@ class RuleMaker:
         self._steps: dict[int, int] = {}
         if spec.needs_powers:
             self._powers = DevicePowers(str(held[0].device))
-            counts = [optimizer.state[p]["step"].float() if p in optimizer.state else torch.zeros(()) for p in held]
+            counts = [_steps_made(optimizer, p) for p in held]
             found = torch.stack([count.to(held[0].device) for count in counts]).tolist()
             self._steps = {id(p): int(step) for p, step in zip(held, found, strict=True)}
 
@@ -114,7 +114,13 @@ class RuleMaker:
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                tensors = [p, p.grad, *(t for t in self._optimizer.state[p].values() if t.shape == p.shape)]
+                tensors = [p, p.grad, *(t for t in self._optimizer.state.get(p, {}).values() if t.shape == p.shape)]
                 if any(tensor.data_ptr() % (_LANES * tensor.element_size()) for tensor in tensors):
                     found.append(self._place_of[id(p)])
         return tuple(sorted(found))
+
+
+def _steps_made(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    # Not by indexing: torch's state would gain an entry.
+    made = optimizer.state.get(parameter, {}).get("step")
+    return torch.zeros(()) if made is None else made.float()

@@ -229,6 +229,10 @@ class Wire:
         except OSError:
             return  # it is closed already
 
+    def detach(self) -> int:
+        """Give the file descriptor away; this object is done."""
+        return self._socket.detach()
+
     def close(self) -> None:
         """Close the connection. Safe to call twice."""
         self._socket.close()

@@ -1,0 +1,359 @@
+"""Checkmate (NSDI'26): shadows repeat every update from the gradients alone, so each step is a checkpoint.
+
+The final gradients of each iteration go to shadows (`lastgood storage serve`), processes on CPUs that hold parameters
+and optimizer state, and apply the same update. Training saves nothing but a small side record of what gradients do not
+carry. docs/checkmate.md says what it promises.
+
+The parts are in `gradients`: taps take gradients, links send them, the conductor finds out which iteration is complete
+on all shadows, and seeds a shadow that is new. Durable here means: complete on every shadow, so that it survives all
+trainers; not the shadows, but for the steps that they spill.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.checkmate_life import Life, begin_life
+from lastgood.checkpointers.checkmate_options import CheckmateOptions
+from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
+from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
+from lastgood.gradients.messages import Side, Step
+from lastgood.gradients.tap import BucketTap
+from lastgood.gradients.updates import Update
+from lastgood.state import flatten
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Checkmate", "CheckmateOptions"]
+
+_log = logging.getLogger("lastgood")
+
+_DISTRUST_LIMIT = 64
+"""Iterations for which no seed is sent, at most, where gradients are changed again and again behind the tap."""
+
+
+class Checkmate(Checkpointer):
+    """Every step is kept, in the memory of shadows.
+
+    With DistributedDataParallel: ``checkpointer.watch(model)``, or ``model.register_comm_hook(checkpointer.tap,
+    checkmate_hook)`` (`lastgood.gradients.ddp`), before `start`. Clip through `clip_grad_norm_` of this object.
+    """
+
+    name: ClassVar[str] = "checkmate"
+    Options: ClassVar[type[BaseOptions]] = CheckmateOptions
+
+    def __init__(
+        self,
+        directory: Path | str,
+        options: CheckmateOptions | None = None,
+        *,
+        interval_steps: int | None = None,
+        **knobs: Any,
+    ) -> None:
+        if interval_steps not in (None, 1):
+            raise ConfigError(
+                f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, "
+                "so each step is a checkpoint; leave it out"
+            )
+        super().__init__(directory, options, interval_steps=interval_steps, **knobs)
+        assert isinstance(self.options, CheckmateOptions)
+        self._knobs: CheckmateOptions = self.options
+        self._tap = BucketTap()
+        self._hooked = False
+        self._life: Life | None = None
+        self._restored: Restored | None = None
+        self._update: Update | None = None
+        self._pending: dict[int, CheckpointEvent] = {}
+        self._settling = threading.Condition()
+        self._saves = 0
+        self._distrusted = 0
+        self._seeds_from = 0
+        self._verified = 0
+
+    # -- the tap ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tap(self) -> BucketTap:
+        """The state for ``model.register_comm_hook(checkpointer.tap, checkmate_hook)``."""
+        self._hooked = True
+        return self._tap
+
+    def watch(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Register the communication hook, and let gradients leave from DDP's own memory, without a copy."""
+        from lastgood.gradients.ddp import checkmate_hook
+
+        model.register_comm_hook(self.tap, checkmate_hook)
+        self._tap.group = model.process_group
+        self._tap.owns_memory = not model.gradient_as_bucket_view
+        # Buckets are overwritten by the backward pass that follows a forward pass.
+        model.register_forward_hook(lambda *_: self._tap.settle())
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over all parameters of the optimizer; shadows repeat it."""
+        return self._living().notes.clip_norm(parameters, max_norm, **options)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float, **options: Any) -> None:
+        """As torch.nn.utils.clip_grad_value_, over all parameters of the optimizer; shadows repeat it."""
+        self._living().notes.clip_value(parameters, clip_value, **options)
+
+    def _living(self) -> Life:
+        if self._life is None:
+            raise CheckpointError("checkmate: start(state) or attach(...) must be called first")
+        return self._life
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _chooses_interval(self) -> bool:
+        return True
+
+    def _due(self, step: int) -> bool:
+        del step
+        return True
+
+    def _start(self) -> None:
+        flatten(self.state, spread=True)  # what cannot be stored is said first
+        self._update, self._pending, self._saves = None, {}, 0
+        life = begin_life(
+            self.directory,
+            self.state,
+            self._knobs,
+            self._tap if self._hooked else None,
+            self._restored,
+            self._close_unsaved,
+            self._settled,
+        )
+        self._restored = None
+        self._life = life
+        self._seeds_from = life.stream.iteration
+
+    def _close(self) -> None:
+        if self._life is None:
+            return
+        with suppress(WaitTimeout):
+            self.drain(min(self._close_s, 2 * self._knobs.behind_s))
+        self._end_life()
+
+    def _end_life(self) -> None:
+        life, self._life = self._life, None
+        self._tap.close()
+        if life is not None:
+            life.close()
+        self._fail_pending("the training ended before all shadows held it")
+
+    # -- every iteration -------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Note what the optimizer's step will do; without a hook in DDP send its gradients now."""
+        life = self._life
+        if life is None:
+            return
+        stream = life.stream
+        if life.step_tap is not None:
+            life.notes.begin_iteration()
+            stream.begin()
+        elif stream.phase != "reduced":
+            twice = stream.phase == "updated"
+            if not twice:
+                self._begin_empty(life)
+            what = "has begun twice" if twice else "has begun with no gradients reduced for it"
+            stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
+        self._update, fault = life.notes.take()
+        stream.fault = stream.fault or fault
+        if life.step_tap is not None:
+            life.step_tap.send()
+        stream.end()
+        stream.phase = "updated"
+
+    def save(self, step: int) -> None:
+        """Close the iteration: send the side record, and on rank 0 what the update was. Copies only what is small."""
+        event = self._request(step)
+        try:
+            life = self._living()
+            if life.conductor.fenced is not None:
+                raise CheckpointError(life.conductor.fenced)
+            if life.stream.phase == "closed":
+                self._begin_empty(life)
+            self._close_iteration(life, event)
+        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
+            self._fail(event, error)
+
+    @staticmethod
+    def _begin_empty(life: Life) -> None:
+        """An iteration in which nothing was reduced: a step that a loss scaler skipped, or a save with no update."""
+        life.notes.begin_iteration()
+        life.stream.begin()
+        life.send_nothing()
+
+    def _close_unsaved(self) -> None:
+        """The next iteration begins, and nobody saved this one."""
+        try:
+            self._close_iteration(self._living(), None)
+        except Exception:  # neither does this
+            _log.exception("checkmate: an iteration could not be closed")
+
+    def _close_iteration(self, life: Life, event: CheckpointEvent | None) -> None:
+        stream, conductor = life.stream, life.conductor
+        iteration, fault = stream.iteration, stream.fault
+        stream.end()
+        update = self._update if stream.phase == "updated" else Update(None, ())
+        self._update = None
+        stream.phase = "closed"
+        assert update is not None
+        if event is not None and fault is None:
+            self._send_side(life, event, iteration)
+        saved = event is not None and fault is None
+        if life.rank == 0:
+            self._saves += saved
+            every = self._knobs.spill_every
+            conductor.step(
+                Step(
+                    iteration=iteration,
+                    rule=update.rule,
+                    saved=saved,
+                    step=event.step if event is not None and saved else None,
+                    absent=update.absent if update.rule is not None else (),
+                    spill=bool(saved and every and self._saves % every == 0),
+                )
+            )
+        else:
+            conductor.closed(iteration)
+        if fault is not None:
+            self._distrust(life, iteration)
+        self._seed(life, iteration)
+        self._verify(life, iteration)
+        if event is not None and fault is not None:
+            self._fail(event, CheckpointError(fault))
+
+    def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
+        record, arrives = life.sides.take()
+        event.copied_s = time.perf_counter()
+        event.bytes_written = life.stream.sent_bytes + len(record)
+        with self._settling:
+            self._pending[iteration] = event
+        side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
+        life.conductor.side(side, record, arrives)
+
+    def _distrust(self, life: Life, iteration: int) -> None:
+        """Shadows have other gradients than the update used: give them the state itself, less and less often."""
+        self._distrusted += 1
+        life.conductor.distrust(life.layout.buckets_of)
+        self._seeds_from = iteration + min(2**self._distrusted - 1, _DISTRUST_LIMIT)
+
+    def _seed(self, life: Life, iteration: int) -> None:
+        """Copy some of the buckets that shadows want, as they are now."""
+        if iteration < self._seeds_from:
+            return
+        wanted = life.conductor.wanted_seeds(
+            self._knobs.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
+        )
+        for shadow, bucket in wanted:
+            life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
+        if wanted and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
+            life.conductor.wait_seeded(self._knobs.behind_s)
+
+    def _verify(self, life: Life, iteration: int) -> None:
+        """Let a shadow compare one of this rank's buckets, the next one each time."""
+        every = self._knobs.verify_every
+        if every and iteration % every == 0 and life.own_buckets:
+            bucket = life.own_buckets[self._verified % len(life.own_buckets)]
+            self._verified += 1
+            life.conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, iteration))
+
+    # -- what became of saves --------------------------------------------------------------------------------------
+
+    def _settled(self, iteration: int, lost: Sequence[int], floor: int) -> None:
+        """All shadows but the lost ones hold everything up to an iteration."""
+        now = time.perf_counter()
+        with self._settling:
+            for number in [one for one in self._pending if one <= iteration]:
+                event = self._pending.pop(number)
+                if lost:
+                    names = ", ".join(self._knobs.shadows[shadow] for shadow in lost)
+                    self._fail(event, CheckpointError(f"shadow {names} is lost, or is being brought up to date"))
+                elif number < floor:
+                    self._fail(event, CheckpointError(f"a shadow was brought up to date behind it, at {floor}"))
+                else:
+                    event.finished_s, event.outcome = now, Outcome.DURABLE
+            self._settling.notify_all()
+
+    def _fail_pending(self, why: str) -> None:
+        with self._settling:
+            while self._pending:
+                self._fail(self._pending.popitem()[1], CheckpointError(why))
+            self._settling.notify_all()
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until every saved step is complete on all shadows, or has failed."""
+        deadline = time.monotonic() + timeout_s
+        away_since: float | None = None
+        while True:
+            life = self._life
+            with self._settling:
+                if not self._pending:
+                    return
+                steps = [event.step for event in self._pending.values()]
+                self._settling.wait(0.05)
+            now = time.monotonic()
+            if life is None or life.conductor.fenced is not None:
+                self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
+                continue
+            # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
+            away_since = None if life.conductor.reachable else away_since or now
+            if away_since is not None and now - away_since > self._knobs.behind_s:
+                self._fail_pending("no shadow can be reached")
+            if now > deadline:
+                raise WaitTimeout(
+                    f"waited {timeout_s:g} s for shadows to hold steps {', '.join(map(str, steps[:5]))}"
+                    f"{' ...' if len(steps) > 5 else ''}"
+                )
+
+    def _abandon(self) -> None:
+        self._fail_pending("given up at exit")
+
+    # -- back ------------------------------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """The newest step that all shadows hold. Raises CheckpointError where one of them cannot be asked."""
+        return find_newest(self.directory, self._knobs)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Fence off every older life of the job, and load the newest step that all shadows hold.
+
+        All ranks call it together. Raises NoCheckpoint; MismatchError for another world size or other parameters;
+        CheckpointError for a shadow that cannot be reached; CorruptCheckpoint, WaitTimeout.
+        """
+        running = self._life is not None
+        if running:
+            self.drain()
+            self._end_life()
+        try:
+            restored = self._restored = restore_together(self.directory, state, self._knobs, step)
+        finally:
+            if running:
+                self._start()
+        return restored.step
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def storage_facts(self) -> dict[str, Any]:
+        """Where checkpoints are, and what went wrong on the way there and was healed."""
+        facts: dict[str, Any] = {
+            "direct_io": False,
+            "durability": "in the memory of all shadows; on their disks where they spill",
+            "policy": self._knobs.policy,
+            "shadows": len(self._knobs.shadows),
+        }
+        if self._life is not None:
+            facts |= self._life.facts()
+        return facts

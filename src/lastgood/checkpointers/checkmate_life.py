@@ -1,0 +1,315 @@
+"""One life of a training under Checkmate: from a start (behind a restore or not) to its end."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.checkmate_options import CheckmateOptions
+from lastgood.checkpointers.checkmate_restore import (
+    Restored,
+    check_shadows,
+    job_of,
+    note_job,
+    ranks_together,
+    read_token,
+)
+from lastgood.checkpointers.gemini_memory.together import Together
+from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
+from lastgood.gradients import asking
+from lastgood.gradients.conductor import Conductor, Settings, Settled
+from lastgood.gradients.device_mover import DeviceMover
+from lastgood.gradients.layout import GradientLayout, plan_layout
+from lastgood.gradients.links import Identity
+from lastgood.gradients.pieces import Span, piece_of
+from lastgood.gradients.side import SideRecords
+from lastgood.gradients.step_tap import StepTap
+from lastgood.gradients.stream import GradientStream
+from lastgood.gradients.tap import BucketTap, Session
+from lastgood.gradients.tracked import BucketCopy, Tracked
+from lastgood.gradients.updates import UpdateNotes
+from lastgood.optim.probe import probed
+from lastgood.optim.spec import OptimizerSpec
+from lastgood.wire.records import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Life", "begin_life"]
+
+_log = logging.getLogger("lastgood")
+
+_SEEDING_BYTES_PER_S = 50e6
+"""The first seeds may take as long as a network of this speed needs, beyond the usual limits."""
+
+
+@dataclass
+class Life:
+    """What belongs together from a start to an end."""
+
+    rank: int
+    layout: GradientLayout
+    first: int
+    """This rank's first parameter in the layout."""
+    tracked: Tracked
+    conductor: Conductor
+    stream: GradientStream
+    notes: UpdateNotes
+    sides: SideRecords
+    step_tap: StepTap | None
+    mover: DeviceMover | None
+    own_buckets: list[int]
+    """That this rank seeds."""
+    zeros: list[Span]
+    """What this rank sends of an iteration in which nothing was reduced."""
+
+    def copy_bucket(self, bucket: int, iteration: int) -> BucketCopy:
+        """One of this rank's own buckets as it is now."""
+        return self.tracked.copy_bucket(self.layout, bucket, iteration, self.first)
+
+    def send_nothing(self) -> None:
+        """Send zeros as this rank's gradients, for an iteration that will not be applied."""
+        zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
+        for span in self.zeros:
+            self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
+
+    def close(self) -> None:
+        """End all threads and connections, within a bounded time."""
+        if self.mover is not None:
+            self.mover.close()
+        self.stream.settle()
+        self.conductor.close()
+
+    def facts(self) -> dict[str, Any]:
+        """For a run record."""
+        return {
+            "waited_for_room_s": self.stream.waited_s,
+            "sent_bytes": self.conductor.sent_bytes,
+            **self.conductor.facts(),
+        }
+
+
+def begin_life(
+    directory: Path,
+    state: Mapping[str, Any],
+    knobs: CheckmateOptions,
+    tap: BucketTap | None,
+    restored: Restored | None,
+    close_open: Callable[[], None],
+    settled: Settled,
+) -> Life:
+    """Join all shadows and give them what they lack. All ranks call it together.
+
+    `tap` is the one that a hook of DDP has; without one gradients are taken at the optimizer's step. Raises ConfigError
+    for what shadows cannot follow; CheckpointError, WaitTimeout for shadows that do not take part.
+    """
+    check_shadows(knobs)
+    token = read_token(knobs)
+    rank, ranks = world_of_torch()
+    together = ranks_together(rank, ranks)
+    tracked = Tracked(state)
+    buckets = _takes_buckets(knobs, tap, tracked)
+    spec = probed(tracked.optimizer, tracked.parameters)
+    layout, first, own = _layout_of_all(tracked, spec, knobs, together, rank, ranks, union=not buckets)
+    job, epoch, base = _identity(directory, knobs, token, together, rank, restored)
+    adopt = base if restored is not None else None
+    own_buckets = [number for number, bucket in enumerate(layout.buckets) if bucket.parameters[0] in own]
+    if buckets and rank != 0:
+        own_buckets = []
+    conductor = Conductor(
+        Identity(job, epoch, rank, layout, adopt),
+        base,
+        knobs.shadows,
+        token,
+        Settings(knobs.timeout_s, knobs.behind_s, knobs.data_settings()),
+        set(own_buckets).__contains__,
+        settled,
+    )
+    try:
+        stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
+        notes = UpdateNotes(state, tracked, spec, reduced=buckets, copies=1 if buckets else ranks)
+        mover = _mover_for(tracked, stream, knobs)
+        life = Life(
+            rank,
+            layout,
+            first,
+            tracked,
+            conductor,
+            stream,
+            notes,
+            SideRecords(state, tracked, layout, rank),
+            None if buckets else StepTap(stream, tracked, first, mover),
+            mover,
+            own_buckets,
+            _zeros_of(layout, buckets, own_buckets, rank, ranks, knobs),
+        )
+        if not buckets and ranks > 1 and not tracked.spread:
+            _log.info(
+                "checkmate: each rank sends all of its optimizer's gradients; with DistributedDataParallel call "
+                "checkpointer.watch(model) before, and each sends a part of them"
+            )
+        conductor.start()
+        _seed_first(life, knobs, together, verify=adopt is not None)
+    except BaseException:
+        conductor.close()
+        raise
+    if buckets:
+        assert tap is not None
+        borrow = tap.owns_memory and knobs.policy == "block"
+        tap.open(Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, knobs.verify_every or 100, mover))
+    return life
+
+
+def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: Tracked) -> bool:
+    if knobs.tap == "bucket" and tap is None:
+        raise ConfigError(
+            'checkmate: tap="bucket", and no hook is registered: call checkpointer.watch(model) with the '
+            "DistributedDataParallel model before start()"
+        )
+    buckets = knobs.tap == "bucket" or (knobs.tap == "auto" and tap is not None)
+    if buckets and tracked.spread:
+        raise ConfigError('checkmate: parameters are spread over ranks (DTensor); tap="step" follows them')
+    return buckets
+
+
+def _layout_of_all(
+    tracked: Tracked,
+    spec: OptimizerSpec,
+    knobs: CheckmateOptions,
+    together: Together | None,
+    rank: int,
+    ranks: int,
+    *,
+    union: bool,
+) -> tuple[GradientLayout, int, range]:
+    """The layout, the index of this rank's first parameter in it, and its own parameters' indices."""
+    declared = tracked.declared()
+    shadows = len(knobs.shadows)
+    if not union or together is None:
+        layout = plan_layout(declared, spec.to_data(), ranks=ranks, shadows=shadows, bucket_bytes=knobs.bucket_bytes)
+        digests = [layout.digest] if together is None else together.tell(layout.digest)
+        if len(set(digests)) != 1:
+            raise ConfigError("checkmate: ranks have different models or optimizers, so their gradients are no means")
+        return layout, 0, range(len(declared))
+    told = together.tell((declared, spec))
+    specs = {replace(one, groups=tuple(replace(group, parameters=()) for group in one.groups)) for _, one in told}
+    if len(specs) != 1:
+        raise ConfigError("checkmate: ranks have different optimizers, and shadows can follow one only")
+    firsts: list[int] = []
+    names: list[tuple[str, tuple[int, ...], str]] = []
+    owners: list[int] = []
+    for number, (parameters, _) in enumerate(told):
+        firsts.append(len(names))
+        names += [(f"rank{number}/{name}", shape, dtype) for name, shape, dtype in parameters]
+        owners += [number] * len(parameters)
+    groups = tuple(
+        replace(group, parameters=tuple(firsts[number] + index for index in group.parameters))
+        for number, (_, one) in enumerate(told)
+        for group in one.groups
+    )
+    layout = plan_layout(
+        names,
+        replace(spec, groups=groups).to_data(),
+        ranks=ranks,
+        shadows=shadows,
+        bucket_bytes=knobs.bucket_bytes,
+        owners=owners,
+    )
+    return layout, firsts[rank], range(firsts[rank], firsts[rank] + len(declared))
+
+
+def _identity(
+    directory: Path,
+    knobs: CheckmateOptions,
+    token: bytes,
+    together: Together | None,
+    rank: int,
+    restored: Restored | None,
+) -> tuple[str, int, int]:
+    """Job, epoch, and the iteration that this life begins behind; a new epoch where nothing was restored."""
+    if restored is not None:
+        return restored.job, restored.epoch, restored.iteration
+    told: tuple[str, int, str] = ("", 0, "")
+    if rank == 0:
+        try:
+            job = job_of(directory, knobs, token) or secrets.token_hex(16)
+            statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
+            note_job(directory, job)
+            told = (job, max(status.epoch for status in statuses), "")
+        except (LastgoodError, OSError) as error:
+            if together is None:
+                raise
+            told = ("", 0, str(error))  # the others wait for what this rank tells
+    if together is not None:
+        told = together.tell(told)[0]
+    job, epoch, fault = told
+    if fault:
+        raise CheckpointError(f"rank 0 cannot begin: {fault}")
+    return job, epoch, 0
+
+
+def _zeros_of(
+    layout: GradientLayout, buckets: bool, own_buckets: Sequence[int], rank: int, ranks: int, knobs: CheckmateOptions
+) -> list[Span]:
+    if not buckets:
+        return [Span(one, layout.buckets[one].dtype, 0, 0, layout.buckets[one].nbytes) for one in own_buckets]
+    spans = []
+    for number, bucket in enumerate(layout.buckets):
+        itemsize = ITEM_BYTES[bucket.dtype]
+        begin, end = piece_of(bucket.nbytes // itemsize, rank, ranks, knobs.cover)
+        if begin < end:
+            spans.append(Span(number, bucket.dtype, begin * itemsize, 0, (end - begin) * itemsize))
+    return spans
+
+
+def _mover_for(tracked: Tracked, stream: GradientStream, knobs: CheckmateOptions) -> DeviceMover | None:
+    devices = {parameter.device for parameter in tracked.parameters}
+    if len(devices) != 1:
+        raise ConfigError(f"checkmate: parameters lie on several devices: {sorted(map(str, devices))}")
+    device = devices.pop()
+    if device.type != "cuda":
+        return None
+    patience_s = 0.0 if knobs.policy == "drop" else 2 * knobs.behind_s
+    mover = DeviceMover(stream, device, knobs.queue_bytes, patience_s)
+    stream.in_order = mover.call
+    return mover
+
+
+def _seed_first(life: Life, knobs: CheckmateOptions, together: Together | None, *, verify: bool) -> None:
+    """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
+    conductor = life.conductor
+    base = life.stream.iteration
+    fault = ""
+    try:
+        conductor.wait_connected(knobs.timeout_s)
+        own_bytes = sum(life.layout.buckets[bucket].nbytes for bucket in life.own_buckets)
+        deadline = time.monotonic() + knobs.timeout_s + 4 * own_bytes / _SEEDING_BYTES_PER_S
+        given: set[int] = set()
+        while wanted := conductor.wanted_seeds(knobs.seed_bytes_per_step, lambda b: life.layout.buckets[b].nbytes):
+            for shadow, bucket in wanted:
+                conductor.seed(shadow, life.copy_bucket(bucket, base))
+                given.add(bucket)
+            conductor.wait_seeded(max(0.1, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"shadows did not take the first seeds: {wanted}")
+        conductor.wait_whole(knobs.timeout_s + max(0.0, deadline - time.monotonic()))
+        for bucket in life.own_buckets:
+            if verify and bucket not in given:
+                conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, base))
+    except (LastgoodError, OSError) as error:
+        if together is None:
+            raise
+        fault = str(error)
+    if together is not None:
+        for number, why in enumerate(together.tell(fault)):
+            if why:
+                raise CheckpointError(f"rank {number} cannot begin: {why}")

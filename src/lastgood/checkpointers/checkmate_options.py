@@ -1,0 +1,83 @@
+"""Knobs of Checkmate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions
+from lastgood.gradients.data_link import DataSettings
+from lastgood.gradients.layout import BUCKET_BYTES
+from lastgood.gradients.pieces import Cover
+from lastgood.units import MIB
+
+__all__ = ["CheckmateOptions"]
+
+_DROP_PATIENCE_S = 0.25
+_COPIED_BYTES = 4 * MIB
+
+
+class CheckmateOptions(BaseOptions):
+    """Knobs of Checkmate. `shadows` and `token_file` say where a run happens; nothing starts without them."""
+
+    shadows: tuple[str, ...] = ()
+    """``host:port`` of every shadow, in their order (`lastgood storage serve`)."""
+    token_file: str | None = None
+    """The file with the secret that trainers and shadows share."""
+    policy: Literal["block", "queue", "drop"] = "block"
+    """What training does when a shadow is slow. ``block``: wait, at most `patience_s`; ``queue``: let up to
+    `queue_bytes` wait in memory, and wait only when that is full; ``drop``: never wait, leave out what finds no room,
+    and bring the shadow up to date again from the training's state."""
+    queue_bytes: int = Field(default=256 * MIB, ge=MIB)
+    """Memory on each rank, for each shadow, for gradients that are copied on their way out."""
+    patience_s: float | None = Field(default=None, gt=0, le=DEFAULT_TIMEOUT_S)
+    """How long a shadow may be behind before the others go on without it; None: 30 s, with ``drop`` 0.25 s."""
+    timeout_s: float = Field(default=30.0, gt=0, le=DEFAULT_TIMEOUT_S)
+    """A shadow that does not answer for so long counts as stuck."""
+    verify_every: int = Field(default=100, ge=0)
+    """Iterations between two comparisons of a bucket, in turn, with what its shadow has; 0: never."""
+    spill_every: int = Field(default=0, ge=0)
+    """Saved steps between two that shadows make durable; 0: never, all is in memory."""
+    cover: Cover = "balanced"
+    """Which rank sends which part of what all of them hold: equal parts, or as the paper's artefact does."""
+    tap: Literal["auto", "bucket", "step"] = "auto"
+    """Where gradients are taken: ``bucket`` in DDP's communication hook, ``step`` at the optimizer's step (FSDP2,
+    DeepSpeed, one process); ``auto`` takes the hook where it is registered."""
+    bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1)
+    """Size of the buckets that are shared out over shadows."""
+    seed_bytes_per_step: int = Field(default=64 * MIB, ge=1)
+    """So much of the training's state is copied in one step at most for a shadow that wants it, but one bucket at
+    least."""
+
+    @field_validator("shadows")
+    @classmethod
+    def _addresses(cls, shadows: tuple[str, ...]) -> tuple[str, ...]:
+        for address in shadows:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{address!r} is no HOST:PORT")
+        if len(set(shadows)) != len(shadows):
+            raise ValueError("a shadow is named twice")
+        return shadows
+
+    @property
+    def behind_s(self) -> float:
+        """`patience_s`, resolved."""
+        if self.patience_s is not None:
+            return self.patience_s
+        return _DROP_PATIENCE_S if self.policy == "drop" else 30.0
+
+    def data_settings(self) -> DataSettings:
+        """Of data connections. A shadow that is behind is given up before a connection to another one is."""
+        patience_s = 0.0 if self.policy == "drop" else 2 * self.behind_s
+        copied = min(_COPIED_BYTES, self.queue_bytes // 4)
+        return DataSettings(self.queue_bytes, copied, patience_s, stall_s=4 * max(self.behind_s, self.timeout_s))
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """Nothing goes to a disk here; shadows spill to their own."""
+        return 0 * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """Beside the training: queues, and copies of buckets for seeds. Shadows have their own memory."""
+        return max(1, len(self.shadows)) * self.queue_bytes + self.seed_bytes_per_step + 0 * state_bytes

@@ -1,0 +1,322 @@
+"""What a training under Checkmate goes on from: the newest step that all shadows hold, to the bit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.checkmate_options import CheckmateOptions
+from lastgood.checkpointers.gemini_memory.together import Together
+from lastgood.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    LastgoodError,
+    MismatchError,
+    NoCheckpoint,
+    StorageError,
+)
+from lastgood.gradients import asking
+from lastgood.gradients.layout import GradientLayout
+from lastgood.gradients.messages import Entry, Status
+from lastgood.gradients.side import open_side, restored_tree
+from lastgood.gradients.tracked import Tracked
+from lastgood.state import apply_tree
+from lastgood.state.shards import local_part
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = [
+    "Restored",
+    "check_shadows",
+    "find_newest",
+    "job_of",
+    "note_job",
+    "ranks_together",
+    "read_token",
+    "restore_together",
+]
+
+_JOB_FILE = "checkmate.json"
+_MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: a start behind it goes on from there."""
+
+    job: str
+    epoch: int
+    iteration: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 found out, for all ranks."""
+
+    job: str
+    epoch: int
+    choice: asking.Choice
+    ranks: int
+
+
+# -- where shadows are -------------------------------------------------------------------------------------------------
+
+
+def check_shadows(knobs: CheckmateOptions) -> None:
+    """Raises ConfigError where no shadow is named."""
+    if not knobs.shadows:
+        raise ConfigError(
+            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
+        )
+
+
+def read_token(knobs: CheckmateOptions) -> bytes:
+    """The secret that shadows want to see. Raises ConfigError where there is none."""
+    if knobs.token_file is None:
+        raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
+    try:
+        with Path(knobs.token_file).open("rb") as file:
+            token = file.read(_MAX_TOKEN_BYTES).strip()
+    except OSError as error:
+        raise ConfigError(f"checkmate: the token file cannot be read: {error}") from error
+    if not token:
+        raise ConfigError(f"checkmate: {knobs.token_file} is empty")
+    return token
+
+
+def ranks_together(rank: int, ranks: int) -> Together | None:
+    """How ranks tell each other what rank 0 found; None for one alone. All of them call it together."""
+    return None if ranks == 1 else Together(rank, ranks, 600.0)
+
+
+def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
+    """The job that belongs to this directory, or else to the shadows. None for neither.
+
+    Raises MismatchError where shadows keep another job, CheckpointError where one cannot be asked.
+    """
+    noted = _noted_job(directory)
+    kept = {status.job for status in _statuses(knobs, token) if status.job is not None}
+    if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
+        raise MismatchError(
+            f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
+            f"{', '.join(sorted(kept))}; give the shadows of this job, or start them anew"
+        )
+    return noted or (kept.pop() if kept else None)
+
+
+def _noted_job(directory: Path) -> str | None:
+    path = directory / _JOB_FILE
+    try:
+        job = json.loads(path.read_text(encoding="utf-8"))["job"]
+        if len(bytes.fromhex(job)) != 16:
+            raise ValueError("no job of 32 hex digits")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); remove it to take the job that the shadows keep"
+        ) from error
+    return str(job)
+
+
+def note_job(directory: Path, job: str) -> None:
+    """Let this directory belong to a job. Raises StorageError."""
+    path = directory / _JOB_FILE
+    if path.exists():
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"job": job}) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
+
+
+def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
+    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.Asker.status)
+    failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
+    if failures:
+        raise CheckpointError("checkmate: " + "; ".join(failures))
+    return [answer for answer in answers if not isinstance(answer, LastgoodError)]
+
+
+def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
+    """The newest step that all shadows hold, or None. Fences nobody off."""
+    check_shadows(knobs)
+    token = read_token(knobs)
+    job_of(directory, knobs, token)
+    try:
+        return asking.choose(_statuses(knobs, token)).step
+    except NoCheckpoint:
+        return None
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def restore_together(directory: Path, state: Mapping[str, Any], knobs: CheckmateOptions, step: int | None) -> Restored:
+    """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
+    check_shadows(knobs)
+    token = read_token(knobs)
+    rank, ranks = world_of_torch()
+    together = ranks_together(rank, ranks)
+    told: tuple[_Plan | None, LastgoodError | None] = (None, None)
+    if rank == 0:
+        try:
+            told = (_find(directory, knobs, token, step), None)
+        except LastgoodError as one:
+            told = (None, one)  # the others wait for what this rank tells
+    if together is not None:
+        told = together.tell(told)[0]
+    plan, error = told
+    if error is not None:
+        raise error
+    assert plan is not None
+    if plan.ranks != ranks:
+        raise MismatchError(
+            f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
+            "system restores on as many"
+        )
+    fault: LastgoodError | None = None
+    try:
+        _Load(state, knobs, token, plan, rank).run()
+    except LastgoodError as one:
+        if together is None:
+            raise
+        fault = one
+    if together is not None:
+        faults = [(number, one) for number, one in enumerate(together.tell(fault)) if one is not None]
+        if fault is not None:
+            raise fault
+        if faults:
+            raise CheckpointError(f"rank {faults[0][0]} could not restore step {plan.choice.step}: {faults[0][1]}")
+    return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+
+
+def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
+    """On rank 0: fence all older lives off, and choose."""
+    job = job_of(directory, knobs, token)
+    if job is None:
+        raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
+    asking.choose(_statuses(knobs, token), step)  # nobody is fenced off for nothing
+    statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
+    epoch = max(status.epoch for status in statuses)
+    choice = asking.choose(statuses, step)
+    side, _ = asking.fetch_side(knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s)
+    note_job(directory, job)
+    return _Plan(job, epoch, choice, _layout_in(side.layout, f"step {choice.step}").ranks)
+
+
+def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayout:
+    try:
+        if described is None or described["version"] != 1:
+            raise ValueError("of another version")
+        return GradientLayout.from_data(described["gradients"], where)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: its side record is described by no layout: {error!r}") from error
+
+
+class _Load:
+    """One rank's part of a restore: its own side record, and its tensors from all shadows in parallel."""
+
+    def __init__(self, state: Mapping[str, Any], knobs: CheckmateOptions, token: bytes, plan: _Plan, rank: int) -> None:
+        self._state = state
+        self._knobs = knobs
+        self._token = token
+        self._plan = plan
+        self._rank = rank
+        self._where = f"step {plan.choice.step} of the shadows"
+        self._tracked = Tracked(state)
+        self._lock = threading.Lock()
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+
+    def run(self) -> None:
+        """Raises MismatchError before anything is changed where the state is another one."""
+        plan, knobs = self._plan, self._knobs
+        side, record = asking.fetch_side(
+            knobs.shadows,
+            self._token,
+            plan.choice,
+            job=plan.job,
+            epoch=plan.epoch,
+            rank=self._rank,
+            timeout_s=knobs.timeout_s,
+        )
+        layout = _layout_in(side.layout, self._where)
+        first = self._first_of(layout)
+        asking.fetch(
+            knobs.shadows,
+            self._token,
+            plan.choice,
+            job=plan.job,
+            epoch=plan.epoch,
+            timeout_s=knobs.timeout_s,
+            take=lambda entry: self._take(entry, first),
+        )
+        missing = [name for index, name in enumerate(self._tracked.names) if (index, "parameter") not in self._tensors]
+        if missing:
+            raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
+        tree = restored_tree(self._state, self._tracked, open_side(record, self._where), self._tensors, self._where)
+        apply_tree(self._state, tree, self._where)
+
+    def _first_of(self, layout: GradientLayout) -> int:
+        """The index of this rank's first parameter, where all of them are as they were declared."""
+        prefix = f"rank{self._rank}/"
+        own = [(index, one) for index, one in enumerate(layout.parameters) if one.name.startswith(prefix)]
+        union = bool(own)
+        if not union:
+            own = list(enumerate(layout.parameters))
+        theirs = [(one.name.removeprefix(prefix) if union else one.name, one.shape, one.dtype.name) for _, one in own]
+        for held, wanted in zip(theirs, self._tracked.declared(), strict=False):
+            if held != wanted:
+                raise MismatchError(
+                    f"{self._where}: the checkpoint holds {held[0]} as {held[2]} {held[1]}, "
+                    f"the state has {wanted[0]} as {wanted[2]} {wanted[1]}"
+                )
+        if len(theirs) != len(self._tracked.parameters):
+            raise MismatchError(
+                f"{self._where}: the checkpoint's optimizer updates {len(theirs)} parameters, the state's "
+                f"{len(self._tracked.parameters)}"
+            )
+        return own[0][0]
+
+    def _take(self, entry: Entry, first: int) -> memoryview | None:
+        """Memory for a tensor; None for another rank's."""
+        index = entry.parameter - first
+        if not 0 <= index < len(self._tracked.parameters):
+            return None
+        dtype = getattr(torch, entry.dtype, None)
+        parameter = local_part(self._tracked.parameters[index])
+        limit = max(parameter.numel(), 1)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or entry.nbytes != prod(entry.shape) * dtype.itemsize
+            or prod(entry.shape) > limit
+        ):
+            raise CorruptCheckpoint(
+                f"{self._where}: {entry.key} of {self._tracked.names[index]} comes as {entry.dtype} {entry.shape} of "
+                f"{entry.nbytes} bytes"
+            )
+        memory = torch.empty(entry.shape, dtype=dtype)
+        ordered = memory
+        if memory.dim() == parameter.dim():
+            order: Sequence[int] = self._tracked.orders[index]
+            ordered = memory.permute([order.index(dim) for dim in range(len(order))])
+        with self._lock:
+            if (index, entry.key) in self._tensors:
+                raise CorruptCheckpoint(f"{self._where}: {entry.key} of {self._tracked.names[index]} comes twice")
+            self._tensors[index, entry.key] = ordered
+        return memoryview(memory.reshape(-1).view(torch.uint8).numpy().data)

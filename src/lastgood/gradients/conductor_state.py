@@ -1,0 +1,213 @@
+"""All that rank 0 decides about shadows: what is complete, who is not waited for, what must be seeded.
+
+Pure: no I/O, clocks, threads or torch. `Conductor` feeds it with what shadows say and with the time, and does what it
+asks for. The other ranks keep one too, for the buckets that they seed, and only follow what rank 0 found complete.
+
+A shadow is *waited for* while it is connected, all of its buckets are seeded, and it is not behind for too long.
+Nothing is complete before every shadow that is waited for holds it. One that is away or wants a seed is waited for as
+long as the others have room to hold what they may not apply yet; then they go on without it, and nothing can be given
+back from memory until it has caught up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Certificate", "ConductorState", "Known"]
+
+
+_SPILLS_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a Complete message says."""
+
+    iteration: int
+    lost: tuple[int, ...]
+    durable: int
+    """The newest iteration that every shadow has spilled."""
+
+
+@dataclass
+class Known:
+    """One shadow, as far as it has said."""
+
+    connected: bool = False
+    slots: int = 2
+    have: int | None = None
+    """None: it has said nothing since it was away."""
+    wants: set[int] = field(default_factory=set)
+    """Buckets without a state, or with one that is not the trainer's."""
+    on_the_way: dict[int, int] = field(default_factory=dict)
+    """Iterations of seeds that are sent and not yet answered, by bucket."""
+    tries: dict[int, int] = field(default_factory=dict)
+    """How often a bucket was torn again behind its seed."""
+    floor: int = 0
+    """The newest of its seeds: no older iteration can be made of its buckets."""
+    spilled: set[int] = field(default_factory=set)
+    given_up: bool = False
+    """It was behind for too long; until it has caught up."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be brought to the iteration that it says it has."""
+        return self.connected and not self.wants and self.have is not None and self.have >= self.floor
+
+
+class ConductorState:
+    """What is known of all shadows. `base` is the iteration that everything begins with."""
+
+    def __init__(self, shadows: int, base: int) -> None:
+        self.shadows = [Known() for _ in range(shadows)]
+        self.complete = base
+        self.closed = base
+        """The newest iteration whose update is done in the training."""
+        self.lost: tuple[int, ...] = ()
+        self._told: Certificate | None = None
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def connected(self, shadow: int, wants: Iterable[int], slots: int) -> None:
+        """A control connection is open; `wants` are the shadow's buckets that have no state."""
+        known = self.shadows[shadow]
+        known.connected, known.slots, known.have = True, max(1, slots), None
+        known.on_the_way = {}
+        known.wants |= set(wants)
+
+    def disconnected(self, shadow: int) -> None:
+        """Its control connection is gone, and what was on its way with it."""
+        known = self.shadows[shadow]
+        known.connected, known.have, known.on_the_way = False, None, {}
+
+    def close_iteration(self, iteration: int) -> None:
+        """The training has done this iteration's update, or has skipped it."""
+        self.closed = max(self.closed, iteration)
+
+    def have(self, shadow: int, iteration: int) -> None:
+        """It holds all of every iteration up to this one. A shadow says so only while none of its buckets is torn."""
+        known = self.shadows[shadow]
+        known.have = iteration if known.have is None else max(known.have, iteration)
+        if known.whole and known.have >= self.complete:
+            known.given_up = False
+        if known.have >= known.floor + known.slots:
+            known.tries.clear()
+
+    def torn(self, shadow: int, iteration: int, buckets: Iterable[int]) -> None:
+        """Bytes of these buckets are missing for good, from `iteration` on."""
+        known = self.shadows[shadow]
+        for bucket in set(buckets):
+            seed = known.on_the_way.get(bucket)
+            if seed is not None and seed >= iteration:
+                continue  # said before the seed that is on its way had arrived
+            known.on_the_way.pop(bucket, None)
+            known.tries[bucket] = known.tries.get(bucket, -1) + 1
+            known.wants.add(bucket)
+
+    def diverged(self, shadow: int, bucket: int) -> None:
+        """A bucket of it is not the trainer's."""
+        known = self.shadows[shadow]
+        if bucket not in known.on_the_way:
+            known.wants.add(bucket)
+
+    def distrust(self, buckets: Callable[[int], Iterable[int]]) -> None:
+        """What was sent is not what the update used: every bucket (`buckets(shadow)`) must be seeded anew."""
+        for number, known in enumerate(self.shadows):
+            known.on_the_way = {}
+            known.wants |= set(buckets(number))
+
+    def seeding(self, shadow: int, bucket: int, iteration: int) -> None:
+        """A seed is on its way."""
+        self.shadows[shadow].on_the_way[bucket] = iteration
+
+    def seed_refused(self, shadow: int) -> None:
+        """It takes none of the seeds that are on their way now; they must come again."""
+        self.shadows[shadow].on_the_way = {}
+
+    def seeded(self, shadow: int, bucket: int, iteration: int) -> None:
+        """A seed has arrived whole. One that is not waited for any more (a newer one is) does not count."""
+        known = self.shadows[shadow]
+        known.floor = max(known.floor, iteration)
+        if known.on_the_way.get(bucket) in (None, iteration):
+            known.on_the_way.pop(bucket, None)
+            known.wants.discard(bucket)
+
+    def spilled(self, shadow: int, iteration: int) -> None:
+        """An iteration is durable there."""
+        known = self.shadows[shadow]
+        known.spilled = {*sorted(known.spilled)[-_SPILLS_KEPT:], iteration}
+
+    def give_up(self, shadow: int) -> None:
+        """It was behind for too long."""
+        self.shadows[shadow].given_up = True
+
+    def follow(self, iteration: int, lost: Iterable[int]) -> bool:
+        """What rank 0 has found complete; False if that is no news (each shadow passes it on)."""
+        news = iteration > self.complete or (iteration == self.complete and tuple(lost) != self.lost)
+        if news:
+            self.complete, self.lost = iteration, tuple(lost)
+        return news
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    @property
+    def floor(self) -> int:
+        """No iteration before this one can be given back, even if all shadows held it."""
+        return max(known.floor for known in self.shadows)
+
+    def behind(self, shadow: int) -> bool:
+        """Whether the others wait for this shadow, and it lacks what the training has closed."""
+        known = self.shadows[shadow]
+        if self.closed <= self.complete or known.given_up:
+            return False
+        # One whose slots are full waits for what is not complete elsewhere.
+        wanted = min(self.closed, self.complete + known.slots)
+        return not known.whole or (known.have or 0) < wanted
+
+    def decide(self) -> Certificate | None:
+        """What is complete now; None if that was said already. Called by rank 0 only."""
+        waited = [known for known in self.shadows if known.whole and not known.given_up]
+        limit = min((known.have or 0 for known in waited), default=self.closed)
+        away = tuple(
+            number
+            for number, known in enumerate(self.shadows)
+            if known.given_up or not known.whole or (known.have or 0) < self.complete
+        )
+        if away:
+            # The others hold this many iterations that they have not applied, and one that is arriving.
+            room = min((known.slots for known in self.shadows if known.connected), default=1) - 1
+            if all(not self.shadows[number].given_up for number in away) and self.closed - self.complete < room:
+                return None
+        limit = min(limit, self.closed)
+        if limit > self.complete:
+            self.complete = limit
+            # Who is not waited for may hold it all the same, but nobody may rely on that.
+            self.lost = away
+        elif not away and self.complete >= self.floor:
+            self.lost = ()
+        durable = max(set.intersection(*(known.spilled for known in self.shadows)), default=0)
+        news = Certificate(self.complete, self.lost, durable)
+        if news == self._told:
+            return None
+        self._told = news
+        return news
+
+    def wanted_seeds(self, owned: Callable[[int], bool]) -> list[tuple[int, int]]:
+        """(shadow, bucket) of those seeds that this rank must send and that are not on their way, in turn by shadow."""
+        queues = [
+            [
+                bucket
+                for bucket in sorted(known.wants)
+                if known.connected and bucket not in known.on_the_way and owned(bucket)
+            ]
+            for known in self.shadows
+        ]
+        longest = max(map(len, queues), default=0)
+        return [
+            (shadow, queue[turn]) for turn in range(longest) for shadow, queue in enumerate(queues) if turn < len(queue)
+        ]
+
+    def torn_often(self) -> bool:
+        """Whether a seed that is on its way was outrun by the training before: then the training should wait for it."""
+        return any(known.tries.get(bucket, 0) >= 2 for known in self.shadows for bucket in known.on_the_way)

@@ -1,0 +1,97 @@
+"""What one rank sends: numbers iterations, and sends runs of gradients to the shadows that own them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from lastgood.gradients.data_link import DataLink, Ticket
+from lastgood.gradients.layout import GradientLayout
+from lastgood.gradients.pieces import Span
+
+__all__ = ["GradientStream", "Phase"]
+
+Phase = Literal["closed", "reduced", "updated"]
+"""Of the newest iteration: nothing is open; its gradients are (being) reduced; the optimizer's step has begun."""
+
+
+class GradientStream:
+    """The iterations of one life, on one rank. `base` is the one that it begins behind.
+
+    `close_open` is called where an iteration begins while the one before was neither saved nor closed.
+    """
+
+    def __init__(
+        self, layout: GradientLayout, links: Sequence[DataLink], base: int, close_open: Callable[[], None]
+    ) -> None:
+        self.layout = layout
+        self.iteration = base
+        self.phase: Phase = "closed"
+        self.fault: str | None = None
+        """Why what was sent for the newest iteration is not what the training used."""
+        self.sent_bytes = 0
+        """Gradients of the newest iteration that were given to connections."""
+        self.in_order: Callable[[Callable[[], None]], None] = lambda call: call()
+        """Calls, behind everything that is on its way to `send` now."""
+        self._links = links
+        self._close_open = close_open
+        self._ended = True
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []
+
+    def begin(self) -> int:
+        """A new iteration's gradients come now; returns its number."""
+        if self.phase != "closed":
+            self._close_open()
+        self.settle()
+        self.iteration += 1
+        self.phase, self.fault, self.sent_bytes, self._ended = "reduced", None, 0, False
+        for link in self._links:
+            link.begin_iteration(self.iteration)
+        return self.iteration
+
+    def send(
+        self, iteration: int, spans: Iterable[Span], address: int, *, borrowed: bool, keep: Any = None
+    ) -> list[Ticket]:
+        """Send runs of the memory at `address`, which `keep` owns.
+
+        Borrowed memory is read until its tickets have returned (`settle` waits for all that is kept); other memory is
+        copied. Callable from several threads at once. Never raises for a shadow that is slow or gone.
+        """
+        tickets = []
+        count = 0
+        for span in spans:
+            link = self._links[self.layout.shadow_of(span.bucket)]
+            ticket = link.put(iteration, span, address + span.source, borrowed=borrowed)
+            if ticket is not None:
+                tickets.append(ticket)
+                count += span.nbytes
+        with self._lock:
+            self.sent_bytes += count
+            if keep is not None:
+                self._kept.append(keep)
+        return tickets
+
+    def end(self) -> None:
+        """This rank sends nothing more for the newest iteration."""
+        if not self._ended:
+            self._ended = True
+            self.in_order(partial(self._say_end, self.iteration))
+
+    def _say_end(self, iteration: int) -> None:
+        for link in self._links:
+            link.end(iteration)
+
+    def settle(self) -> None:
+        """Return when no borrowed memory is read any more: it may be overwritten."""
+        if self._kept:
+            for link in self._links:
+                link.wait_returned()
+            self._kept = []
+
+    @property
+    def waited_s(self) -> float:
+        """How long the training has waited for room in connections."""
+        return sum(link.waited_s for link in self._links)

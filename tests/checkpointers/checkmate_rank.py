@@ -1,0 +1,261 @@
+"""A rank that trains under Checkmate. Run as: checkmate_rank.py; spoken to as reshard_rank.py is."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.gradients.ddp import checkmate_hook
+from lastgood.processes import die_with_parent
+from lastgood.state import RngState, seed_everything, state_digest
+
+
+def make_model(device="cpu"):
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.Linear(37, 53),
+        torch.nn.BatchNorm1d(53),
+        torch.nn.Tanh(),
+        torch.nn.Linear(53, 31),
+        torch.nn.Linear(31, 5),
+    ).to(device)
+
+
+def make_optimizer(kind, model):
+    parameters = list(model.parameters())
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+    if kind == "adamw fused":
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    groups = [{"params": parameters[:4], "lr": 1e-2}, {"params": parameters[4:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+class Training:
+    """What differs between ranks (noise, BatchNorm's running means before they are broadcast) is in the state."""
+
+    def __init__(
+        self,
+        rank,
+        world,
+        optimizer="adamw",
+        clip=None,
+        accumulate=1,
+        view=False,
+        scaled=False,
+        device="cpu",
+        meddle=None,
+    ):
+        self.rank, self.device = rank, device
+        self.clip, self.accumulate, self.meddle = clip, accumulate, meddle
+        self.module = make_model(device)
+        self.model = self.module
+        if world > 1 or dist.is_initialized():
+            self.model = DistributedDataParallel(self.module, bucket_cap_mb=0.005, gradient_as_bucket_view=view)
+        self.optimizer = make_optimizer(optimizer, self.module)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.8)
+        self.plain = {"step": 0}
+        self.state = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "plain": self.plain,
+            "rng": RngState(),
+        }
+        self.scaler = None
+        if scaled:
+            self.scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+            self.state["scaler"] = self.scaler
+        seed_everything(100 + rank)
+
+    def step(self, checkpointer=None):
+        step = self.plain["step"]
+        for part in range(self.accumulate):
+            data = torch.Generator().manual_seed(1000 * step + 10 * part + self.rank)
+            inputs = torch.randn(6, 37, generator=data).to(self.device) + 0.1 * torch.rand(1).to(self.device)
+            last = part == self.accumulate - 1
+            if last or self.model is self.module:
+                loss = (self.model(inputs) - 1).square().mean()
+                self._scaled(loss, step).backward()
+            else:
+                with self.model.no_sync():
+                    loss = (self.model(inputs) - 1).square().mean()
+                    self._scaled(loss, step).backward()
+        if step == self.meddle:
+            for parameter in self.module.parameters():
+                parameter.grad.mul_(2)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.clip is not None:
+            clip = torch.nn.utils.clip_grad_norm_ if checkpointer is None else checkpointer.clip_grad_norm_
+            clip(self.module.parameters(), self.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.plain["step"] += 1
+        return float(loss.detach()).hex()
+
+    def _scaled(self, loss, step):
+        if self.scaler is None:
+            return loss
+        # An overflow now and then: that step is skipped.
+        return self.scaler.scale(loss * (float("inf") if step % 5 == 3 else 1.0))
+
+
+def train(rank, world, steps, knobs=None, directory=None, restore=False, register="watch", **made):
+    """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves."""
+    training = Training(rank, world, **made)
+    if knobs is None:
+        losses = {number: training.step() for number in range(1, steps + 1)}
+        return {"losses": losses, "digest": state_digest(training.state)}
+    checkpointer = Checkmate(directory, **knobs)
+    if register == "watch":
+        checkpointer.watch(training.model)
+    elif register == "hook":
+        training.model.register_comm_hook(checkpointer.tap, checkmate_hook)
+    restored = checkpointer.restore(training.state) if restore else 0
+    checkpointer.start(training.state)
+    losses = {}
+    checkpointer.events_kept = None
+    for number in range(restored + 1, steps + 1):
+        losses[number] = training.step(checkpointer)
+        checkpointer.save(number)
+    checkpointer.drain(60)
+    facts = checkpointer.storage_facts()
+    checkpointer.close()
+    return {
+        "restored": restored,
+        "losses": losses,
+        "digest": state_digest(training.state),
+        "outcomes": [event.outcome.value for event in checkpointer.events],
+        "errors": [event.error for event in checkpointer.events if event.error],
+        "bytes": [event.bytes_written for event in checkpointer.events],
+        "facts": facts,
+    }
+
+
+def train_until_killed(rank, world, knobs, directory, restore=False, **made):
+    """Train and save for ever, at a pace that lets a test kill it anywhere."""
+    training = Training(rank, world, **made)
+    checkpointer = Checkmate(directory, **knobs)
+    checkpointer.watch(training.model)
+    restored = checkpointer.restore(training.state) if restore else 0
+    checkpointer.start(training.state)
+    for number in range(restored + 1, 1 << 30):
+        training.step(checkpointer)
+        checkpointer.save(number)
+        time.sleep(0.01)
+
+
+def restore_only(rank, world, knobs, directory, **made):
+    training = Training(rank, world, **made)
+    step = Checkmate(directory, **knobs).restore(training.state)
+    return {"step": step, "digest": state_digest(training.state)}
+
+
+def sharded(rank, world, knobs, directory, steps, restore=False):
+    """FSDP2: every rank has its own shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[3], model[4]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = {"step": 0}
+    state = {"model": model, "optimizer": optimizer, "plain": plain, "rng": RngState()}
+    seed_everything(100 + rank)
+    checkpointer = None
+    restored = 0
+    if knobs is not None:
+        checkpointer = Checkmate(directory, **knobs)
+        restored = checkpointer.restore(state) if restore else 0
+        checkpointer.start(state)
+    losses = {}
+    for number in range(restored + 1, steps + 1):
+        data = torch.Generator().manual_seed(1000 * number + rank)
+        loss = (model(torch.randn(6, 37, generator=data) + 0.1 * torch.rand(1)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain["step"] = number
+        losses[number] = float(loss.detach()).hex()
+        if checkpointer is not None:
+            checkpointer.save(number)
+    answer = {"restored": restored, "losses": losses, "digest": state_digest(state)}
+    if checkpointer is not None:
+        checkpointer.drain(60)
+        answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+        checkpointer.close()
+    return answer
+
+
+def reduced_alike(rank, world, elements):
+    """Whether gradients are DDP's own to the bit, with the hook and without it, for this number of ranks."""
+    found = []
+    for hooked in (False, True):
+        torch.manual_seed(3)
+        model = DistributedDataParallel(torch.nn.Linear(elements, 3))
+        if hooked:
+            model.register_comm_hook(Checkmate("unused").tap, checkmate_hook)
+        data = torch.Generator().manual_seed(rank)
+        model(torch.randn(4, elements, generator=data)).square().mean().backward()
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+        found.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+    return found
+
+
+def main():
+    die_with_parent()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work, meeting = globals()[asked.pop("work")], Path(asked.pop("meeting"))
+        cuda = asked.get("device", "cpu") != "cpu"
+        if cuda:
+            torch.cuda.set_device(asked["rank"])
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                init_method=f"file://{meeting}",
+                rank=asked["rank"],
+                world_size=asked["world"],
+                timeout=datetime.timedelta(seconds=120),
+            )
+            answer = {"ok": work(**asked)}
+            dist.barrier()
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

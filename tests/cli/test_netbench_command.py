@@ -1,0 +1,122 @@
+"""`lastgood netbench`: loopback and a peer for real, the table, the refusals."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lastgood.cli import app
+from lastgood.cli._peer import serve_peer
+from lastgood.errors import ConfigError, LastgoodError
+from lastgood.experiments import machine_lock as lock_module
+from lastgood.experiments.network_peer import PeerServer
+from lastgood.locks import FileLock
+
+TOKEN = "a token of this test"
+SHORT = ("--seconds", "0.05", "--rounds", "2", "--streams", "1,2", "--messages", "64KiB")
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests must neither wait for a measurement on this machine nor hold one up."""
+    path = tmp_path / "machine.lock"
+    monkeypatch.setattr(lock_module, "machine_lock", lambda: FileLock(path, "this test's turn"))
+
+
+def netbench(*arguments: str) -> Result:
+    done = CliRunner().invoke(app, ["netbench", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    server = PeerServer("127.0.0.1", 0, TOKEN)
+    thread = threading.Thread(target=server.serve, args=(60,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        server.stop()
+        thread.join(20)
+
+
+def test_loopback_as_a_table_and_as_json() -> None:
+    rows = [line.split("│") for line in netbench(*SHORT).stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[1:4]] for row in rows] == [["send", str(n), "64 KiB"] for n in (1, 2)]
+    assert all("iB/s" in row[4] and " to " in row[5] for row in rows)
+    found = json.loads(netbench(*SHORT, "--json").stdout)
+    assert found["peer"] is None
+    assert [point["streams"] for point in found["points"]] == [1, 2]
+    for point in found["points"]:
+        assert len(point["bytes_per_s"]) == 2 and min(point["bytes_per_s"]) > 0
+        assert min(point["bytes_per_s"]) <= point["median_bytes_per_s"] <= max(point["bytes_per_s"])
+
+
+def test_a_peer_in_all_directions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    monkeypatch.delenv("LASTGOOD_PEER_TOKEN", raising=False)
+    ways = ("--way", "send", "--way", "both", "--way", "receive")
+    with serving() as address:
+        found = json.loads(netbench("--peer", address, "--peer-token-file", str(token), *SHORT, *ways, "--json").stdout)
+        assert [(point["direction"], point["streams"]) for point in found["points"]] == [
+            (way, count) for way in ("send", "both", "receive") for count in (1, 2)
+        ]
+        monkeypatch.setenv("LASTGOOD_PEER_TOKEN", "the token of another test")
+        with pytest.raises(LastgoodError, match="refuses this token"):
+            netbench("--peer", address, *SHORT)
+
+
+def test_serve_makes_a_token_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTGOOD_PEER_TOKEN", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told: list[str] = []
+    server = threading.Thread(target=serve_peer, args=(f"127.0.0.1:{port}", 3.0, None, told.append))
+    server.start()
+    wait_until(lambda: len(told) == 2)
+    monkeypatch.setenv("LASTGOOD_PEER_TOKEN", told[0].rpartition("LASTGOOD_PEER_TOKEN=")[2])
+    # Both sides are this process, and share its lock here: the server refuses to be measured while it is held.
+    with pytest.raises(LastgoodError, match=rf"port {port} refuses: .*this test's turn"):
+        netbench("--peer", f"127.0.0.1:{port}", *SHORT)
+    server.join(20)
+    assert not server.is_alive()
+    told = netbench("--serve", "--listen", f"127.0.0.1:{port}", "--serve-s", "1").stderr.splitlines()
+    assert told == [f"netbench: answering on 127.0.0.1 port {port} for 1 s; end it with Ctrl-C"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--serve", "--peer", "box"], "leave out --peer"),
+        (["--peer", "box"], "--serve printed on box.*LASTGOOD_PEER_TOKEN"),
+        (["--streams", "0"], "1 to 16 connections"),
+        (["--streams", "1,17"], "1 to 16 connections"),
+        (["--streams", "two"], "write 1,4 and 64KiB,1MiB"),
+        (["--messages", "1,0"], "sizes from 1 byte"),
+        (["--messages", "17MiB"], "sizes from 1 byte to 16 MiB"),
+        (["--messages", "1 furlong"], "not a size"),
+        (["--seconds", "10", "--rounds", "9"], "that takes 9 min 0 s, and 100 s are allowed"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTGOOD_PEER_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        netbench(*arguments)

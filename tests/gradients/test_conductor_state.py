@@ -1,0 +1,294 @@
+"""What rank 0 decides about shadows, against shadows that are simulated with all that can go wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lastgood.gradients.conductor_state import ConductorState
+
+BUCKETS = 2
+
+
+class SimulatedShadow:
+    """What a shadow holds in truth. It says things in order; they arrive later, or not at all."""
+
+    def __init__(self, number, base, slots):
+        self.number = number
+        self.slots = slots
+        self.values = dict.fromkeys(range(BUCKETS), base)
+        """Buckets that can be brought to `held`; None: torn or empty."""
+        self.held = base
+        self.floor = base
+        self.connected = True
+        self.said = deque()
+
+    @property
+    def wants(self):
+        return {bucket for bucket, value in self.values.items() if value is None}
+
+    def can_make(self, iteration):
+        return not self.wants and self.floor <= iteration <= self.held
+
+    def receive(self, iteration, torn):
+        for bucket in torn:
+            self.values[bucket] = None
+        if torn:
+            self.say("torn", iteration, sorted(torn))
+        if not self.wants:
+            self.held = iteration
+            self.say("have", iteration)
+
+    def take_seed(self, bucket, iteration, newest):
+        self.values[bucket] = iteration
+        self.floor = max(self.floor, iteration)
+        self.say("seeded", bucket, iteration)
+        if not self.wants:
+            # Gradients behind the seed have been arriving meanwhile.
+            self.held = max(newest, iteration)
+            self.say("have", self.held)
+
+    def say(self, *message):
+        if self.connected:
+            self.said.append(message)
+
+
+class Conducted(RuleBasedStateMachine):
+    @initialize(shadows=st.integers(1, 3), slots=st.integers(2, 4), base=st.sampled_from([0, 7]))
+    def begin(self, shadows, slots, base):
+        self.state = ConductorState(shadows, base)
+        self.base = base
+        self.shadows = [SimulatedShadow(number, base, slots) for number in range(shadows)]
+        for number in range(shadows):
+            self.state.connected(number, (), slots)
+            self.shadows[number].say("have", base)
+        self.complete = base
+        self.newest = base
+        self.seeds = deque()
+        self.durable = []
+
+    def decide(self):
+        certificate = self.state.decide()
+        if certificate is None:
+            return
+        assert certificate.iteration >= self.complete
+        assert certificate.iteration <= self.newest
+        for shadow in self.shadows:
+            # A shadow that is not waited for may be anywhere; of the others nothing may be promised too early. One that
+            # was torn, or has died, since it said so had it all the same, and its news is on its way.
+            if shadow.number not in certificate.lost and not shadow.said and shadow.connected:
+                assert shadow.held >= certificate.iteration
+                assert not shadow.wants or self.state.shadows[shadow.number].wants
+        if not certificate.lost and certificate.iteration >= self.state.floor:
+            if all(shadow.connected and not shadow.said for shadow in self.shadows):
+                assert all(shadow.can_make(certificate.iteration) for shadow in self.shadows)
+            self.durable.append(certificate.iteration)
+        self.complete = certificate.iteration
+
+    @rule(data=st.data())
+    def train(self, data):
+        self.newest += 1
+        self.state.close_iteration(self.newest)
+        for shadow in self.shadows:
+            torn = set()
+            if shadow.connected and data.draw(st.integers(0, 5)) == 0:
+                torn = data.draw(st.sets(st.integers(0, BUCKETS - 1), min_size=1))
+            if shadow.connected:
+                shadow.receive(self.newest, torn)
+        self.decide()
+
+    @rule(number=st.integers(0, 2))
+    def deliver(self, number):
+        shadow = self.shadows[number % len(self.shadows)]
+        if shadow.said:
+            self._hear(shadow, shadow.said.popleft())
+            self.decide()
+
+    def _hear(self, shadow, message):
+        kind, *what = message
+        if kind == "have":
+            self.state.have(shadow.number, *what)
+        elif kind == "torn":
+            self.state.torn(shadow.number, *what)
+        else:
+            self.state.seeded(shadow.number, *what)
+
+    @rule()
+    def send_seeds(self):
+        for shadow, bucket in self.state.wanted_seeds(lambda bucket: True):
+            self.state.seeding(shadow, bucket, self.newest)
+            self.seeds.append((shadow, bucket, self.newest))
+
+    @precondition(lambda self: self.seeds)
+    @rule()
+    def a_seed_arrives(self):
+        number, bucket, iteration = self.seeds.popleft()
+        shadow = self.shadows[number]
+        if shadow.connected:
+            # With the slots it has, gradients behind the seed are all there only if it comes in time.
+            if self.newest - iteration < shadow.slots:
+                shadow.take_seed(bucket, iteration, self.newest)
+            else:
+                shadow.say("seeded", bucket, iteration)
+                shadow.values[bucket] = None
+                shadow.say("torn", iteration + 1, [bucket])
+
+    @rule(number=st.integers(0, 2), dies=st.booleans())
+    def disconnect(self, number, dies):
+        shadow = self.shadows[number % len(self.shadows)]
+        if shadow.connected:
+            shadow.connected = False
+            shadow.said.clear()
+            self.seeds = deque(one for one in self.seeds if one[0] != shadow.number)
+            if dies:
+                shadow.values = dict.fromkeys(range(BUCKETS))
+                shadow.held = self.base
+            self.state.disconnected(shadow.number)
+            self.decide()
+
+    @rule(number=st.integers(0, 2))
+    def reconnect(self, number):
+        shadow = self.shadows[number % len(self.shadows)]
+        if not shadow.connected:
+            shadow.connected = True
+            if self.newest > shadow.held:
+                shadow.values = dict.fromkeys(range(BUCKETS))  # what it missed is missing for good
+            self.state.connected(shadow.number, shadow.wants, shadow.slots)
+            if not shadow.wants:
+                shadow.say("have", shadow.held)
+            self.decide()
+
+    @rule(number=st.integers(0, 2))
+    def is_behind_for_too_long(self, number):
+        number %= len(self.shadows)
+        if self.state.behind(number):
+            self.state.give_up(number)
+            self.decide()
+
+    @rule()
+    def all_goes_well_for_a_while(self):
+        """Then everything is complete again, and nobody is lost: no decision is for ever."""
+        for number in range(len(self.shadows)):
+            self.reconnect(number)
+        for _ in range(4):
+            self.send_seeds()
+            while self.seeds:
+                self.a_seed_arrives()
+            for shadow in self.shadows:
+                while shadow.said:
+                    self._hear(shadow, shadow.said.popleft())
+            self.decide()
+        self.newest += 1
+        self.state.close_iteration(self.newest)
+        for shadow in self.shadows:
+            shadow.receive(self.newest, set())
+            while shadow.said:
+                self._hear(shadow, shadow.said.popleft())
+        self.decide()
+        assert self.complete == self.newest
+        assert self.state.lost == ()
+        assert self.durable[-1] == self.newest
+
+    @invariant()
+    def never_beyond_the_training(self):
+        assert self.base <= self.state.complete <= self.newest
+
+
+Conducted.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestConducted = Conducted.TestCase
+
+
+def connected(shadows=2, base=0, slots=4):
+    state = ConductorState(shadows, base)
+    for number in range(shadows):
+        state.connected(number, (), slots)
+        state.have(number, base)
+    return state
+
+
+def test_nothing_is_complete_before_every_shadow_holds_it():
+    state = connected()
+    state.decide()
+    state.close_iteration(1)
+    state.have(0, 1)
+    assert state.decide() is None
+    state.have(1, 1)
+    assert state.decide().iteration == 1
+    assert state.decide() is None, "said once"
+
+
+def test_a_torn_shadow_is_waited_for_while_the_others_have_room_then_left_behind():
+    state = connected(slots=3)
+    state.decide()
+    for iteration in (1, 2):
+        state.close_iteration(iteration)
+        state.have(0, iteration)
+        state.torn(1, 1, [1]) if iteration == 1 else None
+    found = state.decide()
+    assert (found.iteration, found.lost) == (2, (1,))
+    state.seeding(1, 1, 2)
+    state.seeded(1, 1, 2)
+    state.have(1, 2)
+    assert state.decide().lost == ()
+    assert state.floor == 2
+
+
+def test_a_seed_that_is_on_its_way_is_not_sent_twice_and_a_later_tear_wants_another():
+    state = connected()
+    state.torn(1, 3, [1])
+    assert state.wanted_seeds(lambda bucket: True) == [(1, 1)]
+    state.seeding(1, 1, 4)
+    assert state.wanted_seeds(lambda bucket: True) == []
+    state.torn(1, 4, [1])  # said before the seed had arrived
+    assert state.wanted_seeds(lambda bucket: True) == []
+    state.torn(1, 5, [1])
+    assert state.wanted_seeds(lambda bucket: True) == [(1, 1)]
+
+
+def test_training_that_outruns_its_seeds_is_told_to_wait():
+    state = connected()
+    for turn in range(3):
+        assert not state.torn_often()
+        state.torn(0, 2 * turn + 1, [0])
+        state.seeding(0, 0, 2 * turn + 1)
+        if turn < 2:
+            state.seeded(0, 0, 2 * turn + 1)
+    assert state.torn_often()
+
+
+def test_distrust_wants_every_bucket_again_though_the_shadow_has_all():
+    state = connected()
+    state.decide()
+    state.close_iteration(1)
+    state.have(0, 1)
+    state.have(1, 1)
+    state.distrust(lambda shadow: [shadow])
+    assert sorted(state.wanted_seeds(lambda bucket: True)) == [(0, 0), (1, 1)]
+    assert not any(known.whole for known in state.shadows)
+
+
+def test_only_owned_buckets_are_seeded_in_turn_by_shadow():
+    state = connected()
+    state.torn(0, 1, [0, 2, 4])
+    state.torn(1, 1, [1, 3])
+    assert state.wanted_seeds(lambda bucket: bucket != 2) == [(0, 0), (1, 1), (0, 4), (1, 3)]
+
+
+@pytest.mark.parametrize(("spills", "durable"), [([(0, 5), (1, 5)], 5), ([(0, 5), (1, 10)], 0), ([(0, 5)], 0)])
+def test_durable_is_what_all_shadows_have_spilled(spills, durable):
+    state = connected()
+    for shadow, iteration in spills:
+        state.spilled(shadow, iteration)
+    assert state.decide().durable == durable
+
+
+def test_followers_hear_the_same_news_from_every_shadow():
+    state = ConductorState(2, 0)
+    assert state.follow(3, ())
+    assert not state.follow(3, ())
+    assert state.follow(3, (1,))
+    assert not state.follow(2, ())
