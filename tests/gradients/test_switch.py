@@ -398,13 +398,16 @@ def test_nothing_is_copied_for_those_who_do_not_speak_properly(stream: bytes) ->
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+GRADIENT = Record(RecordKind.GRADIENT, 1, 1, 1, 1)
+
+
 def test_faults_are_those_of_the_seed() -> None:
     plan = FaultPlan(seed=3, loss=0.2, duplicate=0.2, reorder=0.2, delay=0.2, corrupt=0.2, truncate=0.1)
     content = [bytes([number]) * 50 for number in range(200)]
 
     def run(stream: str) -> list[object]:
         faults = CopyFaults(plan, stream)
-        return [list(faults.befall(one)) for one in content]
+        return [list(faults.befall(GRADIENT, one)) for one in content]
 
     assert run("a") == run("a")
     assert run("a") != run("b")
@@ -415,7 +418,7 @@ def test_each_fault_does_what_it_says() -> None:
 
     def run(**rates: float) -> list[list[tuple[bytes, float, bool]]]:
         faults = CopyFaults(FaultPlan(**rates), "a")  # type: ignore[arg-type]
-        return [[(one.content, one.delay_s, one.cut) for one in faults.befall(each)] for each in content]
+        return [[(one.content, one.delay_s, one.cut) for one in faults.befall(GRADIENT, each)] for each in content]
 
     assert run() == [[(each, 0.0, False)] for each in content]
     assert run(loss=1) == [[]] * 100
@@ -424,6 +427,8 @@ def test_each_fault_does_what_it_says() -> None:
         (content[1], 0.0, False),
         (content[0], 0.0, False),
     ]
+    end = Record(RecordKind.END, 1, 1, 1, 1)
+    assert [one.content for one in CopyFaults(FaultPlan(loss=1), "a").befall(end, b"end")] == [b"end"]
     assert run(delay=1, delay_s=0.5) == [[(each, 0.5, False)] for each in content]
     for each, group in zip(content, run(corrupt=1), strict=True):
         ((changed, _, _),) = group
