@@ -143,8 +143,9 @@ def test_shadows_hold_what_the_ranks_hold(stack: ExitStack) -> None:
         assert bed.held(iteration) == whole
     assert [shadow.refused() for shadow in bed.shadows] == [{}, {}]
     assert sorted({hello.rank for shadow in bed.shadows for hello in shadow.hellos}) == list(range(RANKS))
+    # The last copies may be counted a moment after they arrive.
+    assert eventually(lambda: bed.switch.counters()["copies"]["sent_bytes"] >= 4 * ELEMENTS * 4)
     counts = bed.switch.counters()
-    assert counts["copies"]["sent_bytes"] >= 4 * ELEMENTS * 4
     assert not counts["copies"].get("dropped_records") and not counts["copies"].get("lost_records")
     # The ranks send nothing twice: what went through the links is the ring itself.
     assert counts["relay"]["forward_bytes"] - sum(comm.sent_bytes for comm in bed.comms) < 1000 * RANKS
@@ -226,7 +227,7 @@ def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack) 
     assert eventually(lambda: {hello.epoch for shadow in bed.shadows for hello in shadow.hellos} == {1, 2})
     # What the old one's copies came to is kept.
     assert eventually(lambda: bed.switch.counters()["copies"]["connections"] == 2 * RANKS * SHADOWS)
-    assert bed.switch.counters()["copies"]["sent_bytes"] >= ELEMENTS * 4
+    assert eventually(lambda: bed.switch.counters()["copies"]["sent_bytes"] >= ELEMENTS * 4)
 
 
 def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
@@ -398,13 +399,16 @@ def test_nothing_is_copied_for_those_who_do_not_speak_properly(stream: bytes) ->
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+GRADIENT = Record(RecordKind.GRADIENT, 1, 1, 1, 1)
+
+
 def test_faults_are_those_of_the_seed() -> None:
     plan = FaultPlan(seed=3, loss=0.2, duplicate=0.2, reorder=0.2, delay=0.2, corrupt=0.2, truncate=0.1)
     content = [bytes([number]) * 50 for number in range(200)]
 
     def run(stream: str) -> list[object]:
         faults = CopyFaults(plan, stream)
-        return [list(faults.befall(one)) for one in content]
+        return [list(faults.befall(GRADIENT, one)) for one in content]
 
     assert run("a") == run("a")
     assert run("a") != run("b")
@@ -415,7 +419,7 @@ def test_each_fault_does_what_it_says() -> None:
 
     def run(**rates: float) -> list[list[tuple[bytes, float, bool]]]:
         faults = CopyFaults(FaultPlan(**rates), "a")  # type: ignore[arg-type]
-        return [[(one.content, one.delay_s, one.cut) for one in faults.befall(each)] for each in content]
+        return [[(one.content, one.delay_s, one.cut) for one in faults.befall(GRADIENT, each)] for each in content]
 
     assert run() == [[(each, 0.0, False)] for each in content]
     assert run(loss=1) == [[]] * 100
@@ -424,6 +428,8 @@ def test_each_fault_does_what_it_says() -> None:
         (content[1], 0.0, False),
         (content[0], 0.0, False),
     ]
+    end = Record(RecordKind.END, 1, 1, 1, 1)
+    assert [one.content for one in CopyFaults(FaultPlan(loss=1), "a").befall(end, b"end")] == [b"end"]
     assert run(delay=1, delay_s=0.5) == [[(each, 0.5, False)] for each in content]
     for each, group in zip(content, run(corrupt=1), strict=True):
         ((changed, _, _),) = group

@@ -85,7 +85,8 @@ def switch(
             console.print(f"switch: {address} goes to {one.target}", markup=False)
         while not stop.wait(report or None):
             _print_line(running.counters())
-        _print_line(running.counters())
+    # Only now no copy is under way any more.
+    _print_line(running.counters())
 
 
 def _check(links: list[SwitchLink], shadows: list[str], token: bytes, timeout_s: float, as_json: bool) -> None:

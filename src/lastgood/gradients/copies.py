@@ -48,16 +48,15 @@ class Copier:
         self._faults = None
         if settings.faults is not None:
             self._faults = CopyFaults(settings.faults, f"rank {hello.rank} shadow {shadow}")
-        self._queue: deque[tuple[int, bytes]] = deque()
-        """With the iteration of each."""
+        self._queue: deque[tuple[Record, bytes]] = deque()
+        self._ended: int | None = None
+        """The newest iteration of which everything was offered."""
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._counts: Counter[str] = Counter()
         self._said = ""
         self._wire: Wire | None = None
-        self._opened = False
-        """Whether this connection has said where it begins."""
         self._thread = threading.Thread(target=self._run, name=f"copies-{hello.rank}-{shadow}", daemon=True)
         self._thread.start()
 
@@ -68,10 +67,12 @@ class Copier:
         end = record.kind is RecordKind.END
         limit = self._settings.queue_bytes + (_END_BYTES if end else 0)
         with self._changed:
+            if end:
+                self._ended = record.iteration
             if self._deadline is not None or self._queued_bytes + len(content) > limit:
                 self._counts["dropped_ends" if end else "dropped_records"] += 1
                 return
-            self._queue.append((record.iteration, content))
+            self._queue.append((record, content))
             self._queued_bytes += len(content)
             self._changed.notify()
 
@@ -146,39 +147,41 @@ class Copier:
             )
             wire.close()
             return False
+        try:
+            wire.write("where its copies begin", self._begin())
+        except CheckpointError as error:
+            self._say(str(error))
+            wire.close()
+            return False
         self._said = ""
         with self._changed:
             self._counts["connections"] += 1
             self._wire = wire
-            self._opened = False
         return True
 
-    def _take(self) -> list[tuple[int, bytes]]:
+    def _take(self) -> list[tuple[Record, bytes]]:
         """The next copies, oldest first, up to a batch; none if there are none for a while."""
         with self._changed:
             if not self._queue and self._deadline is None:
                 self._changed.wait(_LOOK_S)
-            batch: list[tuple[int, bytes]] = []
+            batch: list[tuple[Record, bytes]] = []
             nbytes = 0
             while self._queue and nbytes < _BATCH_BYTES:
                 batch.append(self._queue.popleft())
                 nbytes += len(batch[-1][1])
             return batch
 
-    def _send(self, wire: Wire, batch: list[tuple[int, bytes]]) -> None:
+    def _send(self, wire: Wire, batch: list[tuple[Record, bytes]]) -> None:
         """Send a batch. Raises CheckpointError where the connection breaks: then the batch is lost with it."""
         contents = [content for _, content in batch]
         sent = 0
         try:
-            if not self._opened:
-                wire.write("a begin", self._begin(batch[0][0]))
-                self._opened = True
             if self._faults is None:
                 wire.write("copies", *contents)
                 sent = len(batch)
             else:
-                for content in contents:
-                    for faulty in self._faults.befall(content):
+                for record, content in batch:
+                    for faulty in self._faults.befall(record, content):
                         self._sleep(faulty.delay_s)
                         wire.write("a copy", faulty.content)
                         if faulty.cut:
@@ -191,10 +194,17 @@ class Copier:
                 self._counts["sent_bytes"] += sum(map(len, contents[:sent]))
                 self._counts["lost_records"] += len(batch) - sent
 
-    def _begin(self, iteration: int) -> bytes:
-        """What a connection says first: nothing of an earlier iteration comes any more, on this one or another."""
+    def _begin(self) -> bytes:
+        """What a connection says first: nothing up to this iteration comes any more, on this one or another.
+
+        So a shadow learns that what was lost with the connection before is missing for good.
+        """
+        with self._changed:
+            past = self._queue[0][0].iteration - 1 if self._queue else self._ended
+        if past is None:
+            return b""
         job = int.from_bytes(bytes.fromhex(self._hello.job or "")[:8], "little")
-        return pack_header(Record(RecordKind.END, job, self._hello.epoch, self._hello.rank, iteration - 1))
+        return pack_header(Record(RecordKind.END, job, self._hello.epoch, self._hello.rank, past))
 
     def _sleep(self, seconds: float) -> None:
         """Wait, but not beyond the end."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from lastgood.errors import ConfigError
+from lastgood.wire.records import Record, RecordKind
 
 __all__ = ["CopyFaults", "FaultPlan", "Faulty", "parse_faults"]
 
@@ -64,8 +65,11 @@ class CopyFaults:
         self.count = 0
         """Faults so far."""
 
-    def befall(self, content: bytes) -> Iterator[Faulty]:
-        """What becomes of a copy."""
+    def befall(self, record: Record, content: bytes) -> Iterator[Faulty]:
+        """What becomes of a copy. Ends of iteration are spared: a full queue does not drop them either."""
+        if record.kind is RecordKind.END:
+            yield Faulty(content)
+            return
         plan = self._plan
         if self._hits(plan.loss):
             return
