@@ -147,13 +147,14 @@ def test_two_ranks_give_one_proved_record(job):
 
 
 def test_a_run_that_is_killed_tells_what_that_took_back(job):
-    code, output = job.finish(spec_of(kills=1, proof=False))
+    # Seed 10 has it killed 198 steps behind the measurement, long after the save in the middle of them.
+    code, output = job.finish(spec_of(kills=1, proof=False, interval_steps=100, measured_steps=200, seed=10))
     assert code == 0, output
     record = load_record(job.out)
     (failure,) = record.failures
+    # Behind one step of warm-up and the measured ones.
+    assert failure.reached_step > 301 and failure.restored_step in (301, 401, 501)
     assert failure.lost_steps == failure.reached_step - failure.restored_step >= 0
-    # Behind warm-up, one untimed checkpoint and the measured steps; saves fall on every second step from there.
-    assert failure.restored_step >= 5 and failure.restored_step % 2 == 1
     assert failure.losses_equal and failure.restore_s > 0
     assert record.proof is None and record.counts.durable == 2
     assert job.left() == []
