@@ -15,7 +15,7 @@ from lastgood.checkpointers.base import Checkpointer, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, why_unavailable
 from lastgood.errors import ConfigError
 from lastgood.experiments.config import load_config, parse_config, parse_overrides
-from lastgood.experiments.plan import plan_figure, skipped_systems
+from lastgood.experiments.plan import left_out, plan_figure
 from tests.checkpointers.small_training import SmallTraining
 
 LAPTOP = Path(__file__).resolve().parents[2] / "config" / "laptop.yaml"
@@ -30,7 +30,7 @@ def no_dcp(monkeypatch):
 
 def test_a_figure_leaves_out_what_the_machine_lacks_and_names_it(no_dcp):
     config, _ = parse_config(LAPTOP, parse_overrides(["systems=none,sync,dcp", "machine=testbox"]))
-    assert skipped_systems(config) == {"dcp": "it was put away; bring it back"}
+    assert left_out(config) == {"dcp": "it was put away; bring it back"}
     assert {spec.system for spec in plan_figure(config, "fig8")} == {"none", "sync"}
 
 
