@@ -17,6 +17,7 @@ slurmd slurmd tests/multinode
 srun slurm-client tests/multinode
 pdsh pdsh tests/multinode
 ethtool ethtool tests/test_nics.py
+iperf3 iperf3 tests/benchmarks
 mpirun openmpi-bin tests/multinode
 '
 

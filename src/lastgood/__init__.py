@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lastgood.checkpointers.base import Checkpointer
     from lastgood.checkpointers.checkfreq import CheckFreq
+    from lastgood.checkpointers.checkmate import Checkmate
     from lastgood.checkpointers.pccheck import PCcheck
     from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
     from lastgood.checkpointers.sync import SyncCheckpointer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckFreq",
+    "Checkmate",
     "Checkpointer",
     "PCcheck",
     "RngState",
@@ -29,6 +31,7 @@ __all__ = [
 
 _HOMES = {
     "CheckFreq": "lastgood.checkpointers.checkfreq",
+    "Checkmate": "lastgood.checkpointers.checkmate",
     "Checkpointer": "lastgood.checkpointers.base",
     "PCcheck": "lastgood.checkpointers.pccheck",
     "RngState": "lastgood.state",

@@ -148,6 +148,19 @@ def test_memory(disk: Path) -> None:
     assert found["results"]["allowed_bytes"] == pytest.approx(1.05 * found["results"]["pool_bytes"] + 64e6)
 
 
+@pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed (install/test_prerequisites.sh)")
+def test_receive(disk: Path) -> None:
+    found = results_of(disk, run(disk, "receive", "--quick", "--rounds", "1"), "receive")
+    assert {item["goal"] for item in found["comparisons"]} <= {0.9, None}
+    assert all(min(item["our_values"] + item["their_values"]) > 0 for item in found["comparisons"])
+
+
+@pytest.mark.slow
+def test_optimizers(disk: Path) -> None:
+    found = results_of(disk, run(disk, "optimizers", "--quick", "--rounds", "1", "--threads", "1"), "optimizers")
+    assert 0.8 in {item["goal"] for item in found["comparisons"]}
+
+
 def test_a_tmpfs_is_refused(disk: Path) -> None:
     memory = Path("/dev/shm")
     from lastgood.experiments.machine import is_tmpfs
