@@ -237,6 +237,8 @@ def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) 
     assert "paper's range, other machines" in shown and "shadows (CPU time)" in shown
     caption = " ".join(shown).replace("\N{NO-BREAK SPACE}", " ")
     assert "share these cores" in caption and "NSDI 2026" in caption
+    # 200 bytes over 40 steps.
+    assert "shadows received 5 B an iteration" in caption
     assert "RESTORE DIFFERS" not in caption and "restore not proved" not in caption
 
 

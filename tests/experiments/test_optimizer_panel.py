@@ -18,6 +18,7 @@ from lastgood.experiments.optimizer_record import (
     OptimizerSpec,
     load_placed_optimizer_record,
 )
+from lastgood.experiments.optimizer_run import execute_optimizer
 from lastgood.experiments.plan import plan_figure, plan_workflow
 from lastgood.experiments.plot_optimizer import draw_optimizer, read_updates
 from tests.experiments.records import make_record
@@ -139,6 +140,19 @@ def test_a_lacking_run_is_an_error_unless_partial(tmp_path: Path) -> None:
     first = draw(tmp_path / "t.csv", tmp_path / "a" / "picture", partial=True)
     again = draw(tmp_path / "t.csv", tmp_path / "b" / "picture", partial=True)
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
+
+
+@pytest.mark.slow
+def test_updates_are_timed_for_real(tmp_path: Path) -> None:
+    spec = spec_of(model="resnet50", optimizer="sgd", threads=(1,), shadows=(1, 2), updates=2)
+    record = execute_optimizer(spec, tmp_path, lambda _: None)
+    assert [(point.threads, point.shadows, len(point.update_s)) for point in record.points] == [(1, 1, 2), (1, 2, 2)]
+    assert record.parameters == 25_557_032
+
+
+def test_a_benchmark_that_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(LastgoodError, match=r"`lastgood optbench` failed: .*--model lenet: unknown"):
+        execute_optimizer(spec_of(model="lenet", shadows=(2,)), tmp_path, lambda _: None)
 
 
 def test_the_picture_has_a_line_for_each_number_of_shadows(tmp_path: Path) -> None:

@@ -51,12 +51,19 @@ def checkmate_caption(frame: pd.DataFrame) -> str:
         f"measured; {kills} SIGKILL to all ranks a run, at seeded moments."
         if kills
         else "",
-        "(d), (e) Over measured steps and drain at the shortest interval; Gemini's peers are not counted.",
+        f"(d), (e) Over measured steps and drain at the shortest interval{_received(frame)}; Gemini's peers are not "
+        "counted.",
         _checkmate_published(frame),
         _bound(frame),
         _revision(frame),
     ]
     return _joined_sentences(sentences)
+
+
+def _received(frame: pd.DataFrame) -> str:
+    """What shadows got in one iteration, the other side of what trainers handed on."""
+    each = (frame["shadow_received_bytes"] / frame["measured_steps"]).dropna()
+    return f"; shadows received {format_bytes(float(each.median()))} an iteration" if len(each) else ""
 
 
 def _checkmate_published(frame: pd.DataFrame) -> str:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.optimizer_record import OptimizerPoint, OptimizerRecord, OptimizerSpec
+from lastgood.processes import die_with_parent
 
 __all__ = ["execute_optimizer"]
 
 _BENCH_S: Final = 30 * 3600.0
 """For all numbers of threads at one number of shadows, the wait for this machine's turn included."""
 _BENCH: Final = (sys.executable, "-c", "from lastgood.cli import main; main()", "optbench")
-_TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+_POLL_S: Final = 0.1
+_END_S: Final = 60.0
+_MAX_BYTES: Final = 16 << 20
 
 
 class _Row(BaseModel):
@@ -40,7 +47,7 @@ class _Answer(BaseModel):
 
 
 def execute_optimizer(spec: OptimizerSpec, scratch: Path, report: Callable[[str], None]) -> OptimizerRecord:
-    """Time all points of `spec` and return the record. Several shadows work at the same time, as ranks of torchrun.
+    """Time all points of `spec` and return the record. Several shadows work at the same time.
 
     `optbench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
     machine's disk is. Raises LastgoodError where the benchmark fails, with its words, and WaitTimeout.
@@ -67,19 +74,54 @@ def execute_optimizer(spec: OptimizerSpec, scratch: Path, report: Callable[[str]
 
 
 def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
+    """One process for each shadow, which find each other as ranks of torchrun do; all end with this one."""
     command = [*_BENCH, "--model", spec.model, "--optimizer", spec.optimizer, "--steps", str(spec.updates), "--json"]
     command += ["--threads", ",".join(map(str, spec.threads))]
-    if shadows > 1:
-        command = [*_TORCHRUN, "--nproc-per-node", str(shadows), *command]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    parent = os.getpid()
+    deadline = time.monotonic() + _BENCH_S
+    with contextlib.ExitStack() as stack:
+        started: list[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]] = []
+        for rank in range(shadows):
+            answer, words = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(shadows)}
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=words,
+                env={**os.environ, **meeting, **own},
+                preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
+            )
+            stack.callback(_end, process)
+            started.append((process, answer, words))
+        left = list(started)
+        while left:
+            for one in [one for one in left if one[0].poll() is not None]:
+                left.remove(one)
+                if one[0].returncode:
+                    raise LastgoodError(f"{spec.title()}: `lastgood optbench` failed: {_read(one[2])[-2000:]}")
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S / 3600:.0f} h")
+            time.sleep(_POLL_S)
+        text = _read(started[0][1])
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BENCH_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S / 3600:.0f} h") from error
-    if done.returncode:
-        raise LastgoodError(f"{spec.title()}: `lastgood optbench` failed: {done.stderr.strip()[-2000:]}")
-    try:
-        return _Answer.model_validate_json(done.stdout)
+        return _Answer.model_validate_json(text)
     except ValidationError as error:
         raise LastgoodError(f"{spec.title()}: `lastgood optbench` told something else: {error}") from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(_END_S)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_MAX_BYTES).decode(errors="replace").strip()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
