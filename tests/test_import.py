@@ -35,6 +35,7 @@ def loaded_after(statement):
         "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
         "import lastgood.cluster.host_check, lastgood.cluster.testbed",
         "import lastgood.integrations.deepspeed",
+        "import lastgood.gradients.shadow, lastgood.gradients.asking, lastgood.gradients.metrics",
     ],
 )
 def test_needs_no_torch(statement):

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+import torch
 
 from lastgood.checkpointers.checkmate import Checkmate
 from tests.checkpointers.checkmate_shadows import Shadows
@@ -49,19 +50,46 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+EVERYDAY = (0, 1)
+"""The others take as long again."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(map(str, case.values())), marks=() if number in EVERYDAY else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_every_step_is_kept_and_the_training_is_the_one_without(case, pool, shadows, tmp_path):
+    kept_and_equal(2, case, pool, shadows, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw fused"])
+@pytest.mark.parametrize("register", ["watch", "none"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_step_is_kept_of_a_training_on_a_device(optimizer, register, scaled, pool, shadows, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    case = {"optimizer": optimizer, "register": register, "scaled": scaled, "clip": 0.5, "device": "cuda"}
+    kept_and_equal(1, case, pool, shadows, tmp_path)
+
+
+def kept_and_equal(world, case, pool, shadows, tmp_path):
     made = {key: value for key, value in case.items() if key not in ("register", "knobs")}
-    plain = pool.run(2, "train", steps=14, **made)
+    plain = pool.run(world, "train", steps=14, **made)
     job = str(tmp_path / "job")
     knobs = knobs_of(shadows, **case.get("knobs", {}))
-    half = pool.run(2, "train", steps=8, knobs=knobs, directory=job, register=case["register"], **made)
-    for rank in range(2):
+    half = pool.run(world, "train", steps=8, knobs=knobs, directory=job, register=case["register"], **made)
+    for rank in range(world):
         assert half[rank]["outcomes"] == ["durable"] * 8, half[rank]["errors"]
         assert all(count > 0 for count in half[rank]["bytes"])
         assert half[rank]["facts"]["diverged"] == half[rank]["facts"]["torn"] == 0
-    rest = pool.run(2, "train", steps=14, knobs=knobs, directory=job, register=case["register"], restore=True, **made)
-    for rank in range(2):
+    rest = pool.run(
+        world, "train", steps=14, knobs=knobs, directory=job, register=case["register"], restore=True, **made
+    )
+    for rank in range(world):
         assert rest[rank]["restored"] == 8
         assert half[rank]["losses"] | rest[rank]["losses"] == plain[rank]["losses"]
         assert rest[rank]["digest"] == plain[rank]["digest"]

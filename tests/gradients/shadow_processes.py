@@ -1,14 +1,19 @@
-"""Real service processes for a test, that end with it."""
+"""Shadows for a test, that end with it: real service processes, or services in threads where nothing is killed."""
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+from lastgood.gradients.shadow import ShadowService
+from lastgood.gradients.shadow_settings import ShadowSettings
+from lastgood.gradients.token import read_token
 from lastgood.processes import die_with_parent
 
 SERVE = "from lastgood.cli import main; main()"
@@ -71,3 +76,34 @@ def shadow_processes(folder: Path, count: int, *arguments: str):
     finally:
         for process in started:
             process.kill()
+
+
+class ShadowThread:
+    """The same service in this process."""
+
+    def __init__(self, folder: Path, shadow: int, shadows: int, **options):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        settings = ShadowSettings(shadow=shadow, shadows=shadows, timeout_s=20.0, **options)
+        self.service = ShadowService(settings, read_token(folder / "token", make=True), listener)
+        self._thread = threading.Thread(target=self.service.run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.service.stop()
+        self._thread.join(60)
+
+
+@contextlib.contextmanager
+def shadow_threads(folder: Path, count: int, **options):
+    """`count` shadows; each spills below a folder of its own in `spill_directory`, where that is given."""
+    spills = options.pop("spill_directory", None)
+    started = []
+    try:
+        for shadow in range(count):
+            own = {} if spills is None else {"spill_directory": spills / str(shadow)}
+            started.append(ShadowThread(folder, shadow, count, **own, **options))
+        yield started
+    finally:
+        for shadow in started:
+            shadow.end()

@@ -1,5 +1,6 @@
 """The service as a whole: real processes, a scripted trainer, and what it gives back after bad days."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from lastgood.gradients.token import read_token
 from lastgood.processes import die_with_parent
 from tests.gradients import scripted_trainer
 from tests.gradients.scripted_trainer import JOB, WAIT_S, Trainer
-from tests.gradients.shadow_processes import ShadowProcess, shadow_processes
+from tests.gradients.shadow_processes import ShadowProcess, ShadowThread, shadow_processes, shadow_threads
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,11 @@ def test_a_model_that_differs_is_found_and_is_not_given_back(folder, two):
 
 
 def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(tmp_path):
-    with shadow_processes(tmp_path, 2) as two:
+    with contextlib.ExitStack() as ends:
+        two = [ShadowThread(tmp_path, 0, 2), ShadowProcess(tmp_path, 1, 2)]
+        ends.callback(two[0].end)
+        ends.callback(two[1].kill)
+        two[1].wait_ready()
         trainer = trainer_of(tmp_path, two)
         trainer.iterate()
         two[1].kill()
@@ -186,7 +191,9 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
         trainer.make_gradients(2)
         for key in [key for key in trainer.senders if key[0] == 1]:
             trainer.senders.pop(key).abort()
-        two[1] = ShadowProcess(tmp_path, 1, 2, port=two[1].described["port"]).wait_ready()
+        fresh = ShadowThread(tmp_path, 1, 2)
+        ends.callback(fresh.end)
+        trainer.addresses[1] = fresh.address
         with Asker(trainer.addresses[1], trainer.token, WAIT_S, JOB) as asker:
             assert asker.status().epoch < trainer.epoch
             asker.fence(trainer.epoch)
@@ -221,8 +228,7 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
 
 
 def test_spills_survive_the_loss_of_all_shadows(tmp_path):
-    spill = ("--spill-dir", str(tmp_path / "spill-{shadow}"))
-    with shadow_processes(tmp_path, 2, *spill) as first:
+    with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as first:
         trainer = trainer_of(tmp_path, first)
         trainer.iterate()
         trainer.iterate(spill=True)
@@ -233,7 +239,7 @@ def test_spills_survive_the_loss_of_all_shadows(tmp_path):
         trainer.complete(durable=2)
         trainer.iterate()
         trainer.close()
-    with shadow_processes(tmp_path, 2, *spill) as second:
+    with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as second:
         trainer.addresses = addresses_of(second)
         other, choice, sides = restored(trainer)
         assert (choice.source, choice.iteration, choice.step) == ("durable", 2, 20)
@@ -301,7 +307,7 @@ def test_a_wrong_token_and_garbage_are_refused_and_the_service_goes_on(folder, t
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(tmp_path):
-    with shadow_processes(tmp_path, 1, "--memory", "2KiB") as started:
+    with shadow_threads(tmp_path, 1, limit_bytes=2048) as started:
         trainer = Trainer(addresses_of(started), read_token(tmp_path / "token"))
         trainer.fence()
         trainer.ranks = 1

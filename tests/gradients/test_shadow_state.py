@@ -392,5 +392,6 @@ TestShadows = World.TestCase
 
 
 @pytest.mark.fuzz
+@pytest.mark.timeout(3600)
 def test_shadows_for_long():
-    run_state_machine_as_test(World, settings=settings(max_examples=3000, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(World, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None))

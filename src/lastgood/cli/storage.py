@@ -52,6 +52,9 @@ def serve(
     spill_dir: Annotated[Path | None, typer.Option(help="Folder for durable spills; its own for each shadow.")] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of the metrics.")] = "127.0.0.1",
     metrics_port: Annotated[int | None, typer.Option(help="Port of the metrics (Prometheus); 0: a free one.")] = None,
+    rendezvous: Annotated[
+        bool, typer.Option("--rendezvous", help="Exchange addresses at MASTER_ADDR:MASTER_PORT (torchrun's store).")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for the other side of a connection.")] = 60.0,
 ) -> None:
     """Run one shadow in the foreground, until SIGTERM or SIGINT."""
@@ -59,6 +62,7 @@ def serve(
 
     from lastgood.gradients.metrics import MetricsServer
     from lastgood.gradients.placement import find_place, own_cpus
+    from lastgood.gradients.rendezvous import Rendezvous
     from lastgood.gradients.shadow import ShadowService
     from lastgood.gradients.shadow_settings import ShadowSettings
     from lastgood.gradients.token import read_token
@@ -87,7 +91,7 @@ def serve(
         signal.signal(number, lambda *_: service.stop())
     service.warm_up()
     found = listener.getsockname()[1]
-    described = {
+    described: dict[str, Any] = {
         "host": host,
         "port": found,
         "pid": os.getpid(),
@@ -96,9 +100,15 @@ def serve(
         "metrics": None if metrics is None else metrics.address,
     }
     console.print(f"shadow {place.shadow} of {place.shadows} at {host}:{found}", markup=False)
-    if address_file is not None:
-        _write(address_file, described)
     try:
+        if rendezvous:
+            # Kept until the end: others ask the store that may live in this process.
+            meeting = Rendezvous(os.environ, place, timeout_s)
+            own = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            described["all"] = meeting.exchange(place.shadow, f"{own}:{found}")
+            console.print(f"all shadows: {' '.join(described['all'])}", markup=False)
+        if address_file is not None:
+            _write(address_file, described)
         service.run()
     finally:
         if address_file is not None:

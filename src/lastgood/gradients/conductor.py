@@ -355,4 +355,5 @@ class Conductor:
             "torn": self._torn,
             "diverged": self._diverged,
             "cut_off": sum(link.data.cuts for link in self.links),
+            "waits": sum(link.data.waits for link in self.links),
         }

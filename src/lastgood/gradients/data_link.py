@@ -70,6 +70,8 @@ class DataLink:
         """False for a shadow that the others do not wait for: then room is waited for a tenth as long."""
         self.cuts = 0
         """How often it was cut off, but for the end."""
+        self.waits = 0
+        """How often there was no room at once, and it was waited for."""
         self.waited_s = 0.0
 
     # -- connecting ------------------------------------------------------------------------------------------------
@@ -147,15 +149,18 @@ class DataLink:
         if sender is None:
             return None
         patience_s = self._patience_s
-        begin = time.perf_counter()
         try:
-            ticket = call(sender, patience_s)
+            ticket = call(sender, 0.0)
+            if not ticket and patience_s:
+                begin = time.perf_counter()
+                self.waits += 1
+                ticket = call(sender, patience_s)
+                self.waited_s += time.perf_counter() - begin
         except OSError as error:
             self._cut(sender, str(error))
             return None
         if not ticket:
             self._cut(sender, f"its queue stayed full for {patience_s:g} s")
-        self.waited_s += time.perf_counter() - begin
         return Ticket(sender, ticket) if ticket else None
 
     def wait_returned(self) -> None:

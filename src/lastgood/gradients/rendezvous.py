@@ -1,0 +1,61 @@
+"""Shadows that a launcher started tell each other, and trainers, where they listen: torch's store at MASTER_ADDR."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import ConfigError, HostError
+from lastgood.gradients.placement import Place
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+else:
+    dist = lazy_module("torch.distributed")
+
+__all__ = ["Rendezvous"]
+
+_KEY = "lastgood/shadow/{}"
+
+
+class Rendezvous:
+    """A store at MASTER_ADDR and MASTER_PORT; keep it as long as others may ask it.
+
+    torchrun's agent, or rank 0 of the trainers, has one there already; where shadows are alone, the first makes it.
+    Raises ConfigError where the environment names no store, HostError where it cannot be reached in `timeout_s`.
+    """
+
+    def __init__(self, environment: Mapping[str, str], place: Place, timeout_s: float) -> None:
+        host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        if not host or not port.isdecimal():
+            raise ConfigError("a rendezvous needs MASTER_ADDR and MASTER_PORT, as torchrun sets them")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        alone = environment.get("WORLD_SIZE", str(place.shadows)) == str(place.shadows)
+        self._where = f"{host}:{port}"
+        self._timeout_s = timeout_s
+        self._shadows = place.shadows
+        try:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                int(port),
+                is_master=alone and not agent and place.shadow == 0,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise HostError(f"no store at MASTER_ADDR:MASTER_PORT {self._where}: {error}") from error
+
+    def exchange(self, shadow: int, address: str) -> list[str]:
+        """Tell this shadow's address; return those of all. Raises HostError where one does not come in time."""
+        self._store.set(_KEY.format(shadow), address)
+        found = []
+        for number in range(self._shadows):
+            try:
+                found.append(self._store.get(_KEY.format(number)).decode())
+            except RuntimeError as error:
+                raise HostError(
+                    f"waited {self._timeout_s:g} s for the address of shadow {number} at {self._where}"
+                ) from error
+        return found

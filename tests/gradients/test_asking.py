@@ -1,0 +1,68 @@
+"""What is chosen of what several shadows hold."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgood.errors import ConfigError, MismatchError, NoCheckpoint
+from lastgood.gradients.asking import check_set, choose, connect_shadow
+from lastgood.gradients.messages import Hello, Saved, Status
+
+LAYOUT = "b" * 64
+
+
+def status(shadow, shadows=2, memory=(), durable=(), layout=LAYOUT):
+    return Status(
+        shadow=shadow,
+        shadows=shadows,
+        job="a" * 32,
+        epoch=1,
+        layout=layout,
+        whole=True,
+        applied=0,
+        have=0,
+        memory=tuple(memory),
+        durable=tuple(durable),
+        refused={},
+    )
+
+
+saves = st.sets(st.builds(Saved, epoch=st.integers(1, 3), iteration=st.integers(1, 6), step=st.integers(1, 3)))
+
+
+@given(st.lists(st.tuples(saves, saves), min_size=1, max_size=4), st.none() | st.integers(1, 3))
+def test_only_what_all_hold_in_one_place_is_chosen_and_the_newest_of_it(held, step):
+    statuses = [status(place, len(held), memory, durable) for place, (memory, durable) in enumerate(held)]
+    common = {("memory", saved) for saved in held[0][0] if all(saved in memory for memory, _ in held)} | {
+        ("durable", saved) for saved in held[0][1] if all(saved in durable for _, durable in held)
+    }
+    common = {(source, saved) for source, saved in common if step in (None, saved.step)}
+    if not common:
+        with pytest.raises(NoCheckpoint):
+            choose(statuses, step)
+        return
+    choice = choose(statuses, step)
+    assert (choice.source, choice.saved) in common
+    newest = max((saved.epoch, saved.iteration) for _, saved in common)
+    assert (choice.saved.epoch, choice.saved.iteration) == newest
+    if ("memory", choice.saved) in common:
+        assert choice.source == "memory"
+
+
+def test_states_of_two_layouts_are_never_mixed():
+    saved = Saved(epoch=1, iteration=1, step=1)
+    with pytest.raises(NoCheckpoint, match="different layouts"):
+        choose([status(0, memory=[saved]), status(1, memory=[saved], layout="c" * 64)])
+
+
+def test_shadows_must_be_all_and_in_their_order():
+    check_set([status(0), status(1)], ["a:1", "b:2"])
+    for wrong in ([status(1), status(0)], [status(0), status(0)], [status(0, 3), status(1, 3)]):
+        with pytest.raises(MismatchError, match="in their order"):
+            check_set(wrong, ["a:1", "b:2"])
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        connect_shadow(address, b"x" * 32, Hello(role="asker"), 1.0)
