@@ -41,14 +41,19 @@ class ForkedShadow:
     def __init__(self, number: int, token: bytes, spills: Path | None, knobs: dict[str, Any], port: int = 0) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        here, there = context.Pipe(duplex=False)
+        self.number = number
+        self._ready, there = context.Pipe(duplex=False)
         settings = ShadowSettings(number, 2, spill_directory=spills, **knobs)
         self.process = context.Process(target=serve, args=(settings, token, port, there), daemon=True)
         self.process.start()
         there.close()
-        with here:
-            assert here.poll(_START_S), f"waited {_START_S} s for shadow {number} to listen"
-            self.port = here.recv()
+
+    def wait_ready(self) -> ForkedShadow:
+        """Return when it listens, at `port`."""
+        with self._ready:
+            assert self._ready.poll(_START_S), f"waited {_START_S} s for shadow {self.number} to listen"
+            self.port: int = self._ready.recv()
+        return self
 
     def kill(self) -> None:
         """End it, and all that it held in memory."""

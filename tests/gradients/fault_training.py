@@ -17,6 +17,7 @@ import torch
 
 from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.state import state_digest
+from tests.gradients.fault_net import Net
 
 RANKS = 2
 _MEET_S = 60.0
@@ -221,6 +222,9 @@ class Life:
         self.killed = threading.Event()
         self.over = threading.Event()
         self.results: list[Any] = []
+        self.lost: tuple[int, ...] = ()
+        """Shadows without which it went on, as rank 0's last word says."""
+        self._crashed: set[int | None] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, restore: bool) -> None:
@@ -282,6 +286,16 @@ class Life:
             return 0
         return max(set.intersection(*(set(known.spilled) for known in life.conductor._state.shadows)), default=0)
 
+    def crash(self, net: Net, rank: int | None) -> None:
+        """Cut one rank or all of them off for good, and note what rank 0 had said until then."""
+        life = self.checkpointers[0]._life
+        assert life is not None
+        with life.conductor._changed:
+            if not self._crashed & {0, None}:
+                self.lost = life.conductor._state.lost
+            self._crashed.add(rank)
+            net.crash(rank)
+
     def facts(self) -> dict[str, Any]:
         return dict(self.checkpointers[0].storage_facts())
 
@@ -303,9 +317,7 @@ def restore_afresh(kind: str, knobs: dict[str, Any], directory: Any) -> tuple[in
     """What a new process would do: the step and the digests of all ranks. A failure changes nothing."""
     trainings = [Training(kind, rank, seed=1) for rank in range(RANKS)]
     before = [training.digest() for training in trainings]
-    results = on_all_ranks(
-        lambda rank: Checkmate(directory, **knobs).restore(trainings[rank].state), Meeting()
-    )
+    results = on_all_ranks(lambda rank: Checkmate(directory, **knobs).restore(trainings[rank].state), Meeting())
     if any(isinstance(one, BaseException) for one in results):
         assert [training.digest() for training in trainings] == before, "a failed restore changed the state"
         raise_first(results)
