@@ -13,15 +13,15 @@ _BYTES_PER_PARAMETER = 12
 
 
 class LinearTraining:
-    """A stack of square linear layers, trained on one fixed batch."""
+    """A stack of square linear layers, trained on one fixed batch of `batch` rows."""
 
-    def __init__(self, state_bytes: int, device: str = "cpu", seed: int = 0) -> None:
+    def __init__(self, state_bytes: int, device: str = "cpu", seed: int = 0, batch: int = 4) -> None:
         torch.manual_seed(seed)
         width = _WIDE if state_bytes >= _WIDE_FROM_BYTES else _NARROW
         layers = max(1, round(state_bytes / (_BYTES_PER_PARAMETER * width * (width + 1))))
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self._batch = torch.randn(4, width, device=device)
+        self._batch = torch.randn(batch, width, device=device)
         self.steps = 0
 
     @property
