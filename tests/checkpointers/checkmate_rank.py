@@ -48,9 +48,20 @@ def make_optimizer(kind, model):
 class Training:
     """What differs between ranks (noise, BatchNorm's running means before they are broadcast) is in the state."""
 
-    def __init__(self, rank, world, optimizer="adamw", clip=None, accumulate=1, view=False, scaled=False, device="cpu"):
+    def __init__(
+        self,
+        rank,
+        world,
+        optimizer="adamw",
+        clip=None,
+        accumulate=1,
+        view=False,
+        scaled=False,
+        device="cpu",
+        meddle=None,
+    ):
         self.rank, self.device = rank, device
-        self.clip, self.accumulate = clip, accumulate
+        self.clip, self.accumulate, self.meddle = clip, accumulate, meddle
         self.module = make_model(device)
         self.model = self.module
         if world > 1 or dist.is_initialized():
@@ -84,6 +95,9 @@ class Training:
                 with self.model.no_sync():
                     loss = (self.model(inputs) - 1).square().mean()
                     self._scaled(loss, step).backward()
+        if step == self.meddle:
+            for parameter in self.module.parameters():
+                parameter.grad.mul_(2)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clip is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from pathlib import Path
 
 from tests.gradients.shadow_processes import ShadowProcess
 
@@ -51,7 +53,13 @@ class Shadows:
         self._ready(number)
 
     def pause(self, number):
-        self.processes[number].process.send_signal(signal.SIGSTOP)
+        process = self.processes[number].process
+        process.send_signal(signal.SIGSTOP)
+        status = Path(f"/proc/{process.pid}/stat")
+        deadline = time.monotonic() + 30
+        while status.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, f"shadow {number} did not stop within 30 s"
+            time.sleep(0.01)
 
     def resume(self, number):
         self.processes[number].process.send_signal(signal.SIGCONT)

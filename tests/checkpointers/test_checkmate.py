@@ -389,7 +389,7 @@ def test_a_pause_that_a_queue_can_hold_costs_no_step(shadows, make):
         for _ in range(3):
             training.step()
             checkpointer.save(training.step_number)
-        with pytest.raises(WaitTimeout, match="steps 3, 4, 5"):
+        with pytest.raises(WaitTimeout, match=r"hold steps .*5$"):
             checkpointer.drain(0.2)
     finally:
         shadows.resume(0)

@@ -110,6 +110,19 @@ def test_shards_of_fsdp_are_kept_by_every_rank(pool, shadows, tmp_path):
         assert rest[rank]["digest"] == plain[rank]["digest"]
 
 
+def test_gradients_that_are_changed_behind_the_tap_fail_that_step_and_are_healed(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    answers = pool.run(2, "train", steps=12, knobs=knobs, directory=job, meddle=4)
+    for answer in answers:
+        assert answer["outcomes"][:4] == ["durable"] * 4
+        assert answer["outcomes"][4] == "failed"
+        assert answer["outcomes"][-1] == "durable"
+    assert any("something changed gradients between backward() and step()" in error for error in answers[0]["errors"])
+    restored = pool.run(2, "restore_only", knobs=knobs, directory=job)
+    assert [one["step"] for one in restored] == [12, 12]
+    assert [one["digest"] for one in restored] == [one["digest"] for one in answers]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_hook_averages_as_ddp_does_to_the_bit(world, pool):
     for without, with_hook in pool.run(world, "reduced_alike", elements=1001):

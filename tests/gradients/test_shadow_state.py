@@ -153,6 +153,15 @@ class World(RuleBasedStateMachine):
     def truth(self, bucket, iteration):
         return tuple(self.gradient(bucket, one) for one in range(1, iteration + 1) if self.rules[one])
 
+    def step_of(self, iteration):
+        saved = self.saved[iteration]
+        return Step(
+            iteration=iteration,
+            rule={} if self.rules[iteration] else None,
+            saved=saved,
+            step=iteration if saved else None,
+        )
+
     def check_applied(self, shadow, iteration):
         if not shadow.state.declared:
             return  # a restore: what may be given back is checked there
@@ -280,6 +289,20 @@ class World(RuleBasedStateMachine):
                 shadow.state.complete(Complete(iteration=newest, lost=tuple(self.lost)))
                 shadow.flow()
 
+    @precondition(lambda self: self.room())
+    @rule(iterations=st.integers(1, 3), saves=st.booleans(), ahead=st.booleans())
+    def go_on(self, iterations, saves, ahead):
+        """An undisturbed stretch; with `ahead`, shadows work before rank 0 has said that all hold it."""
+        for _ in range(iterations):
+            if self.room():
+                self.train(True, int(saves), set(), 1, range(4), False, True, True)
+            for both in [self.work, self.conduct] if ahead else [self.conduct, self.work]:
+                if both == self.work:
+                    for shadow in range(SHADOWS):
+                        self.work(shadow, 10)
+                else:
+                    self.conduct(False)
+
     @rule(shadow=st.integers(0, SHADOWS - 1))
     def heal(self, shadow):
         """Seed a bucket that wants it."""
@@ -300,10 +323,8 @@ class World(RuleBasedStateMachine):
         state = self.shadows[shadow].state
         before = state.positions
         for iteration in range(1, self.now + 1):
-            rule_now = {} if self.rules[iteration] else None
-            saved = self.saved[iteration]
             if iteration > state.have:
-                state.step(Step(iteration=iteration, rule=rule_now, saved=saved, step=iteration if saved else None))
+                state.step(self.step_of(iteration))
         state.complete(Complete(iteration=self.completed, lost=tuple(self.lost)))
         state.greet()
         self.shadows[shadow].flow()
@@ -319,6 +340,12 @@ class World(RuleBasedStateMachine):
         fresh.state.declare(LAYOUT, BUCKETS[shadow], [shadow], RANKS, None)
         fresh.flow()
         self.lost.add(shadow)
+        # As trainers do when they connect: what is not complete is said again.
+        for iteration in range(self.completed + 1, self.now + 1):
+            fresh.state.step(self.step_of(iteration))
+            if self.saved[iteration] and fresh.state.side(shadow, iteration):
+                fresh.sides.add(iteration)
+            fresh.flow()
 
     @rule(partial=st.booleans(), data=st.data())
     def kill_and_restore(self, partial, data):

@@ -15,6 +15,7 @@ from lastgood.units import format_bytes, format_rate, format_seconds, parse_byte
 
 if TYPE_CHECKING:
     from lastgood.experiments.network_ceilings import NetworkPlan, NetworkPoint
+    from lastgood.experiments.network_peer import Direction
 
 __all__ = ["netbench"]
 
@@ -99,7 +100,8 @@ def _plan(streams: str, messages: str, ways: list[Way], seconds: float, rounds: 
         raise ConfigError(f"--streams {streams}: 1 to {MAX_STREAMS} connections can be measured")
     if not all(1 <= size <= MAX_MESSAGE_BYTES for size in sizes):
         raise ConfigError(f"--messages {messages}: sizes from 1 byte to {format_bytes(MAX_MESSAGE_BYTES)}")
-    directions = tuple(dict.fromkeys(way.value for way in ways))
+    named: dict[Way, Direction] = {Way.send: "send", Way.receive: "receive", Way.both: "both"}
+    directions = tuple(dict.fromkeys(named[way] for way in ways))
     total_s = len(counts) * len(sizes) * len(directions) * rounds * seconds
     if total_s > _MOST_SECONDS:
         raise ConfigError(

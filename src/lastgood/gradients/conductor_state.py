@@ -37,7 +37,7 @@ class Known:
     connected: bool = False
     slots: int = 2
     have: int | None = None
-    """None: it has said nothing since it was away, or since a bucket of it was torn."""
+    """None: it has said nothing since it was away."""
     wants: set[int] = field(default_factory=set)
     """Buckets without a state, or with one that is not the trainer's."""
     on_the_way: dict[int, int] = field(default_factory=dict)
@@ -97,16 +97,13 @@ class ConductorState:
     def torn(self, shadow: int, iteration: int, buckets: Iterable[int]) -> None:
         """Bytes of these buckets are missing for good, from `iteration` on."""
         known = self.shadows[shadow]
-        torn = set(buckets)
-        for bucket in torn:
+        for bucket in set(buckets):
             seed = known.on_the_way.get(bucket)
             if seed is not None and seed >= iteration:
                 continue  # said before the seed that is on its way had arrived
             known.on_the_way.pop(bucket, None)
             known.tries[bucket] = known.tries.get(bucket, -1) + 1
             known.wants.add(bucket)
-        if torn:
-            known.have = None
 
     def diverged(self, shadow: int, bucket: int) -> None:
         """A bucket of it is not the trainer's."""
