@@ -336,7 +336,7 @@ def test_what_was_spilled_survives_all_shadows(shadows, make):
         shadows.restart(number)
     fresh = SmallTraining(seed=3)
     step = make().restore(fresh.state)
-    assert 4 <= step <= 7
+    assert step in (2, 4, 6), "while one is being written, the next one is left out"
     assert fresh.digest() == digests[step]
 
 

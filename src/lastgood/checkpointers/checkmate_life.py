@@ -94,6 +94,7 @@ class Life:
         return {
             "waited_for_room_s": self.stream.waited_s,
             "sent_bytes": self.conductor.sent_bytes,
+            "left_out": 0 if self.mover is None else self.mover.left_out,
             **self.conductor.facts(),
         }
 

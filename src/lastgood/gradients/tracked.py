@@ -104,17 +104,13 @@ class Tracked:
             found.append((name, shape, str(local.dtype).removeprefix("torch.")))
         return found
 
-    def held_tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """(index, key, local tensor) of every parameter and of every tensor of its optimizer state, keys sorted."""
-        for index, parameter in enumerate(self.parameters):
-            yield from self._held(index, parameter)
-
-    def _held(self, index: int, parameter: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor]]:
-        yield index, PARAMETER, local_part(parameter)
+    def _held(self, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, local tensor) of a parameter and of every tensor of its optimizer state, keys sorted."""
+        yield PARAMETER, local_part(parameter)
         kept = self.optimizer.state.get(parameter, {})
         for key in sorted(kept):
             if isinstance(kept[key], torch.Tensor):
-                yield index, key, local_part(kept[key])
+                yield key, local_part(kept[key])
 
     def order_for(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
         """The order of bytes of a tensor of this parameter: the parameter's own, where it has as many dimensions."""
@@ -129,7 +125,7 @@ class Tracked:
         entries, sources = [], []
         for declared in layout.buckets[bucket].parameters:
             index = declared - first
-            for _, key, tensor in self._held(index, self.parameters[index]):
+            for key, tensor in self._held(self.parameters[index]):
                 order = self.order_for(index, tensor)
                 shape = tuple(tensor.shape[dim] for dim in order)
                 sources.append(flat_bytes(tensor, order))
