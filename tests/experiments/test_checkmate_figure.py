@@ -242,6 +242,13 @@ def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) 
     assert "RESTORE DIFFERS" not in caption and "restore not proved" not in caption
 
 
+def test_where_nothing_was_lost_the_axis_is_of_whole_iterations(tmp_path: Path) -> None:
+    records = [record("none", 0, 9.0), record("checkmate", 1, 6.0, 0), record("sync", 1, 6.0, 0)]
+    lost = draw_checkmate(read_tidy(csv_of(tmp_path, records))).axes[2]
+    assert lost.get_ylim() == (0, 1)
+    assert all(float(tick).is_integer() for tick in lost.get_yticks())
+
+
 def test_a_life_with_other_losses_is_a_wrong_restore(tmp_path: Path) -> None:
     records = panel()
     wrong = records[2].model_copy(update={"failures": [failure(3, equal=False)]})

@@ -243,7 +243,8 @@ def _lost(
         mean = sum(others) / len(others)
         low, high = mean * (1 - published[1] / 100), mean * (1 - published[0] / 100)
         axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
-    axes.set_ylim(0, None)
+    # Where nothing was lost at all, an axis of fractions would say nothing either.
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
