@@ -4,7 +4,8 @@ Trainers and shadows (`lastgood storage serve`) are processes of this machine, o
 
 Where there are at least two cores for each of two ranks and one more, two ranks train with DistributedDataParallel and
 the hook, each has two cores (one to compute, one free), and shadows have the others. Where there are fewer, one rank
-trains alone, gradients are taken at the optimizer's step, and it shares the cores with the shadows.
+trains alone and shares the cores with the shadows; the cost of the tap is then that of the one at the optimizer's step.
+Policies are always compared with the hook: without it gradients are copied, and `block` is as `queue`.
 """
 
 from __future__ import annotations
@@ -108,13 +109,15 @@ class Ranks:
 
 
 def measure_tap(
-    ranks: Ranks, shadows: list[ShadowProcess], options: argparse.Namespace, how: str, report: Report
+    ranks: Ranks, shadows: list[ShadowProcess], options: argparse.Namespace, count: int, report: Report
 ) -> None:
     """Iterations with the tap and without it, in turn."""
     say("tap: with it and without it, in turn")
+    hook = count > 1
+    how = f"{count} ranks, DDP's hook" if hook else "1 rank, optimizer's step"
     order = list(interleaved(("without", "tap"), options.rounds, options.seed))
     pids = [shadow.process.pid for shadow in shadows]
-    ranks.ask(work="overhead", order=order, iterations=options.iterations, warm_up=WARM_UP, shadow_pids=pids)
+    ranks.ask(work="overhead", order=order, iterations=options.iterations, warm_up=WARM_UP, shadow_pids=pids, hook=hook)
     of_ranks = ranks.answers()
     report.results["tap"] = of_ranks
 
@@ -288,13 +291,14 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     own = [cores[CORES_EACH * rank : CORES_EACH * (rank + 1)] for rank in range(count)] if apart else []
     if apart:
         os.sched_setaffinity(0, cores[count * CORES_EACH :])  # what is started here, shadows too, stays there
-    [state_bytes] = options.size
+    [state_bytes], [queue_bytes] = options.size, options.queue
     gradient_bytes = 4 * state_bytes // BYTES_PER_PARAMETER
     settings = {
         "ranks": count,
         "tap": "bucket" if count > 1 else "step",
         "shadows": options.shadows,
         "state_bytes": state_bytes,
+        "queue_bytes": queue_bytes,
         "batch": options.batch,
         "iterations": options.iterations,
         "well_s": options.well_s,
@@ -314,11 +318,13 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
                 "token_file": str(folder / "token"),
             },
             # So many buckets that every shadow has some.
-            "knobs": {"bucket_bytes": max(1, gradient_bytes // (4 * options.shadows))},
+            "knobs": {
+                "bucket_bytes": max(1, gradient_bytes // (4 * options.shadows)),
+                "queue_bytes": queue_bytes,
+            },
         }
         ranks = stack.enter_context(Ranks(folder, plan))
-        how = "1 rank, optimizer's step" if count == 1 else f"{count} ranks, DDP's hook"
-        measure_tap(ranks, shadows, options, how, report)
+        measure_tap(ranks, shadows, options, count, report)
         runs = [
             measure_policy(ranks, shadows, folder, policy, fault, options)
             for policy in options.policies
@@ -328,7 +334,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     report.tables.append(table_of(runs))
     report.notes.append(
         f"{format_bytes(gradient_bytes)} of gradients and a batch of {options.batch} rows on each rank; "
-        f"{options.shadows} shadows hold the last iteration or two and repeat all updates"
+        f"{options.shadows} shadows; {format_bytes(queue_bytes)} of queue for each"
     )
     report.notes.append(
         f"each rank has {CORES_EACH} cores, shadows have the other {len(cores) - count * CORES_EACH}"
@@ -355,6 +361,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=0, help="trainers (default: 2, with fewer than 5 cores 1)")
     parser.add_argument("--shadows", type=int, default=2, help="shadows (default: 2)")
     parser.add_argument("--size", type=sizes, help="of model and optimizer (default: 64MiB; with --quick 2MiB)")
+    parser.add_argument("--queue", type=sizes, help="queue_bytes (default: 64MiB; with --quick 4MiB)")
     parser.add_argument("--batch", type=int, default=256, help="rows of a rank's batch (default: 256)")
     parser.add_argument("--iterations", type=int, help="in a round of the tap (default: 20; with --quick 5)")
     parser.add_argument("--well-s", type=float, help="seconds before the fault (default: 4; with --quick 0.5)")
@@ -366,6 +373,7 @@ if __name__ == "__main__":
     def with_defaults(options: argparse.Namespace, folder: Path) -> Report:
         quick = options.quick
         options.size = options.size or [2 * MIB if quick else 64 * MIB]
+        options.queue = options.queue or [4 * MIB if quick else 64 * MIB]
         options.iterations = options.iterations or (5 if quick else 20)
         options.well_s = options.well_s or (0.5 if quick else 4.0)
         options.stop_s = options.stop_s or options.well_s

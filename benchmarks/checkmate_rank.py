@@ -1,8 +1,6 @@
 """One trainer of checkmate.py: reads work as lines of JSON, and answers each with one line.
 
-    python checkmate_rank.py PLAN.json RANK
-
-With one rank gradients are taken at the optimizer's step, with several in the hook of DistributedDataParallel.
+python checkmate_rank.py PLAN.json RANK
 """
 
 from __future__ import annotations
@@ -29,19 +27,18 @@ TIMEOUT_S = 120.0
 
 
 class Trainer:
-    """A training, alone or one of several ranks; under Checkmate where `knobs` are given."""
+    """A training with DistributedDataParallel where `hook` is set; under Checkmate where `knobs` are given."""
 
-    def __init__(self, plan: dict[str, Any], knobs: dict[str, Any] | None = None) -> None:
+    def __init__(self, plan: dict[str, Any], hook: bool, knobs: dict[str, Any] | None = None) -> None:
         self.training = LinearTraining(plan["state_bytes"], seed=dist.get_rank(), batch=plan["batch"])
         state = self.training.state
-        several = dist.get_world_size() > 1
-        if several:
+        if hook:
             self.training.model = DistributedDataParallel(self.training.model)
         self.checkpointer: Checkmate | None = None
         self.saved = 0
         if knobs is not None:
             self.checkpointer = Checkmate(plan["directory"], **plan["places"], **knobs)
-            if several:
+            if hook:
                 self.checkpointer.watch(self.training.model)
             self.checkpointer.events_kept = None
             self.checkpointer.start(state)
@@ -72,7 +69,7 @@ def cpu_of(pids: list[int]) -> float:
 
 def overhead(plan: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each (round, side) of `order`: seconds of the iterations, CPU seconds for each of them."""
-    sides = {"without": Trainer(plan), "tap": Trainer(plan, plan["knobs"])}
+    sides = {"without": Trainer(plan, asked["hook"]), "tap": Trainer(plan, asked["hook"], plan["knobs"])}
     rows = []
     for number, side in [("warm-up", "without"), ("warm-up", "tap"), *asked["order"]]:
         trainer = sides[side]
@@ -103,7 +100,7 @@ def overhead(plan: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, Any]
 
 def policy(plan: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Train until the file `stop` appears: when each iteration ended, what it had waited, what became of each save."""
-    trainer = Trainer(plan, {**plan["knobs"], **asked["knobs"]})
+    trainer = Trainer(plan, True, {**plan["knobs"], **asked["knobs"]})
     checkpointer = trainer.checkpointer
     assert checkpointer is not None
     for _ in range(asked["warm_up"]):

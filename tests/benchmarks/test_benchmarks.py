@@ -161,6 +161,47 @@ def test_optimizers(disk: Path) -> None:
     assert 0.8 in {item["goal"] for item in found["comparisons"]}
 
 
+@pytest.mark.slow
+def test_checkmate(disk: Path) -> None:
+    done = run(disk, "checkmate", "--quick", "--rounds", "2", "--policies", "block,drop", "--after-s", "3")
+    found = results_of(disk, done, "checkmate")
+    assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
+    assert all(len(item["our_values"]) == len(item["their_values"]) == 2 for item in found["comparisons"])
+    runs = {(one["policy"], one["fault"]): one for one in found["results"]["policies"]}
+    assert list(runs) == [(policy, fault) for policy in ("block", "drop") for fault in ("stopped", "killed")]
+    for (policy, fault), one in runs.items():
+        well, broken, back = one["phases"]
+        assert [well["name"], broken["name"], back["name"]] == ["well", fault, "back"]
+        assert well["iterations"] > 0
+        assert well["durable"] > 0 == well["failed"]
+        assert all(facts["policy"] == policy and facts["fenced"] is None for facts in one["facts"])
+        if fault == "killed":
+            assert broken["failed"] > 0
+            assert any("is lost" in error for error in one["errors"])
+    # A short pause costs `block` no save.
+    assert sum(phase["failed"] for phase in runs["block", "stopped"]["phases"]) == 0
+    assert runs["block", "stopped"]["until_whole"] == 0
+
+
+@pytest.mark.slow
+def test_checkmate_with_two_ranks_and_a_rank_that_fails(disk: Path) -> None:
+    short = ["--quick", "--rounds", "1", "--policies", "drop", "--faults", "stopped"]
+    done = run(disk, "checkmate", *short, "--ranks", "2")
+    found = results_of(disk, done, "checkmate")
+    assert (found["settings"]["ranks"], found["settings"]["tap"]) == (2, "bucket")
+    [one] = found["results"]["policies"]
+    assert len(one["facts"]) == len(one["ranks"]) == 2
+    assert len({len(rank["iterations"]) for rank in one["ranks"]}) == 1
+    (disk / "out.json").unlink()
+
+    done = run(disk, "checkmate", *short, "--batch", "-1")
+    assert done.returncode not in (0, 2)
+    assert "rank 0 has ended" in done.stderr
+    assert "negative dimension" in done.stderr
+    assert not (disk / "out.json").exists()
+    assert list((disk / "scratch").iterdir()) == []
+
+
 def test_a_tmpfs_is_refused(disk: Path) -> None:
     memory = Path("/dev/shm")
     from lastgood.experiments.machine import is_tmpfs

@@ -105,3 +105,43 @@ def test_the_plain_loop_keeps_what_was_there_at_the_save(disk: Path) -> None:
                 loop.restore(training.state)
         finally:
             loop.close()
+
+
+def test_phases_of_a_training_under_a_fault() -> None:
+    from checkmate import Phase, phases_of
+
+    ranks = [
+        {
+            "iterations": [[1.0, 0.0], [2.0, 0.0], [3.5, 0.25], [7.0, 2.5], [8.0, 2.5], [12.0, 9.0]],
+            "saves": [[0.9, "durable"], [1.9, "durable"], [3.4, "failed"], [6.9, "durable"], [7.9, "failed"]],
+        },
+        {"iterations": [[1.0, 0.0], [2.0, 0.5], [3.5, 0.5], [7.0, 1.0], [8.0, 1.0]], "saves": []},
+    ]
+    assert phases_of(ranks, [("well", 0.5), ("stopped", 3.0), ("back", 5.0)], 10.0) == [
+        Phase("well", 2.5, 2, 1.0, 0.5, 2, 0),
+        Phase("stopped", 2.0, 1, 1.5, 0.25, 0, 1),
+        Phase("back", 5.0, 2, 3.5, 2.25, 1, 1),
+    ]
+    nothing = phases_of(ranks, [("well", 0.5), ("stopped", 4.0)], 6.5)[1]
+    assert (nothing.iterations, nothing.rate, nothing.longest_s) == (0, 0.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ("ddddd", 0),
+        ("dffdd", 0),
+        ("dfffd", 1),
+        ("dffdfdd", 2),
+        ("dffdfd", 2),
+        ("fdddff", None),
+        ("dddf", None),
+        ("", 0),
+    ],
+)
+def test_saves_until_all_are_durable_again(outcomes: str, expected: int | None) -> None:
+    from checkmate import until_whole
+
+    names = {"d": "durable", "f": "failed"}
+    saves = [(float(number), names[letter]) for number, letter in enumerate(outcomes)]
+    assert until_whole(saves, healed_s=3.0) == expected
