@@ -117,8 +117,8 @@ def test_phases_of_a_training_under_a_fault() -> None:
         },
         {"iterations": [[1.0, 0.0], [2.0, 0.5], [3.5, 0.5], [7.0, 1.0], [8.0, 1.0]], "saves": []},
     ]
-    assert phases_of(ranks, [("well", 0.5), ("stopped", 3.0), ("back", 5.0)], 10.0) == [
-        Phase("well", 2.5, 2, 1.0, 0.5, 2, 0),
+    assert phases_of(ranks, [("well", -0.5), ("stopped", 3.0), ("back", 5.0)], 10.0) == [
+        Phase("well", 3.5, 2, 1.5, 0.5, 2, 0),
         Phase("stopped", 2.0, 1, 1.5, 0.25, 0, 1),
         Phase("back", 5.0, 2, 3.5, 2.25, 1, 1),
     ]
