@@ -26,6 +26,7 @@ from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.messages import Side, Step
+from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.updates import Update
 from lastgood.state import flatten
@@ -69,7 +70,7 @@ class Checkmate(Checkpointer):
         super().__init__(directory, options, interval_steps=interval_steps, **knobs)
         assert isinstance(self.options, CheckmateOptions)
         self._knobs: CheckmateOptions = self.options
-        self._tap = BucketTap()
+        self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
         self._hooked = False
         self._life: Life | None = None
         self._restored: Restored | None = None
