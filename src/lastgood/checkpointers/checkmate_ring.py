@@ -32,8 +32,8 @@ def check_ring(knobs: CheckmateOptions, tracked: Tracked, tap: RingTap, ranks: i
             )
     if tap.reduced_ranks != ranks:
         raise ConfigError(
-            f"checkmate: DistributedDataParallel reduces over {tap.reduced_ranks} ranks, and the ring has {ranks}; with "
-            'tap="ring" its process group is all ranks'
+            f"checkmate: DistributedDataParallel reduces over {tap.reduced_ranks} ranks, and the ring has {ranks}; "
+            'with tap="ring" its process group is all ranks'
         )
     kinds = {(one.device.type, str(one.dtype).removeprefix("torch.")) for one in tracked.parameters}
     for device, dtype in sorted(kinds):
