@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lastgood.gradients.conductor_state import ConductorState
+from lastgood.gradients.conductor_state import Certificate, ConductorState
 
 BUCKETS = 2
 
@@ -284,6 +284,52 @@ def test_durable_is_what_all_shadows_have_spilled(spills, durable):
     for shadow, iteration in spills:
         state.spilled(shadow, iteration)
     assert state.decide().durable == durable
+
+
+def iteration_without_side(state, number, shadow):
+    """Both have it, and one of them lacks a side record of it."""
+    state.close_iteration(number)
+    state.torn(shadow, number, [])
+    state.have(0, number)
+    state.have(1, number)
+    return state.decide()
+
+
+def test_what_a_side_record_is_missing_of_is_not_complete_before_one_that_has_all():
+    state = connected(slots=5)
+    state.decide()
+    # Each shadow lacks another one: were these complete, nothing would be held by both.
+    assert iteration_without_side(state, 1, 0) is None
+    assert iteration_without_side(state, 2, 1) is None
+    assert state.complete == 0
+    state.close_iteration(3)
+    state.have(0, 3)
+    assert state.decide() is None
+    state.have(1, 3)
+    assert state.decide() == Certificate(3, (), 0)
+
+
+def test_the_newest_that_has_all_side_records_is_complete():
+    state = connected(slots=4)
+    state.decide()
+    state.close_iteration(1)
+    state.close_iteration(2)
+    state.torn(1, 2, [])
+    state.have(0, 2)
+    state.have(1, 2)
+    assert state.decide() == Certificate(1, (), 0)
+
+
+def test_without_room_it_goes_on_and_says_who_lacks_a_side_record_until_all_is_there_again():
+    state = connected(slots=3)
+    state.decide()
+    assert iteration_without_side(state, 1, 1) is None
+    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,), 0)
+    assert state.decide() is None
+    state.close_iteration(3)
+    state.have(0, 3)
+    state.have(1, 3)
+    assert state.decide() == Certificate(3, (), 0)
 
 
 def test_followers_hear_the_same_news_from_every_shadow():

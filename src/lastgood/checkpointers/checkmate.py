@@ -281,7 +281,10 @@ class Checkmate(Checkpointer):
                 event = self._pending.pop(number)
                 if lost:
                     names = ", ".join(self._knobs.shadows[shadow] for shadow in lost)
-                    self._fail(event, CheckpointError(f"shadow {names} is lost, or is being brought up to date"))
+                    self._fail(
+                        event,
+                        CheckpointError(f"shadow {names} is lost, is being brought up to date, or lacks a side record"),
+                    )
                 elif number < floor:
                     self._fail(event, CheckpointError(f"a shadow was brought up to date behind it, at {floor}"))
                 else:

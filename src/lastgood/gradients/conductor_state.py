@@ -47,6 +47,8 @@ class Known:
     floor: int = 0
     """The newest of its seeds: no older iteration can be made of its buckets."""
     spilled: set[int] = field(default_factory=set)
+    spoiled: set[int] = field(default_factory=set)
+    """Iterations that it cannot give back, since a side record is missing for good."""
     given_up: bool = False
     """It was behind for too long; until it has caught up."""
 
@@ -95,9 +97,12 @@ class ConductorState:
             known.tries.clear()
 
     def torn(self, shadow: int, iteration: int, buckets: Iterable[int]) -> None:
-        """Bytes of these buckets are missing for good, from `iteration` on."""
+        """Bytes of these buckets are missing for good, from `iteration` on; of none: a side record of `iteration`."""
         known = self.shadows[shadow]
-        for bucket in set(buckets):
+        torn = set(buckets)
+        if not torn:
+            known.spoiled.add(iteration)
+        for bucket in torn:
             seed = known.on_the_way.get(bucket)
             if seed is not None and seed >= iteration:
                 continue  # said before the seed that is on its way had arrived
@@ -174,17 +179,19 @@ class ConductorState:
             for number, known in enumerate(self.shadows)
             if known.given_up or not known.whole or (known.have or 0) < self.complete
         )
-        if away:
-            # The others hold this many iterations that they have not applied, and one that is arriving.
-            room = min((known.slots for known in self.shadows if known.connected), default=1) - 1
-            if all(not self.shadows[number].given_up for number in away) and self.closed - self.complete < room:
-                return None
-        limit = min(limit, self.closed)
+        # The others hold this many iterations that they have not applied, and one that is arriving.
+        room = min((known.slots for known in self.shadows if known.connected), default=1) - 1
+        full = self.closed - self.complete >= room
+        if away and all(not self.shadows[number].given_up for number in away) and not full:
+            return None
+        limit = self._unspoiled(min(limit, self.closed), full)
         if limit > self.complete:
             self.complete = limit
             # Who is not waited for may hold it all the same, but nobody may rely on that.
-            self.lost = away
-        elif not away and self.complete >= self.floor:
+            self.lost = away or self._spoilers(limit)
+            for known in self.shadows:
+                known.spoiled = {one for one in known.spoiled if one >= limit}
+        elif not away and self.complete >= self.floor and not self._spoilers(self.complete):
             self.lost = ()
         durable = max(set.intersection(*(known.spilled for known in self.shadows)), default=0)
         news = Certificate(self.complete, self.lost, durable)
@@ -192,6 +199,19 @@ class ConductorState:
             return None
         self._told = news
         return news
+
+    def _spoilers(self, iteration: int) -> tuple[int, ...]:
+        return tuple(number for number, known in enumerate(self.shadows) if iteration in known.spoiled)
+
+    def _unspoiled(self, limit: int, full: bool) -> int:
+        """The newest iteration up to `limit` that no shadow has spoiled; `limit` where there is none, and no more room.
+
+        Each shadow alone would keep what it can still give back itself, which need not be the same on all of them.
+        """
+        for iteration in range(limit, self.complete, -1):
+            if not self._spoilers(iteration):
+                return iteration
+        return limit if full else min(limit, self.complete)
 
     def wanted_seeds(self, owned: Callable[[int], bool]) -> list[tuple[int, int]]:
         """(shadow, bucket) of those seeds that this rank must send and that are not on their way, in turn by shadow."""
