@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.rank_pool import RankPool
 
 STEPS = 30
+LONG = 2500
+"""A training goes on while a shadow is away."""
 FAULTS = ("corrupt=0.03,seed=4", "truncate=0.03,seed=5", "duplicate=0.2,reorder=0.2,delay=0.02,delay_s=0.05,seed=6")
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch"]
 
@@ -114,31 +117,42 @@ def knobs_of(shadows, switch, **more):
     return {**shadows.knobs, "bucket_bytes": 4096, "verify_every": 3, **ring, **more}
 
 
-def killed_and_restored(seed, pool, victims, shadows, switch, directory, **made):
-    job, knobs = str(directory / "job"), knobs_of(shadows, switch)
-    chance = random.Random(seed)
-    plain = pool.run(2, "train", steps=STEPS, **made)
-    for rank in range(2):
-        asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / "meeting")}
-        victims.send(rank, asked | {"knobs": knobs, "directory": job, **made})
+def reaches(step, job, knobs, victims):
+    """The newest step that shadows hold, once it is this one or a later one."""
     asker = Checkmate(job, **knobs)
-    reached, deadline = 0, time.monotonic() + 120
-    while reached < 4:
+    deadline = time.monotonic() + 120
+    while True:
         assert time.monotonic() < deadline, victims.errors[0].read_text()[-2000:]
         time.sleep(0.02)
         # What an older test has kept is not this one's: its first fence ends that.
-        reached = (asker.latest() or 0) if (directory / "job" / "checkmate.json").exists() else 0
+        reached = (asker.latest() or 0) if (Path(job) / "checkmate.json").exists() else 0
+        if reached >= step:
+            return reached
+
+
+def killed_and_restored(seed, pool, victims, shadows, switch, directory, meanwhile=None, **made):
+    job, knobs = str(directory / "job"), knobs_of(shadows, switch)
+    chance = random.Random(seed)
+    steps = STEPS if meanwhile is None else LONG
+    plain = pool.run(2, "train", steps=steps, **made)
+    for rank in range(2):
+        asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / "meeting")}
+        victims.send(rank, asked | {"knobs": knobs, "directory": job, **made})
+    reached = reaches(4, job, knobs, victims)
+    if meanwhile is not None:
+        meanwhile()
+        reached = reaches(reached + 1, job, knobs, victims)
     time.sleep(chance.uniform(0, 0.1))
     for rank in chance.sample(range(2), 2):
         victims.processes[rank].kill()
         time.sleep(chance.uniform(0, 0.02))
-    rest = pool.run(2, "train", steps=STEPS, knobs=knobs, directory=job, restore=True, **made)
+    rest = pool.run(2, "train", steps=steps, knobs=knobs, directory=job, restore=True, **made)
     for rank in range(2):
-        assert 4 <= rest[rank]["restored"] < STEPS
+        assert reached <= rest[rank]["restored"] < steps
         expected = {step: loss for step, loss in plain[rank]["losses"].items() if step in rest[rank]["losses"]}
         assert rest[rank]["losses"] == expected
         assert rest[rank]["digest"] == plain[rank]["digest"]
-        assert rest[rank]["outcomes"] == ["durable"] * (STEPS - rest[rank]["restored"]), rest[rank]["errors"]
+        assert rest[rank]["outcomes"] == ["durable"] * (steps - rest[rank]["restored"]), rest[rank]["errors"]
         assert rest[rank]["facts"]["diverged"] == rest[rank]["facts"]["torn"] == 0
     return rest
 
@@ -235,6 +249,17 @@ def test_three_ranks_come_back_as_they_were(shadows, switch, tmp_path):
 def test_killed_at_many_instants(seed, pool, victims, shadows, switch, tmp_path):
     optimizer = ["sgd", "adamw", "adamw fused"][seed % 3]
     killed_and_restored(seed, pool, victims, shadows, switch(), tmp_path, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_a_shadow_that_dies_behind_the_switch_is_replaced_while_training_goes_on(
+    pool, victims, shadows, switch, tmp_path
+):
+    def replace():
+        shadows.kill(1)
+        shadows.restart(1)
+
+    killed_and_restored(9, pool, victims, shadows, switch(), tmp_path, meanwhile=replace)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
