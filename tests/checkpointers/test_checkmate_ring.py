@@ -193,6 +193,16 @@ def test_what_is_lost_behind_the_switch_fails_that_step_and_is_healed(faults, st
         assert rest[rank]["outcomes"] == ["durable"] * (steps + 5 - held), rest[rank]["errors"]
 
 
+def test_gradients_that_are_changed_behind_the_ring_fail_that_step_and_are_healed(pool, shadows, switch, tmp_path):
+    answers = pool.run(
+        2, "train", steps=8, knobs=knobs_of(shadows, switch()), directory=str(tmp_path / "job"), meddle=3
+    )
+    for answer in answers:
+        assert answer["outcomes"][:4] == ["durable"] * 3 + ["failed"]
+        assert answer["outcomes"][-1] == "durable"
+    assert any("something changed gradients between backward() and step()" in error for error in answers[0]["errors"])
+
+
 def trained_on(world, pool, shadows, switch, directory, knobs=None, **made):
     """What a training that ends in the middle and goes on makes: its first half, its second, and one without an end."""
     job, knobs = str(directory / "job"), knobs_of(shadows, switch, **(knobs or {}))
