@@ -120,8 +120,11 @@ class Training:
         return self.scaler.scale(loss * (float("inf") if step % 5 == 3 else 1.0))
 
 
-def train(rank, world, steps, knobs=None, directory=None, restore=False, register="watch", **made):
-    """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves."""
+def train(rank, world, steps, knobs=None, directory=None, restore=False, register="watch", again=(), **made):
+    """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves.
+
+    The steps of `again` are saved twice, with nothing trained between.
+    """
     training = Training(rank, world, **made)
     if knobs is None:
         losses = {number: training.step() for number in range(1, steps + 1)}
@@ -137,7 +140,8 @@ def train(rank, world, steps, knobs=None, directory=None, restore=False, registe
     checkpointer.events_kept = None
     for number in range(restored + 1, steps + 1):
         losses[number] = training.step(checkpointer)
-        checkpointer.save(number)
+        for _ in range(1 + (number in again)):
+            checkpointer.save(number)
     checkpointer.drain(60)
     facts = checkpointer.storage_facts()
     checkpointer.close()

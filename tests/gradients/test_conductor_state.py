@@ -320,6 +320,24 @@ def test_the_newest_that_has_all_side_records_is_complete():
     assert state.decide() == Certificate(1, (), 0)
 
 
+def test_nothing_before_a_seed_is_complete_instead_of_what_lacks_a_side_record():
+    state = connected(slots=4)
+    state.decide()
+    state.close_iteration(1)
+    state.torn(0, 1, [0])
+    state.have(1, 1)
+    assert state.decide() is None
+    state.close_iteration(2)
+    state.torn(1, 2, [])
+    state.seeding(0, 0, 2)
+    state.seeded(0, 0, 2)
+    state.have(0, 2)
+    state.have(1, 2)
+    # Iteration 1 has all side records, and shadow 0 is behind it for ever.
+    assert state.decide() is None
+    assert state.complete == 0
+
+
 def test_without_room_it_goes_on_and_says_who_lacks_a_side_record_until_all_is_there_again():
     state = connected(slots=3)
     state.decide()

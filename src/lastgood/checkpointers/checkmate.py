@@ -26,6 +26,7 @@ from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.messages import Side, Step
+from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.updates import Update
 from lastgood.state import flatten
@@ -69,7 +70,7 @@ class Checkmate(Checkpointer):
         super().__init__(directory, options, interval_steps=interval_steps, **knobs)
         assert isinstance(self.options, CheckmateOptions)
         self._knobs: CheckmateOptions = self.options
-        self._tap = BucketTap()
+        self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
         self._hooked = False
         self._life: Life | None = None
         self._restored: Restored | None = None
@@ -254,13 +255,17 @@ class Checkmate(Checkpointer):
         """Copy some of the buckets that shadows want, as they are now."""
         if iteration < self._seeds_from:
             return
+        if self._send_seeds(life, iteration) and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
+            life.conductor.wait_seeded(self._knobs.behind_s)
+
+    def _send_seeds(self, life: Life, iteration: int) -> bool:
+        """Whether any was wanted."""
         wanted = life.conductor.wanted_seeds(
             self._knobs.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
         )
         for shadow, bucket in wanted:
             life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
-        if wanted and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
-            life.conductor.wait_seeded(self._knobs.behind_s)
+        return bool(wanted)
 
     def _verify(self, life: Life, iteration: int) -> None:
         """Let a shadow compare one of this rank's buckets, the next one each time."""
@@ -311,6 +316,9 @@ class Checkmate(Checkpointer):
             if life is None or life.conductor.fenced is not None:
                 self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
                 continue
+            if life.stream.phase == "closed" and life.stream.iteration >= self._seeds_from:
+                # What was torn at the end has no later step to be healed in.
+                self._send_seeds(life, life.stream.iteration)
             # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
             away_since = None if life.conductor.reachable else away_since or now
             if away_since is not None and now - away_since > self._knobs.behind_s:

@@ -21,6 +21,7 @@ from lastgood.checkpointers.checkmate_restore import (
     ranks_together,
     read_token,
 )
+from lastgood.checkpointers.checkmate_ring import check_ring, open_ring
 from lastgood.checkpointers.gemini_memory.together import Together
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
 from lastgood.gradients import asking
@@ -29,6 +30,7 @@ from lastgood.gradients.device_mover import DeviceMover
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.links import Identity
 from lastgood.gradients.pieces import Span, piece_of
+from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.side import SideRecords
 from lastgood.gradients.step_tap import StepTap
 from lastgood.gradients.stream import GradientStream
@@ -66,6 +68,8 @@ class Life:
     notes: UpdateNotes
     sides: SideRecords
     step_tap: StepTap | None
+    ring_tap: RingTap | None
+    """Where a ring carries gradients to the shadows."""
     mover: DeviceMover | None
     own_buckets: list[int]
     """That this rank seeds."""
@@ -78,6 +82,9 @@ class Life:
 
     def send_nothing(self) -> None:
         """Send zeros as this rank's gradients, for an iteration that will not be applied."""
+        if self.ring_tap is not None:
+            self.ring_tap.send_nothing(self.stream.iteration)
+            return
         zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
         for span in self.zeros:
             self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
@@ -111,7 +118,8 @@ def begin_life(
     """Join all shadows and give them what they lack. All ranks call it together.
 
     `tap` is the one that a hook of DDP has; without one gradients are taken at the optimizer's step. Raises ConfigError
-    for what shadows cannot follow; CheckpointError, WaitTimeout for shadows that do not take part.
+    for what shadows cannot follow; CheckpointError, WaitTimeout for shadows that do not take part; as `open_ring` for a
+    ring.
     """
     check_shadows(knobs)
     token = read_token(knobs)
@@ -119,6 +127,9 @@ def begin_life(
     together = ranks_together(rank, ranks)
     tracked = Tracked(state)
     buckets = _takes_buckets(knobs, tap, tracked)
+    ring_tap = tap if isinstance(tap, RingTap) else None
+    if ring_tap is not None:
+        check_ring(knobs, tracked, ring_tap, ranks)
     spec = probed(tracked.optimizer, tracked.parameters)
     layout, first, own = _layout_of_all(tracked, spec, knobs, together, rank, ranks, union=not buckets)
     job, epoch, base = _identity(directory, knobs, token, together, rank, restored)
@@ -149,6 +160,7 @@ def begin_life(
             notes,
             SideRecords(state, tracked, layout, rank),
             None if buckets else StepTap(stream, tracked, first, mover),
+            ring_tap,
             mover,
             own_buckets,
             _zeros_of(layout, buckets, own_buckets, rank, ranks, knobs),
@@ -160,23 +172,28 @@ def begin_life(
             )
         conductor.start()
         _seed_first(life, knobs, together, verify=adopt is not None)
+        if tap is not None and buckets:
+            borrow = tap.owns_memory and knobs.policy == "block"
+            look_every = knobs.verify_every or 100
+            session = Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, look_every, mover)
+            if ring_tap is not None:
+                # Only now: shadows take a switch's copies once the layout is declared.
+                ring_tap.join(session, open_ring(knobs, tracked, layout, token, job, epoch, rank))
+            else:
+                tap.open(session)
     except BaseException:
         conductor.close()
         raise
-    if buckets:
-        assert tap is not None
-        borrow = tap.owns_memory and knobs.policy == "block"
-        tap.open(Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, knobs.verify_every or 100, mover))
     return life
 
 
 def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: Tracked) -> bool:
-    if knobs.tap == "bucket" and tap is None:
+    if knobs.tap in ("bucket", "ring") and tap is None:
         raise ConfigError(
-            'checkmate: tap="bucket", and no hook is registered: call checkpointer.watch(model) with the '
+            f'checkmate: tap="{knobs.tap}", and no hook is registered: call checkpointer.watch(model) with the '
             "DistributedDataParallel model before start()"
         )
-    buckets = knobs.tap == "bucket" or (knobs.tap == "auto" and tap is not None)
+    buckets = knobs.tap in ("bucket", "ring") or (knobs.tap == "auto" and tap is not None)
     if buckets and tracked.spread:
         raise ConfigError('checkmate: parameters are spread over ranks (DTensor); tap="step" follows them')
     return buckets

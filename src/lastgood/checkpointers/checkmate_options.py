@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions
 from lastgood.gradients.data_link import DataSettings
@@ -41,25 +41,43 @@ class CheckmateOptions(BaseOptions):
     """Saved steps between two that shadows make durable; 0: never, all is in memory."""
     cover: Cover = "balanced"
     """Which rank sends which part of what all of them hold: equal parts, or as the paper's artefact does."""
-    tap: Literal["auto", "bucket", "step"] = "auto"
+    tap: Literal["auto", "bucket", "step", "ring"] = "auto"
     """Where gradients are taken: ``bucket`` in DDP's communication hook, ``step`` at the optimizer's step (FSDP2,
-    DeepSpeed, one process); ``auto`` takes the hook where it is registered."""
+    DeepSpeed, one process); ``auto`` takes the hook where it is registered. ``ring``: the hook reduces by Lastgood's
+    own ring, and `lastgood switch` copies its final sends to the shadows; on CPUs only."""
+    ring_listen: tuple[str, ...] = ()
+    """``host:port`` where each rank listens for the one before it, in the order of ranks; with ``tap="ring"`` only."""
+    ring_next: tuple[str, ...] = ()
+    """``host:port`` where each rank connects, in the order of ranks: the switch's link to the next one."""
+    ring_timeout_s: float = Field(default=60.0, gt=0, le=DEFAULT_TIMEOUT_S)
+    """A rank that does nothing for so long while others wait for it in the ring ends the training."""
     bucket_bytes: int = Field(default=BUCKET_BYTES, ge=1)
     """Size of the buckets that are shared out over shadows."""
     seed_bytes_per_step: int = Field(default=64 * MIB, ge=1)
     """So much of the training's state is copied in one step at most for a shadow that wants it, but one bucket at
     least."""
 
-    @field_validator("shadows")
+    @field_validator("shadows", "ring_listen", "ring_next")
     @classmethod
-    def _addresses(cls, shadows: tuple[str, ...]) -> tuple[str, ...]:
-        for address in shadows:
+    def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"{address!r} is no HOST:PORT")
+        return addresses
+
+    @field_validator("shadows")
+    @classmethod
+    def _different(cls, shadows: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(shadows)) != len(shadows):
             raise ValueError("a shadow is named twice")
         return shadows
+
+    @model_validator(mode="after")
+    def _ring(self) -> CheckmateOptions:
+        if self.tap != "ring" and (self.ring_listen or self.ring_next):
+            raise ValueError('ring_listen and ring_next are of no use without tap="ring"')
+        return self
 
     @property
     def behind_s(self) -> float:
@@ -72,7 +90,9 @@ class CheckmateOptions(BaseOptions):
         """Of data connections. A shadow that is behind is given up before a connection to another one is."""
         patience_s = 0.0 if self.policy == "drop" else 2 * self.behind_s
         copied = min(_COPIED_BYTES, self.queue_bytes // 4)
-        return DataSettings(self.queue_bytes, copied, patience_s, stall_s=4 * max(self.behind_s, self.timeout_s))
+        return DataSettings(
+            self.queue_bytes, copied, patience_s, 4 * max(self.behind_s, self.timeout_s), self.tap == "ring"
+        )
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Nothing goes to a disk here; shadows spill to their own."""

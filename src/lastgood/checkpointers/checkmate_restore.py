@@ -49,6 +49,8 @@ __all__ = [
 
 _JOB_FILE = "checkmate.json"
 _MAX_TOKEN_BYTES = 4096
+_LOOKS = 20
+"""At shadows of a training that goes on, until two of them show the same iteration."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,31 @@ def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
     token = read_token(knobs)
     job_of(directory, knobs, token)
     try:
-        return asking.choose(_statuses(knobs, token)).step
+        return _choose(knobs, token, None).step
     except NoCheckpoint:
         return None
+
+
+def _choose(knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
+    """What all shadows hold now. Raises NoCheckpoint.
+
+    A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
+    iteration is applied anywhere, all hold it, so a second answer tells, unless all have moved on again.
+    """
+    before: list[Status] | None = None
+    for _ in range(_LOOKS):
+        statuses = _statuses(knobs, token)
+        try:
+            return asking.choose(statuses, step)
+        except NoCheckpoint:
+            if before is not None and _held(statuses) == _held(before):
+                raise
+            before = statuses
+    return asking.choose(_statuses(knobs, token), step)
+
+
+def _held(statuses: Sequence[Status]) -> list[tuple[Any, ...]]:
+    return [(status.epoch, status.memory, status.durable) for status in statuses]
 
 
 # -- restoring ---------------------------------------------------------------------------------------------------------
@@ -211,7 +235,7 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     job = job_of(directory, knobs, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
-    asking.choose(_statuses(knobs, token), step)  # nobody is fenced off for nothing
+    _choose(knobs, token, step)  # nobody is fenced off for nothing
     statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)

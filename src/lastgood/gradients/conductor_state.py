@@ -204,11 +204,12 @@ class ConductorState:
         return tuple(number for number, known in enumerate(self.shadows) if iteration in known.spoiled)
 
     def _unspoiled(self, limit: int, full: bool) -> int:
-        """The newest iteration up to `limit` that no shadow has spoiled; `limit` where there is none, and no more room.
+        """The newest iteration up to `limit` that can be given back; `limit` where there is none, and no more room.
 
         Each shadow alone would keep what it can still give back itself, which need not be the same on all of them.
         """
-        for iteration in range(limit, self.complete, -1):
+        spoiled = any(known.spoiled for known in self.shadows)
+        for iteration in range(limit, max(self.complete, self.floor - 1) if spoiled else self.complete, -1):
             if not self._spoilers(iteration):
                 return iteration
         return limit if full else min(limit, self.complete)

@@ -33,6 +33,8 @@ class DataSettings:
     """How long one gradient waits for room in it, before this shadow is cut off; 0: not at all."""
     stall_s: float
     """How long the other side may take nothing."""
+    carried: bool = False
+    """Whether gradients come to shadows on another way (a ring's switch): then no connection is made."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ class DataLink:
     @property
     def wants_connection(self) -> bool:
         """Whether `connect` is of use."""
-        return not self._closed and self._sender is None and self._next is None
+        return not (self._settings.carried or self._closed) and self._sender is None and self._next is None
 
     @property
     def connected(self) -> bool:
-        """Whether the next iteration's gradients will be sent."""
-        return self._sender is not None or self._next is not None
+        """Whether the next iteration's gradients will be sent, or are carried otherwise."""
+        return self._settings.carried or self._sender is not None or self._next is not None
 
     def connect(self, fd: int) -> None:
         """Use this connection, behind its hello, from the next iteration on. Takes `fd` over."""

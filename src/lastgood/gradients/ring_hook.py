@@ -56,21 +56,27 @@ class RingReducer:
     def reduce(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch has it where it has distributed
+        iteration: int | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket. The future holds its buffer, or the error that ended the ring for good."""
+        """Begin to average a bucket. The future holds its buffer, or the error that ended the ring for good.
+
+        A caller that numbers iterations itself gives this one's, the same on all ranks.
+        """
         if self._failure is not None:
             raise self._failure
-        if bucket.index() == 0:
+        if iteration is not None:
+            self._iteration = iteration
+        elif bucket.index() == 0:
             self._iteration += 1
-        plan, iteration, last = self._plan_of(bucket), self._iteration, bucket.is_last()
+        plan, number, last = self._plan_of(bucket), self._iteration, bucket.is_last()
         buffer: torch.Tensor = bucket.buffer()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def run() -> None:
             try:
-                self._comm.all_reduce(plan, buffer.data_ptr(), iteration)
+                self._comm.all_reduce(plan, buffer.data_ptr(), number)
                 if last:
-                    self._comm.end(iteration)
+                    self._comm.end(number)
             except LastgoodError as error:
                 self._failure = error
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's own types say tensor
@@ -79,6 +85,29 @@ class RingReducer:
 
         self._worker.submit(run)
         return future
+
+    def reduce_zeros(self, iteration: int) -> None:
+        """Let an iteration go round in which nothing was reduced: zeros for all of the layout, in the background.
+
+        All ranks must call it in the same order among their buckets. An error is raised by the next `reduce`.
+        """
+        self._iteration = iteration
+
+        def run() -> None:
+            try:
+                for number, bucket in enumerate(self._layout.buckets):
+                    zeros = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+                    plan = self._comm.plan(
+                        bucket.nbytes // ITEM_BYTES[bucket.dtype],
+                        bucket.dtype,
+                        [Place(0, bucket.nbytes, number, 0)],
+                    )
+                    self._comm.all_reduce(plan, zeros.data_ptr(), iteration)
+                self._comm.end(iteration)
+            except LastgoodError as error:
+                self._failure = error
+
+        self._worker.submit(run)
 
     def close(self) -> None:
         """End the ring and the thread; what is under way fails."""
