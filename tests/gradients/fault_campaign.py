@@ -88,7 +88,7 @@ class Schedule:
 
 
 _FAULTS = {
-    "break": 3, "cut": 3, "slow": 1, "loss": 2, "duplicate": 1, "reorder": 1, "late": 1, "corrupt": 2, "truncate": 2,
+    "break": 3, "cut": 3, "slow": 4, "loss": 2, "duplicate": 1, "reorder": 1, "late": 1, "corrupt": 2, "truncate": 2,
     "flip": 2, "garbage": 2, "token": 1, "stale": 1, "kill": 2, "pause": 1,
 }  # fmt: skip
 
