@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "install" / "nic" / "nics.py"
 LIMIT_S = 60
 
 # A ConnectX-like NIC: each tool answers from, and writes to, state.json beside it, as the real one would.
-TOOL = """#!{python}
-import json, sys, pathlib
+TOOL = """import json, sys, pathlib
 path = pathlib.Path({state!r})
 state = json.loads(path.read_text())
-words = sys.argv[1:]
-tool = pathlib.Path(sys.argv[0]).name
+tool, *words = sys.argv[1:]
 with open(path.with_name("calls"), "a") as log:
     log.write(" ".join([tool, *words]) + "\\n")
 if " ".join([tool, *words]) == state.get("fails"):
@@ -84,8 +83,12 @@ def nic(tmp_path):
     folder.mkdir()
     state = folder / "state.json"
     state.write_text(json.dumps(BEFORE))
+    answers = folder / "answers.py"
+    answers.write_text(TOOL.format(state=str(state)))
     for tool in ("ip", "ethtool", "dcb", "sysctl"):
-        (folder / tool).write_text(TOOL.format(python=sys.executable, state=str(state)))
+        # Through a shell: a first line that names an interpreter takes no blanks in its path.
+        call = shlex.join([sys.executable, str(answers), tool])
+        (folder / tool).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
         (folder / tool).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
