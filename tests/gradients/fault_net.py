@@ -92,6 +92,14 @@ class Splitter:
             return len(self._held)
 
 
+def record_of(piece: bytes) -> records.Record | None:
+    """What a piece says it is; None where it is no record, but what followed one that was broken on the way."""
+    try:
+        return records.parse_header(piece[: records.HEADER_BYTES], "a rank")
+    except LastgoodError:
+        return None
+
+
 class Flow:
     """One direction of a connection."""
 
@@ -316,10 +324,11 @@ class Net:
             flow.put(when, data)
             return
         for piece in tunnel.splitter.feed(data):
-            if path.faults is None or not tunnel.splitter.records:
+            record = record_of(piece) if path.faults is not None and tunnel.splitter.records else None
+            if path.faults is None or record is None:
                 flow.put(when, piece)
                 continue
-            for faulty in path.faults.befall(piece):
+            for faulty in path.faults.befall(record, piece):
                 when += faulty.delay_s
                 flow.put(when, faulty.content)
                 if faulty.cut:

@@ -15,7 +15,7 @@ import pytest
 from tests.gradients.fault_campaign import make_schedule, run_schedule
 from tests.gradients.fault_training import Oracle
 
-EVERYDAY = 20
+EVERYDAY = 50
 LONG = 1000
 BATCH = 10
 
