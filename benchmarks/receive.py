@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 from harness import Comparison, Report, cannot, command_line, interleaved, main, say
 
+from lastgood.ports import free_ports
 from lastgood.units import MIB, format_bytes
 
 GOAL = 0.9
@@ -86,8 +86,7 @@ def ours(side: str, path: Route, streams: int, record_bytes: int, seconds: float
 
 def theirs(path: Route, streams: int, record_bytes: int, seconds: float) -> float:
     """What iperf3's server says that it received, in bytes per second."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports()[0])
     server = subprocess.Popen(
         [*path.receiver, "iperf3", "--server", "--one-off", "--forceflush", "--port", port],
         stdout=subprocess.PIPE,

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from ring_egress_rank import declared_layout
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lastgood.cluster.testbed import Testbed, why_no_testbed
 from lastgood.errors import HostError
+from lastgood.ports import free_ports
 from lastgood.units import parse_bytes
 from tests.gradients.receiving_shadow import ReceivingShadow
 
@@ -34,11 +34,6 @@ GOAL = 1.02
 _PORTS = {"ring": 21000, "switch": 22000}
 _MEET_PORT = 23000
 _RANK_TIMEOUT_S = 900.0
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as one:
-        return int(one.getsockname()[1])
 
 
 class RunningSwitch:
@@ -85,7 +80,7 @@ def measure_on(
     token, job = secrets.token_hex(16), secrets.token_hex(16)
     addresses = [bed.address(node) for node in nodes]
     listen = {way: [f"{address}:{port}" for address in addresses] for way, port in _PORTS.items()}
-    ports = [free_port(bed.host_address) for _ in nodes]
+    ports = free_ports(len(nodes), bed.host_address)
     following = {
         "ring": [listen["ring"][(rank + 1) % ranks] for rank in range(ranks)],
         "switch": [f"{bed.host_address}:{port}" for port in ports],

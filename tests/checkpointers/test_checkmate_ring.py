@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from lastgood.checkpointers.checkmate_ring import check_ring
 from lastgood.errors import ConfigError
 from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.tracked import Tracked
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.rank_pool import RankPool
@@ -29,14 +29,6 @@ LONG = 2500
 """A training goes on while a shadow is away."""
 FAULTS = ("corrupt=0.03,seed=4", "truncate=0.03,seed=5", "duplicate=0.2,reorder=0.2,delay=0.02,delay_s=0.05,seed=6")
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch"]
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class SwitchProcess:

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import torch
 from lastgood.checkpointers.gemini import Gemini
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.errors import NoCheckpoint
+from lastgood.ports import free_ports
 from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
@@ -78,9 +78,7 @@ def ranks(tmp_path):
     made = []
 
     def start(steps=0, device="cpu"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports()
         (tmp_path / "job").mkdir()
         for rank in range(2):
             made.append(Rank(rank, port, tmp_path / "job", steps, device))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments import machine_lock as lock_module
 from lastgood.experiments.network_peer import PeerServer
 from lastgood.locks import FileLock
+from lastgood.ports import free_ports
 
 TOKEN = "a token of this test"
 SHORT = ("--seconds", "0.05", "--rounds", "2", "--streams", "1,2", "--messages", "64KiB")
@@ -86,8 +86,7 @@ def test_a_peer_in_all_directions(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_serve_makes_a_token_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LASTGOOD_PEER_TOKEN", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     told: list[str] = []
     server = threading.Thread(target=serve_peer, args=(f"127.0.0.1:{port}", 3.0, None, told.append))
     server.start()

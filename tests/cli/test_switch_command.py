@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.gradients.layout import plan_layout
+from lastgood.ports import free_ports
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring
@@ -40,14 +40,6 @@ def shadow() -> Iterator[ReceivingShadow]:
     one = ReceivingShadow(0, LAYOUT, TOKEN, JOB)
     yield one
     one.close()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def start(*arguments: object, ready: str) -> subprocess.Popen[str]:

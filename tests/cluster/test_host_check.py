@@ -30,6 +30,7 @@ from lastgood.cluster.host_check import (
 )
 from lastgood.cluster.hostfile import Host, Hostfile
 from lastgood.errors import ConfigError
+from lastgood.ports import free_ports
 
 HOSTS = Hostfile((Host("a", 1), Host("b", 1)))
 GIB = 1 << 30
@@ -200,16 +201,11 @@ def agents() -> Iterator[Callable[[], Ask]]:
         assert process.returncode == 0, "the end of its input ends it"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_an_agent_tells_of_versions_disk_and_taken_ports(agents: Callable[[], Ask], tmp_path: Path) -> None:
     ask = agents()
     with socket.create_server(("", 0)) as taken:
         busy = taken.getsockname()[1]
-        answer = ask(do="facts", folder=str(tmp_path), ports=[busy, free_port()])
+        answer = ask(do="facts", folder=str(tmp_path), ports=[busy, free_ports()[0]])
     found = HostFacts.model_validate(answer)
     assert found.busy_ports == [busy]
     assert found.free_bytes is not None and found.free_bytes > 0
@@ -241,7 +237,7 @@ def test_another_code_is_another_digest(tmp_path: Path) -> None:
 
 def test_agents_send_each_other_bounded_bytes(agents: Callable[[], Ask]) -> None:
     sender, receiver = agents(), agents()
-    port = free_port()
+    port = free_ports()[0]
     listen = {"do": "listen", "ports": [port], "token": "ab" * 16, "seconds": 5}
     assert receiver(**listen) == {"port": port}
     answer = sender(do="send", host="127.0.0.1", port=port, token="ab" * 16, bytes=3 << 20, seconds=5)
@@ -251,7 +247,7 @@ def test_agents_send_each_other_bounded_bytes(agents: Callable[[], Ask]) -> None
 
 def test_a_stranger_gets_nothing_and_takes_no_ones_place(agents: Callable[[], Ask]) -> None:
     sender, receiver = agents(), agents()
-    port = receiver(do="listen", ports=[free_port()], token="ab" * 16, seconds=5)["port"]
+    port = receiver(do="listen", ports=[free_ports()[0]], token="ab" * 16, seconds=5)["port"]
     send = {"do": "send", "host": "127.0.0.1", "port": port, "bytes": 1 << 20, "seconds": 5}
     assert "error" in sender(**send, token="cd" * 16)
     assert sender(**send, token="ab" * 16)["bytes"] == 1 << 20

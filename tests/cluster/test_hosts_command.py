@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
+from lastgood.ports import free_ports
 
 
 def lastgood(*arguments: object):
@@ -63,8 +63,7 @@ def test_make_refuses_what_is_no_host(arguments: list[str], message: str, tmp_pa
 
 
 def test_check_of_hosts_that_do_not_answer_names_each_and_fails(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports()
     hosts, config = tmp_path / "hosts", tmp_path / "ssh_config"
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     config.write_text(f"Host *\n    Port {port}\n    StrictHostKeyChecking yes\n")

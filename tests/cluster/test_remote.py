@@ -19,6 +19,7 @@ from lastgood.cluster import remote as remote_module
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.ssh_log import ssh_failure
 from lastgood.errors import ConfigError, HostError
+from lastgood.ports import free_ports
 
 
 @pytest.fixture
@@ -33,11 +34,6 @@ def silent_port() -> Iterator[int]:
     """Accepts connections and never says a word, as a machine that hangs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=5))
@@ -87,7 +83,7 @@ def test_a_host_without_ssh_server_is_named_with_what_to_do(config: Path) -> Non
     with pytest.raises(
         HostError, match=r"^127\.0\.0\.1: is there, and no ssh server answers; .*openssh-server"
     ) as caught:
-        Remote(SshOptions(config, port=closed_port())).run("127.0.0.1", ["true"], 20)
+        Remote(SshOptions(config, port=free_ports()[0])).run("127.0.0.1", ["true"], 20)
     assert "Connection refused" in str(caught.value)
 
 
@@ -103,7 +99,7 @@ def test_a_host_that_hangs_costs_the_time_that_was_given(config: Path, silent_po
 
 
 def test_everywhere_gives_each_host_its_own_result(config: Path) -> None:
-    results = Remote(SshOptions(config, port=closed_port())).run_everywhere(["127.0.0.1", "127.0.0.2"], ["true"], 20)
+    results = Remote(SshOptions(config, port=free_ports()[0])).run_everywhere(["127.0.0.1", "127.0.0.2"], ["true"], 20)
     assert list(results) == ["127.0.0.1", "127.0.0.2"]
     for name, result in results.items():
         assert isinstance(result, HostError) and str(result).startswith(name)

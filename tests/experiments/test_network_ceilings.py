@@ -27,6 +27,7 @@ from lastgood.experiments.machine import where_run
 from lastgood.experiments.network_ceilings import NetworkPlan, iperf3_loopback, measure_loopback, measure_peer
 from lastgood.experiments.network_peer import Direction, PeerClient, PeerServer, parse_address
 from lastgood.locks import FileLock
+from lastgood.ports import free_ports
 from tests.experiments.records import make_ceilings
 
 TOKEN = "a token of this test"
@@ -286,8 +287,7 @@ def test_a_peer_that_goes_away_in_the_middle_is_an_error() -> None:
 
 
 def test_nobody_there_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     with pytest.raises(LastgoodError, match="--serve-peer"), PeerClient("127.0.0.1", port, TOKEN).session():
         pass
 
@@ -400,8 +400,7 @@ def test_two_commands_measure_the_network_between_them(tmp_path: Path) -> None:
         "from lastgood.cli import app\n"
         "app(['ceilings', '--serve-peer', '--listen', '127.0.0.1:' + sys.argv[2], '--serve-s', '60'])"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     server = subprocess.Popen(
         [sys.executable, "-c", program, tmp_path / "their-lock", str(port)], stderr=subprocess.PIPE, text=True
     )

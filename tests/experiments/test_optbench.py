@@ -15,6 +15,7 @@ from lastgood.errors import ConfigError
 from lastgood.experiments import optbench as bench
 from lastgood.experiments.optbench_models import MODELS, model_shapes
 from lastgood.locks import FileLock
+from lastgood.ports import free_ports
 
 SMALL = [(40, 5), (40,), (3, 40), (3,), (7,)]
 SMALL_BUCKET = 1 << 10
@@ -104,9 +105,7 @@ sys.exit(optbench_rank.main(sys.argv[1:3]))
 
 
 def test_two_shards_make_one_result(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports()
     words = [order().model_dump_json(), str(tmp_path / "result.json"), str(tmp_path / "lock")]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = []

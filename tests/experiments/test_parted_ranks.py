@@ -6,7 +6,6 @@ import importlib.util
 import json
 import select
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from lastgood.experiments.rank_main import RankOrder, boot_id, result_path
 from lastgood.experiments.rank_results import MeasuredRank, RestoredRank, merge_proofs
 from lastgood.experiments.ranks import PARTED
 from lastgood.experiments.spec import RunSpec
+from lastgood.ports import free_ports
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.test_rank_run import OPT, spec_of
 
@@ -50,9 +50,7 @@ class Ranks:
 
     def ask(self, spec: RunSpec, phase: str, folder: Path) -> tuple[list[int], str]:
         """Exit codes of the ranks, and what they wrote."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports()
         order = RankOrder(
             spec=spec, phase=phase, folder=str(folder), data_dir=str(self.data_dir), token="here", boot_id=boot_id()
         )

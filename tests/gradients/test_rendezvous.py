@@ -1,6 +1,5 @@
 """Shadows tell each other where they listen."""
 
-import socket
 import threading
 
 import pytest
@@ -8,15 +7,11 @@ import pytest
 from lastgood.errors import ConfigError, HostError
 from lastgood.gradients.placement import Place
 from lastgood.gradients.rendezvous import Rendezvous
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+from lastgood.ports import free_ports
 
 
 def test_all_learn_all_addresses():
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "WORLD_SIZE": "2"}
     found = {}
     meetings = []
 
@@ -33,7 +28,7 @@ def test_all_learn_all_addresses():
 
 
 def test_one_that_does_not_come_is_named():
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0])}
     with pytest.raises(HostError, match="shadow 1"):
         Rendezvous(environment, Place(0, 2, None), 1.0).exchange(0, "host0:0")
 
@@ -42,6 +37,6 @@ def test_without_a_store_it_is_refused():
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         Rendezvous({}, Place(0, 1, None), 1.0)
     # With trainers in the same world the store is theirs, and there is none here.
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "WORLD_SIZE": "3"}
     with pytest.raises(HostError, match="no store"):
         Rendezvous(environment, Place(0, 1, 2), 1.0)

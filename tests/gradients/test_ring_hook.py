@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,19 +13,12 @@ import torch
 from lastgood.errors import ConfigError
 from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.ring_hook import RingReducer
+from lastgood.ports import free_ports
 from lastgood.wire.records import FINAL, RecordKind
 from tests.gradients.ring_rank import declared_layout
 from tests.wire.ring_helpers import WireTap, make_ring
 
 RANKS, SHADOWS, STEPS = 2, 2, 3
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def train(folder: Path, taps: list[WireTap]) -> list[dict[str, Any]]:

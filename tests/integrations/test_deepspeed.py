@@ -6,7 +6,6 @@ import importlib.util
 import json
 import select
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.errors import ConfigError
 from lastgood.integrations.deepspeed_traffic import mark_communication
+from lastgood.ports import free_ports
 from lastgood.storage import format as fmt
 from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
 
@@ -47,9 +47,7 @@ class Ranks:
         self.works += 1
         folder = self.folder / f"{self.works}-{work}"
         folder.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports()
         asked = {"work": work, "world": world, "port": port, "folder": str(folder), **what}
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()

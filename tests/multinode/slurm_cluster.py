@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "squeue", "scontrol", "scancel", "unshare")
@@ -155,7 +156,7 @@ class SlurmCluster:
     def _config_text(self) -> str:
         folder = self.folder
         host = socket.gethostname().partition(".")[0]
-        ports = _free_ports(1 + len(self.nodes))
+        ports = free_ports(1 + len(self.nodes))
         lines = [
             "ClusterName=lastgood-test",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -214,15 +215,3 @@ class SlurmCluster:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
             texts += [f"--- {log.name}", *lines]
         return "\n".join(texts)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has right now, each once."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -39,6 +39,12 @@ import importlib.util, json, os, socket, sys
 wanted = int(sys.argv[1])
 found = {"ssh": os.environ.get("SSH_CONNECTION", "").split()}
 found["lastgood"] = importlib.util.find_spec("lastgood") is not None
+if found["lastgood"] and not wanted:
+    try:
+        from lastgood.ports import free_ports
+        wanted = free_ports(1, "")[0]
+    except Exception:  # another revision of it; that is said later
+        pass
 try:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

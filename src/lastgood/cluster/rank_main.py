@@ -24,7 +24,8 @@ import psutil
 
 from lastgood.cluster.launch_board import keep_alive
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, How, Ticket, greeting, rank_log
-from lastgood.errors import LaunchError
+from lastgood.errors import HostError, LaunchError
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 
 __all__ = ["find_place", "main", "route_interface"]
@@ -178,12 +179,12 @@ def main(words: list[str] | None = None) -> int:
         rank, local, world = find_place(ticket.how, os.environ)
         deadline = time.monotonic() + ticket.start_s
         lifeline = _Lifeline(ticket, deadline)
-    except (LaunchError, ValueError) as error:
+        # Rank 0 chooses the port at which all meet, on its own host: there it is free.
+        port = free_ports(1, "")[0] if rank == 0 else 0
+    except (HostError, LaunchError, ValueError) as error:
         sys.stderr.write(f"lastgood launch: {error}\n")
         return 1
     watch = _Watch(lifeline)
-    # Rank 0 chooses the port at which all meet, on its own host: there it is free.
-    port = _free_port() if rank == 0 else 0
     job = os.environ.get("SLURM_JOB_ID") if ticket.how == "srun" else None
     lifeline.send({"token": ticket.token, "rank": rank, "world": world, "port": port, "slurm_job": job})
     try:
@@ -196,12 +197,6 @@ def main(words: list[str] | None = None) -> int:
         lifeline.send({"fault": str(error)})
         sys.stderr.write(f"lastgood launch: rank {rank}: {error}\n")
         return 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_go(watch: _Watch, deadline: float) -> dict[str, Any] | None:

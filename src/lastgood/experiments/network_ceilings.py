@@ -7,7 +7,6 @@ import os
 import secrets
 import selectors
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.network_peer import Direction, PeerClient
+from lastgood.ports import free_ports
 from lastgood.units import KIB, MIB
 
 __all__ = [
@@ -196,8 +196,7 @@ def iperf3_loopback(seconds: int) -> float | None:
     program = shutil.which("iperf3")
     if program is None:
         return None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports()[0])
     server = subprocess.Popen(
         [program, "--server", "--one-off", "--bind", "127.0.0.1", "--port", port],
         stdout=subprocess.DEVNULL,

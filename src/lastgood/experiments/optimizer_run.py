@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.optimizer_record import OptimizerPoint, OptimizerRecord, OptimizerSpec
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 
 __all__ = ["execute_optimizer"]
@@ -77,7 +77,7 @@ def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
     """One process for each shadow, which find each other as ranks of torchrun do; all end with this one."""
     command = [*_BENCH, "--model", spec.model, "--optimizer", spec.optimizer, "--steps", str(spec.updates), "--json"]
     command += ["--threads", ",".join(map(str, spec.threads))]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "GLOO_SOCKET_IFNAME": "lo"}
     parent = os.getpid()
     deadline = time.monotonic() + _BENCH_S
     with contextlib.ExitStack() as stack:
@@ -119,9 +119,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(_MAX_BYTES).decode(errors="replace").strip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

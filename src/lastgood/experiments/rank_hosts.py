@@ -21,6 +21,7 @@ from lastgood.cluster.testbed import Testbed
 from lastgood.cluster.testbed_state import parse_rate
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.experiments.spec import RunSpec
+from lastgood.ports import free_ports
 
 __all__ = ["Place", "RankHosts", "find_place"]
 
@@ -120,9 +121,7 @@ def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -
 def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_dir: Path, timeout_s: float) -> None:
     """Ranks as processes of this machine, which end with this one: the program sees to that (`RankOrder.parent`)."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports()
     meeting = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

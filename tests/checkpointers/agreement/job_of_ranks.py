@@ -17,14 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+from lastgood.ports import free_ports
+
 TOKEN = "a token of the tests"
 TIMEOUT_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -127,7 +123,7 @@ class Job:
         self.world = world
         self.ranks: list[RankProcess] = []
         self.digests: list[dict[int, str]] = [{} for _ in range(world)]
-        self.port = free_port()
+        self.port = free_ports()[0]
 
     def fork(self) -> list[RankProcess]:
         self.ranks = [self.server.fork() for _ in range(self.world)]

@@ -20,6 +20,7 @@ from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
 from lastgood.checkpointers.agreement.member import Address, Member
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.ports import free_ports
 from lastgood.wire.frames import HEADER_BYTES, message_frame
 
 TOKEN = b"secret"
@@ -112,8 +113,7 @@ def test_a_missing_rank_is_named_in_bounded_time(port):
 
 
 def test_where_nobody_listens_that_is_said():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = probe.getsockname()[1]
+    (free,) = free_ports()
     member = Member(
         Address("127.0.0.1", free, TOKEN), Report(1, 2, "h", "/d", None), SILENCE_S, print, lambda *verdict: None
     )

@@ -6,7 +6,6 @@ import http.client
 import json
 import logging
 import os
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
@@ -15,6 +14,7 @@ import pytest
 
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError, ProvisionError
+from lastgood.ports import free_ports
 from tests.cluster.provision.cloud_calls import cloud, listed
 
 boto3 = pytest.importorskip("boto3")
@@ -259,9 +259,7 @@ def test_without_credentials(aws, monkeypatch):
 
 
 def test_nothing_listens(aws):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports()
     done = cloud("list", "--provider", "aws", "--region", REGION, "--endpoint", f"http://127.0.0.1:{port}")
     with pytest.raises(ProvisionError, match="is the region right, and does this machine reach it"):
         raise done.exception

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from tests.cluster.provision.git_helper import git
 
@@ -33,12 +34,6 @@ ln -s "$(command -v "$PYTHON")" .venv/bin/python
 pytestmark = pytest.mark.root
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Sshd:
     """An sshd with keys of its own, and the ssh configuration that leads to it as `node`; `dead` leads nowhere."""
 
@@ -52,7 +47,7 @@ class Sshd:
         for name in ("host_key", "key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
             subprocess.run(command, check=True, timeout=60)
-        self.port, dead = free_port(), free_port()
+        self.port, dead = free_ports(2)
         (folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {folder}/host_key\nPidFile none\nUsePAM no\n"
             "StrictModes no\n"
