@@ -83,6 +83,10 @@ class Outcome(NamedTuple):
     violations: list[str]
 
 
+_FEWEST_DRAWS = 4
+"""At every crash point, however many states were seen before it."""
+
+
 def replay(
     recording: Recording,
     place: Path,
@@ -93,7 +97,7 @@ def replay(
     new_life_every: int = 0,
     most_violations: int = 1,
 ) -> Outcome:
-    """Check states until all crash points were visited, about `wanted` states over all. Ends at `most_violations`."""
+    """Check states of all crash points, about `wanted` different ones over all. Ends at `most_violations`."""
     chance = random.Random(seed)
     disk = Disk(str(recording.root))
     directory = StateDirectory(place)
@@ -102,13 +106,16 @@ def replay(
     checker = Checker(directory.path / JOB, scratch, stream_bytes, CHUNK)
     seen: dict[int, list[Seen] | None] = {}
     """By the hash of a state's names and contents (two states with one hash: less likely than a broken machine)."""
-    draws = -(-wanted * 2 // len(recording.events))
     lives = 0
     violations: list[str] = []
     prefix = f"{JOB}/"
     try:
         for number, event in enumerate(recording.events):
             disk.follow(event, recording.root_inode)
+            # What points with little under way could not give, later ones do; how much that is differs with the order
+            # in which the recorded threads came.
+            left = len(recording.events) - number
+            draws = max(_FEWEST_DRAWS, -(-2 * (wanted - len(seen)) // left))
             for state in states(disk, chance, draws):
                 there = directory.take(disk, state)
                 signatures = {name[len(prefix) :]: at for name, at in there.items() if name.startswith(prefix) and at}
