@@ -26,7 +26,7 @@ def assert_equal(ours, theirs, what):
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 @pytest.mark.parametrize("more", [{}, {"amsgrad": True, "maximize": True}], ids=["plain", "amsgrad"])
 def test_pieces_are_stepped_as_the_whole(monkeypatch, kind, dtype, threads, more):
-    monkeypatch.setattr(fused_step, "_PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(fused_step, "PIECE_ELEMENTS", PIECE)
     source = torch.Generator().manual_seed(5)
     theirs = [torch.randn(count, generator=source).to(dtype) for count in COUNTS]
     ours = [p.clone() for p in theirs]
@@ -59,7 +59,7 @@ def test_pieces_are_stepped_as_the_whole(monkeypatch, kind, dtype, threads, more
 
 def test_a_large_tensor_with_the_real_size_of_pieces():
     """Three pieces and a tail, so that torch's own threads cut each of them as well."""
-    count = 2 * 2 * fused_step._PIECE_ELEMENTS + 12345
+    count = 2 * 2 * fused_step.PIECE_ELEMENTS + 12345
     theirs = [torch.linspace(-1, 1, 7), torch.linspace(-1, 1, count)]
     ours = [p.clone() for p in theirs]
     optimizer = torch.optim.AdamW(theirs, fused=True)
@@ -77,7 +77,7 @@ def test_a_large_tensor_with_the_real_size_of_pieces():
 
 
 def test_pieces_of_a_missing_gradient_are_left_out(monkeypatch):
-    monkeypatch.setattr(fused_step, "_PIECE_ELEMENTS", 64)
+    monkeypatch.setattr(fused_step, "PIECE_ELEMENTS", 64)
     parameters = [torch.ones(100), torch.ones(200), torch.ones(70)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     shadow = DenseOptimizer(OptimizerSpec.of(optimizer), parameters, [0, 0, 0])

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["FusedStep"]
+__all__ = ["PIECE_ELEMENTS", "FusedStep"]
 
-_PIECE_ELEMENTS: Final = 1 << 17
+PIECE_ELEMENTS: Final = 1 << 17
 """Of each thread: 512 KiB of prepared gradients in float32, which stay in its second-level cache. A multiple of 64."""
 _ALIGN_BYTES: Final = 64
 
@@ -47,7 +47,7 @@ class FusedStep:
         self._spec = spec
         self._state = state
         self._threads = threads
-        self._elements = threads * _PIECE_ELEMENTS
+        self._elements = threads * PIECE_ELEMENTS
         together: dict[tuple[int, torch.dtype], list[int]] = {}
         for i, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
             together.setdefault((group, parameter.dtype), []).append(i)
