@@ -9,6 +9,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError, MismatchError
 from lastgood.optim.device_step import DeviceStep
 from lastgood.optim.flat_state import FlatState
+from lastgood.optim.fused_step import FusedStep
 from lastgood.optim.host_step import HostStep
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
@@ -57,9 +58,11 @@ class DenseOptimizer:
         self.spec = spec
         self._parameters = list(parameters)
         self._state = FlatState(spec, self._parameters, groups)
-        self._way: HostStep | DeviceStep
+        self._way: HostStep | FusedStep | DeviceStep
         if spec.arithmetic == "cuda":
             self._way = DeviceStep(spec, self._parameters, groups, self._state, threads, self._places)
+        elif spec.implementation == "fused" and spec.kind != "sgd":
+            self._way = FusedStep(spec, self._parameters, groups, self._state, threads)
         else:
             self._way = HostStep(spec, self._parameters, groups, self._state, threads)
 

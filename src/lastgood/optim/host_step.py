@@ -1,15 +1,16 @@
-"""Steps of CPU trainers: torch's own optimizer, in the trainer's implementation, on the shadow's buffers."""
+"""Steps of CPU trainers (fused Adam has a way of its own): torch's own optimizer on the shadow's buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lastgood._lazy import lazy_module
 from lastgood.optim.flat_state import FlatState
-from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
+from lastgood.optim.preparation import Preparation
+from lastgood.optim.rule import GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec
+from lastgood.optim.threads import intra_op_threads
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +46,18 @@ class HostStep:
 
     def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
         """One step in place. Gradients are changed in place as well where they are unscaled or clipped."""
-        with torch.no_grad(), _intra_op_threads(self._threads):
+        prepare = Preparation(rule)
+        with torch.no_grad(), intra_op_threads(self._threads):
             for part in self._parts:
-                self._step_part(part, gradients, rule)
+                self._step_part(part, gradients, rule, prepare)
 
-    def _step_part(self, part: _Part, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
+    def _step_part(
+        self, part: _Part, gradients: Sequence[torch.Tensor | None], rule: UpdateRule, prepare: Preparation
+    ) -> None:
         optimizer = part.optimizer
         present = [(i, gradient) for i in part.which if (gradient := gradients[i]) is not None]
-        _prepare([gradient for _, gradient in present], rule)
+        held = [gradient for _, gradient in present]
+        prepare(held, held)
         for group, number in zip(optimizer.param_groups, part.groups, strict=True):
             _set_numbers(group, rule.groups[number])
         for i, gradient in present:
@@ -115,29 +120,6 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
         parts[-1].append(i)
         room -= parameter.numel()
     return parts
-
-
-@contextmanager
-def _intra_op_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _prepare(gradients: Sequence[torch.Tensor], rule: UpdateRule) -> None:
-    if rule.inverse_scale is not None and rule.inverse_scale != 1.0:
-        for gradient in gradients:
-            gradient.mul_(rule.inverse_scale)
-    if isinstance(rule.clip, ClipNorm) and rule.clip.coefficient != 1.0:
-        coefficient = torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype))
-        for gradient in gradients:
-            gradient.mul_(coefficient)
-    elif isinstance(rule.clip, ClipValue):
-        for gradient in gradients:
-            gradient.clamp_(min=-rule.clip.limit, max=rule.clip.limit)
 
 
 def _torch_class(spec: OptimizerSpec) -> Any:

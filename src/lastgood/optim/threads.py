@@ -1,0 +1,27 @@
+"""torch's intra-op threads for the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lastgood._lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["intra_op_threads"]
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """`count` threads inside, as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
