@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "python.hpp"
 #include "optim/device_step.hpp"
 
 namespace nb = nanobind;
@@ -65,7 +66,7 @@ void run_step(const std::vector<TensorTuple>& tensors, const std::string& kind, 
     given.reserve(tensors.size());
     for (const auto& [parameter, gradient, first, second, largest, count, step_size, correction, fresh, aligned] : tensors)
         given.push_back({parameter, gradient, first, second, largest, count, step_size, correction, fresh, aligned});
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     device_step(step, given, threads, variant);
 }
 

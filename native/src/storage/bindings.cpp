@@ -47,7 +47,7 @@ class BufferView {
 template <class Function>
 auto without_gil(std::size_t nbytes, Function&& function) {
     if (nbytes < kHoldGilBelow) return function();
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return function();
 }
 
@@ -88,7 +88,7 @@ class WriterHandle : public SlotWriter {
         // Taking the GIL again ends the process where a background thread does it while the interpreter ends, so it is
         // kept unless there is something to wait for.
         if (forked() || join(deadline_after(0.0))) return;
-        const nb::gil_scoped_release released;
+        const GilReleased released;
         shut_down();
     }
 };
@@ -167,7 +167,7 @@ void bind_storage(nb::module_& module) {
         .def(
             "__init__",
             [](PoolHandle* self, std::uintptr_t address, std::size_t nbytes, std::size_t chunk_bytes, nb::handle) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 new (self) PoolHandle{std::make_shared<ChunkPool>(address, nbytes, chunk_bytes)};
             },
             "address"_a, "nbytes"_a, "chunk_bytes"_a, "owner"_a.none() = nb::none(), nb::keep_alive<1, 5>(),
@@ -181,7 +181,7 @@ void bind_storage(nb::module_& module) {
         .def(
             "__init__",
             [](MappingHandle* self, int fd, std::uint64_t nbytes) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 new (self) MappingHandle{std::make_shared<PersistentMapping>(fd, nbytes)};
             },
             "fd"_a, "nbytes"_a)
@@ -195,7 +195,7 @@ void bind_storage(nb::module_& module) {
             },
             "data"_a, "offset"_a)
         .def(
-            "flush", [](MappingHandle& self) { self.mapping->flush(); }, nb::call_guard<nb::gil_scoped_release>())
+            "flush", [](MappingHandle& self) { self.mapping->flush(); }, nb::call_guard<GilReleased>())
         .def_prop_ro("how", [](const MappingHandle& self) { return self.mapping->how(); });
 
     nb::class_<WriterHandle>(module, "SlotWriter")
@@ -213,7 +213,7 @@ void bind_storage(nb::module_& module) {
             "copy_host",
             [](WriterHandle& self, const std::vector<std::pair<std::uintptr_t, std::uint64_t>>& ranges,
                double timeout_s, unsigned threads) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 self.copy_host(to_ranges(ranges), deadline_after(timeout_s), threads, check_signals);
             },
             "ranges"_a, "timeout_s"_a, "threads"_a = 1)
@@ -222,7 +222,7 @@ void bind_storage(nb::module_& module) {
             [](WriterHandle& self, double timeout_s) {
                 AcquiredChunk chunk;
                 {
-                    const nb::gil_scoped_release released;
+                    const GilReleased released;
                     chunk = self.acquire(deadline_after(timeout_s), check_signals);
                 }
                 return std::make_tuple(chunk.address, chunk.index, chunk.nbytes);
@@ -234,17 +234,17 @@ void bind_storage(nb::module_& module) {
             [](WriterHandle& self, double timeout_s) {
                 std::vector<std::uint32_t> table;
                 {
-                    const nb::gil_scoped_release released;
+                    const GilReleased released;
                     table = self.finish(deadline_after(timeout_s), check_signals);
                 }
                 return pack_table(table);
             },
             "timeout_s"_a)
-        .def("abort", &WriterHandle::abort, nb::call_guard<nb::gil_scoped_release>())
+        .def("abort", &WriterHandle::abort, nb::call_guard<GilReleased>())
         .def(
             "join", [](WriterHandle& self, double timeout_s) { return self.join(deadline_after(timeout_s)); },
-            "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("release", &WriterHandle::release, nb::call_guard<nb::gil_scoped_release>())
+            "timeout_s"_a, nb::call_guard<GilReleased>())
+        .def("release", &WriterHandle::release, nb::call_guard<GilReleased>())
         .def_prop_ro("position", &WriterHandle::position)
         .def_prop_ro("stream_bytes", &WriterHandle::stream_bytes);
 
@@ -258,7 +258,7 @@ void bind_storage(nb::module_& module) {
             const std::vector<std::uint32_t> sums = unpack_table(table);
             std::optional<BadChunk> bad;
             {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 bad = read_verify({fd, data_offset, stream_bytes, chunk_bytes, sequence}, sums, to_ranges(ranges),
                                   first_chunk, threads, deadline_after(timeout_s), check_signals);
             }
@@ -269,7 +269,7 @@ void bind_storage(nb::module_& module) {
         "first_chunk"_a, "threads"_a, "timeout_s"_a,
         "Read and check chunks and scatter them; returns (index, expected, found) of the first bad chunk, or None.");
 
-    module.def("prefill", &prefill, "fd"_a, "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+    module.def("prefill", &prefill, "fd"_a, "offset"_a, "nbytes"_a, nb::call_guard<GilReleased>(),
                "Write zeros over a range of whole 4096-byte blocks.");
 }
 

@@ -23,14 +23,13 @@ using namespace nb::literals;
 namespace lastgood {
 namespace {
 
-// As Python holds them: their threads are ended without the GIL, which is kept unless there is something to wait for,
-// since taking it again ends the process where a background thread does so while the interpreter ends.
+// As Python holds them: where there is something to wait for, their threads are ended without the GIL.
 class ReceiverHandle : public Receiver {
   public:
     using Receiver::Receiver;
     ~ReceiverHandle() {
         if (forked() || close(deadline_after(0.0))) return;
-        const nb::gil_scoped_release released;
+        const GilReleased released;
         shut_down();
     }
 };
@@ -40,7 +39,7 @@ class SenderHandle : public Sender {
     using Sender::Sender;
     ~SenderHandle() {
         if (forked() || join(deadline_after(0.0))) return;
-        const nb::gil_scoped_release released;
+        const GilReleased released;
         shut_down();
     }
 };
@@ -121,11 +120,11 @@ void bind_receiver(nb::module_& module) {
             },
             "job"_a, "epoch"_a, "buckets"_a, "slots"_a, nb::kw_only(), "threads"_a = 1, "cpus"_a = std::vector<int>(),
             "queue"_a = 4096, "stall_s"_a = 60.0, "owner"_a.none() = nb::none(), nb::keep_alive<1, 10>())
-        .def("add", &Receiver::add, "fd"_a, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("advance", &Receiver::advance, "first"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("set_first", &Receiver::set_first, "bucket"_a, "first"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("reset", &Receiver::reset, "bucket"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("begin", &Receiver::begin, "epoch"_a, nb::kw_only(), "keep"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("add", &Receiver::add, "fd"_a, "rank"_a, nb::call_guard<GilReleased>())
+        .def("advance", &Receiver::advance, "first"_a, nb::call_guard<GilReleased>())
+        .def("set_first", &Receiver::set_first, "bucket"_a, "first"_a, nb::call_guard<GilReleased>())
+        .def("reset", &Receiver::reset, "bucket"_a, nb::call_guard<GilReleased>())
+        .def("begin", &Receiver::begin, "epoch"_a, nb::kw_only(), "keep"_a, nb::call_guard<GilReleased>())
         .def(
             "first", [](const ReceiverHandle& self, std::uint32_t bucket) { return self.windows().first(bucket); },
             "bucket"_a)
@@ -142,7 +141,7 @@ void bind_receiver(nb::module_& module) {
         .def(
             "poll",
             [](ReceiverHandle& self, double timeout_s, std::size_t most) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 return self.poll(most, deadline_after(timeout_s), check_signals);
             },
             "timeout_s"_a, "most"_a = 256)
@@ -150,7 +149,7 @@ void bind_receiver(nb::module_& module) {
         .def("refused", &Receiver::refused)
         .def(
             "close", [](ReceiverHandle& self, double timeout_s) { return self.close(deadline_after(timeout_s)); },
-            "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>());
+            "timeout_s"_a, nb::call_guard<GilReleased>());
 }
 
 void bind_sender(nb::module_& module) {
@@ -160,7 +159,7 @@ void bind_sender(nb::module_& module) {
             [](SenderHandle* self, int fd, std::uint64_t job, std::uint32_t epoch, std::uint32_t rank,
                const std::string& destination, std::uint64_t pool_bytes, std::size_t queue, std::uint64_t record_bytes,
                double stall_s, int cpu) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 const SenderOptions options{destination, pool_bytes, queue, record_bytes, stall_s, cpu};
                 new (self) SenderHandle(fd, job, epoch, rank, options);
             },
@@ -177,7 +176,7 @@ void bind_sender(nb::module_& module) {
                 record.bucket = bucket;
                 record.dtype = dtype;
                 record.offset = offset;
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 return self.put(record, reinterpret_cast<const void*>(address), nbytes, borrowed,
                                 deadline_after(timeout_s), check_signals);
             },
@@ -189,7 +188,7 @@ void bind_sender(nb::module_& module) {
                 Record record;
                 record.kind = RecordKind::end;
                 record.iteration = iteration;
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 return self.put(record, nullptr, 0, false, deadline_after(timeout_s), check_signals);
             },
             "iteration"_a, nb::kw_only(), "timeout_s"_a)
@@ -199,18 +198,18 @@ void bind_sender(nb::module_& module) {
             [](SenderHandle& self, std::uint64_t ticket, double timeout_s) {
                 return self.wait_returned(ticket, deadline_after(timeout_s), check_signals);
             },
-            "ticket"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
+            "ticket"_a, "timeout_s"_a, nb::call_guard<GilReleased>())
         .def_prop_ro("last_ticket", &Sender::last_ticket)
         .def_prop_ro("errno", &Sender::error)
         .def("counters", [](const SenderHandle& self) { return to_dict(self.counters()); })
         .def(
             "close",
             [](SenderHandle& self, double timeout_s) { return self.close(deadline_after(timeout_s), check_signals); },
-            "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("abort", &Sender::abort, nb::call_guard<nb::gil_scoped_release>())
+            "timeout_s"_a, nb::call_guard<GilReleased>())
+        .def("abort", &Sender::abort, nb::call_guard<GilReleased>())
         .def(
             "join", [](SenderHandle& self, double timeout_s) { return self.join(deadline_after(timeout_s)); },
-            "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>());
+            "timeout_s"_a, nb::call_guard<GilReleased>());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "python.hpp"
 #include "wire/ring.hpp"
 
 namespace nb = nanobind;
@@ -14,11 +15,6 @@ using namespace nb::literals;
 
 namespace lastgood {
 namespace {
-
-void check_signals() {
-    const nb::gil_scoped_acquire held;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
 
 using StepTuple = std::tuple<std::uint32_t, bool, bool>;
 using RangeTuple = std::tuple<std::uint64_t, std::uint32_t, std::uint64_t>;
@@ -57,14 +53,14 @@ void bind_ring(nb::module_& module) {
     module.def(
         "ring_add",
         [](std::uint8_t dtype, std::uintptr_t target, std::uintptr_t source, std::size_t elements) {
-            const nb::gil_scoped_release released;
+            const GilReleased released;
             add_elements(dtype, reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), elements);
         },
         "dtype"_a, "target"_a, "source"_a, "elements"_a, "target[i] = source[i] + target[i], rounded to the type.");
     module.def(
         "ring_divide",
         [](std::uint8_t dtype, std::uintptr_t target, std::size_t elements, std::uint32_t divisor) {
-            const nb::gil_scoped_release released;
+            const GilReleased released;
             divide_elements(dtype, reinterpret_cast<void*>(target), elements, divisor);
         },
         "dtype"_a, "target"_a, "elements"_a, "divisor"_a, "target[i] = target[i] / divisor, rounded to the type.");
@@ -82,14 +78,14 @@ void bind_ring(nb::module_& module) {
         .def(
             "all_reduce",
             [](Ring& ring, const PlanHandle& handle, std::uintptr_t address, std::uint64_t iteration) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 ring.all_reduce(handle.plan, address, iteration, check_signals);
             },
             "plan"_a, "address"_a, "iteration"_a, "Reduce the tensor at `address` in place.")
         .def(
             "end",
             [](Ring& ring, std::uint64_t iteration) {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 ring.end(iteration, check_signals);
             },
             "iteration"_a, "Exchange ends of iteration with the neighbours.")
