@@ -26,6 +26,7 @@ from lastgood.gradients.messages import (
     Have,
     Message,
     Refused,
+    Saved,
     Seed,
     Seeded,
     Side,
@@ -35,6 +36,7 @@ from lastgood.gradients.messages import (
     Verify,
     Welcome,
 )
+from lastgood.gradients.spill_plan import SpillPlan
 from lastgood.gradients.tracked import BucketCopy
 
 __all__ = ["Conductor", "Settings", "Settled"]
@@ -81,6 +83,8 @@ class Conductor:
         self._owned = owned
         self._settled = settled
         self._state = ConductorState(len(addresses), base)
+        self._spills = SpillPlan(len(addresses))
+        self._spill_due = False
         self._changed = threading.Condition()
         self._fenced: str | None = None
         self._behind_since: dict[int, float] = {}
@@ -169,12 +173,29 @@ class Conductor:
         return self._fenced
 
     @property
+    def spilled(self) -> Saved | None:
+        """The newest step that all shadows have spilled, as far as rank 0 has heard."""
+        with self._changed:
+            return self._spills.common
+
+    @property
     def reachable(self) -> bool:
         """Whether any shadow is connected."""
         return any(known.connected for known in self._state.shadows)
 
     def step(self, step: Step) -> None:
-        """Rank 0: say what an iteration's update was."""
+        """Rank 0: say what an iteration's update was. `step.spill`: it is time for a spill.
+
+        That is of this iteration, or of the next saved one that finds all shadows there and done with the last spill.
+        """
+        with self._changed:
+            self._spill_due |= step.spill
+            spill = self._spill_due and step.saved and self._spills.ready
+            keep = None
+            if spill:
+                saved = Saved(epoch=self._identity.epoch, iteration=step.iteration, step=step.step or 0)
+                self._spill_due, keep = False, self._spills.ask(saved)
+        step = step.model_copy(update={"spill": spill, "keep": keep})
         for link in self.links:
             link.post(step, step.iteration)
         self.closed(step.iteration)
@@ -230,6 +251,7 @@ class Conductor:
         """A link has opened its control connection."""
         with self._changed:
             self._state.connected(shadow, welcome.unseeded, welcome.gradient_slots)
+            self._spills.connected(shadow, welcome.spills, welcome.spilling)
             self._why.pop(shadow, None)
             self._decide()
 
@@ -237,6 +259,7 @@ class Conductor:
         """A link has lost its control connection."""
         with self._changed:
             self._state.disconnected(shadow)
+            self._spills.disconnected(shadow)
             self._why[shadow] = why
             self._decide()
 
@@ -286,9 +309,8 @@ class Conductor:
                 _log.warning("checkmate: shadow %d: %s", shadow, message.why)
                 state.seed_refused(shadow)
             elif isinstance(message, Spilled):
-                if message.error is None:
-                    state.spilled(shadow, message.iteration)
-                else:
+                self._spills.spilled(shadow, message.iteration, message.error is None)
+                if message.error is not None:
                     _log.error("checkmate: shadow %d made nothing durable: %s", shadow, message.error)
             self._decide()
 
@@ -304,7 +326,7 @@ class Conductor:
         certificate = self._state.decide()
         if certificate is None:
             return
-        message = Complete(iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable)
+        message = Complete(iteration=certificate.iteration, lost=certificate.lost)
         for link in self.links:
             link.post(message, certificate.iteration)
         self._announce()

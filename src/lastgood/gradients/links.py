@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
@@ -241,7 +241,7 @@ class ShadowLink:
             raise
         with self._changed:
             self._wire = wire
-            self._outbox = deque(self._resent)
+            self._outbox = deque(map(_again, self._resent))
             if self._complete is not None:
                 self._outbox.append(_Outgoing(self._complete, self._complete.iteration, _NOTHING))
             self._outbox_bytes = sum(len(one.payload) for one in self._outbox)
@@ -347,6 +347,14 @@ class ShadowLink:
             return False
         self.data.connect(wire.detach())
         return True
+
+
+def _again(outgoing: _Outgoing) -> _Outgoing:
+    """A spill is asked for once: what the shadow has not heard of by its welcome counts as failed (`SpillPlan`)."""
+    message = outgoing.message
+    if isinstance(message, Step) and message.spill:
+        return replace(outgoing, message=message.model_copy(update={"spill": False, "keep": None}))
+    return outgoing
 
 
 class _FencedOffError(Exception):
