@@ -292,6 +292,7 @@ def test_an_old_epoch_is_cut_off(folder, two):
     trainer.fence()
     refused = trainer.wait(0, lambda one: one.kind == "refused", "refused")
     assert "fenced off" in refused[0].why
+    assert refused[0].fenced == trainer.epoch
     with pytest.raises(CheckpointError, match=r"fenced off|refuses"):
         old = trainer.epoch
         trainer.epoch = old - 1

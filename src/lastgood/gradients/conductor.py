@@ -273,13 +273,17 @@ class Conductor:
     def fenced_off(self, shadow: int, epoch: int) -> None:
         """Another life of this job has begun."""
         with self._changed:
-            if self._fenced is None:
-                self._fenced = (
-                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
-                    f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
-                )
-                _log.error("checkmate: %s", self._fenced)
-            self._changed.notify_all()
+            self._end_deciding(shadow, epoch)
+
+    def _end_deciding(self, shadow: int, epoch: int) -> None:
+        """From here on nothing is complete: shadows that are not fenced yet keep what the fenced ones hold as well."""
+        if self._fenced is None:
+            self._fenced = (
+                f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
+                f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
+            )
+            _log.error("checkmate: %s", self._fenced)
+        self._changed.notify_all()
 
     def heard(self, shadow: int, message: Message) -> None:
         """A shadow says something."""
@@ -305,6 +309,8 @@ class Conductor:
                 state.diverged(shadow, message.bucket)
             elif isinstance(message, Seeded):
                 state.seeded(shadow, message.bucket, message.iteration)
+            elif isinstance(message, Refused) and message.fenced is not None:
+                self._end_deciding(shadow, message.fenced)
             elif isinstance(message, Refused):
                 _log.warning("checkmate: shadow %d: %s", shadow, message.why)
                 state.seed_refused(shadow)
@@ -321,7 +327,7 @@ class Conductor:
     def _decide(self) -> None:
         """Say what is complete now. Called with the lock held, whenever something has changed."""
         self._changed.notify_all()
-        if self._identity.rank != 0:
+        if self._identity.rank != 0 or self._fenced is not None:
             return
         certificate = self._state.decide()
         if certificate is None:

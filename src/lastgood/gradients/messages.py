@@ -116,6 +116,8 @@ class Refused(_Message):
 
     kind: Literal["refused"] = "refused"
     why: _Text
+    fenced: _Number | None = None
+    """The epoch of another life of the job that has taken over; the last word to a trainer that it fenced off."""
 
 
 # -- from rank 0 -------------------------------------------------------------------------------------------------------

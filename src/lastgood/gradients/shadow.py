@@ -220,9 +220,12 @@ class ShadowService:
                 message = parse_message(wire.read_message(frame), wire.other)
                 self._obey(control, message)
         except CheckpointError as error:
-            control.tell(Refused(why=str(error)[:10_000]))
+            if not self._is_over(control):
+                control.tell(Refused(why=str(error)[:10_000]))
             raise
         finally:
+            if self._is_over(control):
+                self._say_over(control)
             with self._controls_lock:
                 if control in self._controls:
                     self._controls.remove(control)
@@ -335,7 +338,15 @@ class ShadowService:
         with self._controls_lock:
             older = [control for control in self._controls if control.epoch != epoch]
         for control in older:
-            control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}"))
+            self._say_over(control)
+
+    def _is_over(self, control: _Control) -> bool:
+        return control.epoch != self.core.state.epoch
+
+    def _say_over(self, control: _Control) -> None:
+        """Before the connection ends: rank 0 decides nothing any more once it hears this from one shadow."""
+        epoch = self.core.state.epoch
+        control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}", fenced=epoch))
 
     def _wait(self, wire: Wire, epoch: int | None = None) -> bool:
         """Until something arrives; False where the other side has closed, its epoch is over, or the service ends."""
