@@ -263,6 +263,11 @@ class Conductor:
             self._why[shadow] = why
             self._decide()
 
+    def failing(self, shadow: int, why: str) -> None:
+        """A link cannot connect. Only whoever waits in vain says so."""
+        with self._changed:
+            self._why[shadow] = why
+
     def refused(self, shadow: int) -> None:
         """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
         with self._changed:

@@ -71,6 +71,9 @@ class Listener(Protocol):
     def disconnected(self, shadow: int, why: str) -> None:
         """The control connection is gone."""
 
+    def failing(self, shadow: int, why: str) -> None:
+        """A connection could not be made; it is tried again."""
+
     def refused(self, shadow: int) -> None:
         """Nobody listens at its address: its process has ended."""
 
@@ -202,6 +205,7 @@ class ShadowLink:
                 self.data.close()
                 return
             except (LastgoodError, OSError) as error:
+                self._listener.failing(self.shadow, str(error))
                 if isinstance(error.__cause__, ConnectionRefusedError):
                     self._listener.refused(self.shadow)
                 if str(error) != logged:  # not at every try
@@ -279,11 +283,16 @@ class ShadowLink:
         reader.start()
         why = "it was closed"
         next_data_try, pause_s = 0.0, _FIRST_PAUSE_S
+        connected = 0.0
         try:
             while reader.is_alive():
                 if self.data.wants_connection and time.monotonic() >= next_data_try and not self._ended:
-                    pause_s = _FIRST_PAUSE_S if self._connect_data() else min(2 * pause_s, _LAST_PAUSE_S)
-                    next_data_try = time.monotonic() + pause_s
+                    now = time.monotonic()
+                    if connected and now - connected > _LAST_PAUSE_S:
+                        pause_s = _FIRST_PAUSE_S  # the last one was of use
+                    connected = now if self._connect_data() else 0.0
+                    next_data_try = now + pause_s
+                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 with self._changed:
                     if not self._outbox:
                         if self._ended:
@@ -343,6 +352,7 @@ class ShadowLink:
         try:
             wire, _ = connect_shadow(self.address, self._token, self._hello("data"), self._timeout_s)
         except LastgoodError as error:
+            self._listener.failing(self.shadow, str(error))
             _log.debug("checkmate: shadow %d takes no gradients yet: %s", self.shadow, error)
             return False
         self.data.connect(wire.detach())
