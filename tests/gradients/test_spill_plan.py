@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lastgood.gradients.messages import Saved
-from lastgood.gradients.spill_plan import SpillPlan, retained
+from lastgood.gradients.spill_plan import SpillPlan, is_left_behind, retained
 from lastgood.gradients.spill_state import SpillState
 
 SLOTS = 3
@@ -60,8 +60,9 @@ class Spilling(RuleBasedStateMachine):
         self.disks = [Disk() for _ in range(shadows)]
         self.iteration = 0
         self.epoch = 0
+        self.begins = {}
         self.best = None
-        self.new_life(False)
+        self.new_life(0, False)
 
     def common(self):
         return set(self.disks[0].held).intersection(*(disk.held for disk in self.disks))
@@ -74,22 +75,29 @@ class Spilling(RuleBasedStateMachine):
         disk.online = True
         self.plan.connected(number, disk.held, disk.spill.open)
 
-    @rule(chosen=st.booleans())
-    def new_life(self, chosen):
-        """Trainers died. Others fence, perhaps restore what all hold on their disks, and begin."""
-        restored = self.newest() if chosen else None
+    @rule(back=st.integers(0, 6), chosen=st.booleans())
+    def new_life(self, back, chosen):
+        """Trainers died. Others fence, restore what all hold on their disks, or something in memory, and go on."""
+        newest = self.newest()
+        if chosen and newest is not None:
+            restored = newest
+        else:
+            iteration = max(self.iteration - back, self.begins.get(self.epoch, 0))
+            restored = Saved(epoch=self.epoch, iteration=iteration, step=iteration)
+        self.iteration = restored.iteration
         self.epoch += 1
+        self.begins[self.epoch] = self.iteration
         for disk in self.disks:
             disk.heard.clear()
             disk.said.clear()
             disk.online = False
             if disk.writing:
-                disk.end_writing(True)  # a new layout is taken once the write has ended
+                disk.end_writing(False)  # of an epoch that was fenced off
             disk.spill.fence()
             disk.spill.begin_epoch(self.iteration)
             disk.epoch = self.epoch
-            if restored is not None and restored in disk.held:
-                disk.held = [retained(disk.held, restored)]
+            disk.held = [one for one in disk.held if not is_left_behind(one, self.epoch, self.iteration, restored)]
+        self.best = self.newest()
         self.plan = SpillPlan(len(self.disks))
         for number in range(len(self.disks)):
             self.connect(number)
@@ -186,6 +194,13 @@ class Spilling(RuleBasedStateMachine):
         if self.best is not None:
             assert newest is not None and (newest.epoch, newest.iteration) >= (self.best.epoch, self.best.iteration)
         self.best = newest
+
+    @invariant()
+    def nothing_of_a_life_that_was_left_is_held(self):
+        for disk in self.disks:
+            for one in disk.held:
+                later = [begin for epoch, begin in self.begins.items() if epoch > one.epoch]
+                assert all(one.iteration <= begin for begin in later)
 
     @invariant()
     def what_rank_0_takes_for_common_is(self):

@@ -161,6 +161,8 @@ class ShadowCore:
             if self.store is None and self.settings.spill_directory is not None and self.state.job in (None, job):
                 self.store = SpillStore(self.settings.spill_directory, job, self.settings.shadow)
             self.state.fence(job, epoch)
+            if self.store is not None:
+                self.store.fence(epoch)
             self.counters.fences += 1
             self._data.clear()
             self.restored = None
@@ -210,7 +212,7 @@ class ShadowCore:
             self.sides.forget_layouts()
             self.receiver.begin(epoch, keep=False)
             if self.store is not None:
-                self.store.begin_epoch(epoch, restored if kept else None)
+                self.store.begin_epoch(epoch, message.adopt, restored if kept else None)
             answer(self.welcome())
             self.flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")

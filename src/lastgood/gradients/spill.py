@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Saved, Side
-from lastgood.gradients.spill_plan import retained
-from lastgood.storage import SlotInfo, SlotStore
+from lastgood.gradients.spill_plan import is_left_behind, retained
+from lastgood.storage import SlotInfo, SlotStore, Verdict
 from lastgood.units import MIB
 
 __all__ = ["SideRecord", "Spill", "SpillCopy", "SpillStore"]
@@ -86,7 +86,10 @@ class SpillStore:
         self._lock = threading.Lock()
         self._durable: list[Spill] = []
         self._thread: threading.Thread | None = None
+        self._fenced = 0
         for info in self._store.committed():
+            if self._store.book().is_bad(info.sequence):
+                continue  # left behind
             try:
                 self._durable.append(self._read_spill(info))
             except CheckpointError as error:
@@ -114,16 +117,23 @@ class SpillStore:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: int, restored: Saved | None) -> None:
-        """Trainers begin at what they restored, or anew. What is newer than a spill that was restored is left behind.
+    def fence(self, epoch: int) -> None:
+        """From here on nothing of older epochs becomes durable: who fences reads what is, and relies on no more."""
+        with self._lock:
+            self._fenced = epoch
 
-        Otherwise all spills stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
-        Raises WaitTimeout.
+    def begin_epoch(self, epoch: int, adopt: int | None, restored: Saved | None) -> None:
+        """Trainers go on behind iteration `adopt`, or begin anew. Spills that they left behind are not given back.
+
+        All others stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
+        Raises WaitTimeout, StorageError.
         """
         if not self.wait(0.0):
             raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
-        if any(spill.saved == restored for spill in self.durable()):
-            self._keep_only(restored)
+        with self._lock:
+            gone = [spill for spill in self._durable if is_left_behind(spill.saved, epoch, adopt, restored)]
+            self._durable = [spill for spill in self._durable if spill not in gone]
+        self._disown(gone)
         self._store.incarnation = epoch
 
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
@@ -165,7 +175,16 @@ class SpillStore:
             kept = retained([spill.saved for spill in self._durable], saved)
             dropped = [spill for spill in self._durable if spill.saved != kept]
             self._durable = [spill for spill in self._durable if spill.saved == kept]
-        for spill in dropped:
+        self._drop(dropped)
+
+    def _disown(self, spills: Sequence[Spill]) -> None:
+        """They belong to a life that was left, and must not come back when this process is started anew."""
+        for spill in spills:
+            self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, "made by a life that was left"))
+        self._drop(spills)
+
+    def _drop(self, spills: Sequence[Spill]) -> None:
+        for spill in spills:
             self._store.drop(spill.info)
 
     def _write_stream(self, copy: SpillCopy, layout: GradientLayout) -> None:
@@ -207,8 +226,13 @@ class SpillStore:
             raise CheckpointError(f"{self.directory}: the spill was overtaken by a newer one")
         spill = self._read_spill(write.info)
         with self._lock:
+            fenced = copy.saved.epoch < self._fenced
             alive = {info.sequence for info in self._store.committed()}
-            self._durable = [spill, *(one for one in self._durable if one.info.sequence in alive)]
+            new = [] if fenced else [spill]
+            self._durable = [*new, *(one for one in self._durable if one.info.sequence in alive)]
+        if fenced:
+            self._disown([spill])
+            raise CheckpointError(f"{self.directory}: epoch {copy.saved.epoch} was fenced off meanwhile")
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,18 @@ from collections.abc import Collection, Sequence
 
 from lastgood.gradients.messages import Saved
 
-__all__ = ["SpillPlan", "retained"]
+__all__ = ["SpillPlan", "is_left_behind", "retained"]
+
+
+def is_left_behind(saved: Saved, epoch: int, adopt: int | None, restored: Saved | None) -> bool:
+    """At a shadow: whether an epoch that begins behind iteration `adopt` (None: anew) goes another way than this spill.
+
+    Iterations are counted on from what is restored, so no older life's spill of a later one belongs to it. `restored`
+    is what this shadow gave back for it, where it did: no spill of a later epoch than that belongs to it either.
+    """
+    if adopt is None or saved.epoch == epoch:
+        return False
+    return saved.iteration > adopt or (restored is not None and saved.epoch > restored.epoch)
 
 
 def retained(held: Sequence[Saved], keep: Saved | None) -> Saved | None:
