@@ -289,13 +289,18 @@ def test_shadows_that_have_spilled_different_iterations_find_one_again(tmp_path)
 def test_a_spill_of_a_life_that_was_left_is_never_given_back(tmp_path):
     with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as first:
         trainer = trainer_of(tmp_path, first)
-        trainer.iterate(spill=(0, 1))
-        trainer.iterate(spill=(0, 1), keep=Saved(epoch=trainer.epoch, iteration=1, step=10))
+        for keep in (None, Saved(epoch=trainer.epoch, iteration=1, step=10)):
+            trainer.iterate(spill=(0, 1), keep=keep)
+            for shadow in (0, 1):
+                trainer.wait(
+                    shadow, lambda one: one.kind == "spilled" and one.iteration == trainer.iteration, "spilled"
+                )
+        assert [saved.iteration for saved in first[0].service.core.status().durable] == [2, 1]
+        other = Trainer(trainer.addresses, trainer.token)
+        other.fence()
         for shadow in (0, 1):
-            trainer.wait(shadow, lambda one: one.kind == "spilled" and one.iteration == 2, "spilled")
-        trainer.fence()
-        for shadow in (0, 1):
-            trainer.connect(shadow, adopt=1, data=False)  # a new life goes on from the first iteration
+            other.connect(shadow, adopt=1, data=False)  # a new life goes on from the first iteration
+        other.close()
         trainer.close()
     with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as second:
         for shadow in second:
