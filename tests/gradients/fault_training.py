@@ -284,7 +284,8 @@ class Life:
         life = self.checkpointers[0]._life
         if life is None:
             return 0
-        return max(set.intersection(*(set(known.spilled) for known in life.conductor._state.shadows)), default=0)
+        spilled = life.conductor.spilled
+        return 0 if spilled is None else spilled.iteration
 
     def crash(self, net: Net, rank: int | None) -> None:
         """Cut one rank or all of them off for good, and note what rank 0 had said until then."""

@@ -219,10 +219,11 @@ class Trainer:
         self.say(shadow, Side(rank=rank, iteration=iteration, step=step, layout=layout, nbytes=len(content)), rank)
         send_stream(self.controls[shadow, rank], iteration, [memoryview(content)])
 
-    def send_step(self, iteration, rule, saved=True, spill=False):
-        step = Step(iteration=iteration, rule=rule, saved=saved, step=iteration * 10 if saved else None, spill=spill)
+    def send_step(self, iteration, rule, saved=True, spill=(), keep=None):
+        step = Step(iteration=iteration, rule=rule, saved=saved, step=iteration * 10 if saved else None)
         for shadow in range(len(self.addresses)):
-            self.say(shadow, step)
+            asks = {"spill": True, "keep": keep} if shadow in spill else {}
+            self.say(shadow, step.model_copy(update=asks))
 
     def update(self, *, skip_update=False):
         """The next update of the parameters here; the rule that shadows need for it."""
@@ -232,24 +233,24 @@ class Trainer:
         self.optimizer.step()
         return rule
 
-    def iterate(self, *, lost=(), saved=True, spill=False, skip_update=False, complete=True, to=None):
-        """One whole iteration; returns once it is complete everywhere."""
+    def iterate(self, *, lost=(), saved=True, spill=(), keep=None, skip_update=False, complete=True, to=None):
+        """One whole iteration; returns once it is complete everywhere. `spill`: these shadows make it durable."""
         self.iteration += 1
         self.make_gradients(self.iteration)
         self.send_gradients(self.iteration, lost)
         rule = self.update(skip_update=skip_update)
-        self.send_step(self.iteration, rule, saved, spill)
+        self.send_step(self.iteration, rule, saved, spill, keep)
         if saved:
             for rank in range(self.ranks):
                 self.send_side(rank, self.iteration, self.iteration * 10)
         if complete:
             self.complete(to)
 
-    def complete(self, shadows=None, lost=(), durable=0):
+    def complete(self, shadows=None, lost=()):
         for shadow in range(len(self.addresses)) if shadows is None else shadows:
             self.wait_have(shadow, self.iteration)
         for shadow in range(len(self.addresses)):
-            self.say(shadow, Complete(iteration=self.iteration, lost=tuple(lost), durable=durable))
+            self.say(shadow, Complete(iteration=self.iteration, lost=tuple(lost)))
 
     def verify(self, bucket):
         self.say(

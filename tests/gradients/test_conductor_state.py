@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -278,14 +277,6 @@ def test_only_owned_buckets_are_seeded_in_turn_by_shadow():
     assert state.wanted_seeds(lambda bucket: bucket != 2) == [(0, 0), (1, 1), (0, 4), (1, 3)]
 
 
-@pytest.mark.parametrize(("spills", "durable"), [([(0, 5), (1, 5)], 5), ([(0, 5), (1, 10)], 0), ([(0, 5)], 0)])
-def test_durable_is_what_all_shadows_have_spilled(spills, durable):
-    state = connected()
-    for shadow, iteration in spills:
-        state.spilled(shadow, iteration)
-    assert state.decide().durable == durable
-
-
 def iteration_without_side(state, number, shadow):
     """Both have it, and one of them lacks a side record of it."""
     state.close_iteration(number)
@@ -306,7 +297,7 @@ def test_what_a_side_record_is_missing_of_is_not_complete_before_one_that_has_al
     state.have(0, 3)
     assert state.decide() is None
     state.have(1, 3)
-    assert state.decide() == Certificate(3, (), 0)
+    assert state.decide() == Certificate(3, ())
 
 
 def test_the_newest_that_has_all_side_records_is_complete():
@@ -317,7 +308,7 @@ def test_the_newest_that_has_all_side_records_is_complete():
     state.torn(1, 2, [])
     state.have(0, 2)
     state.have(1, 2)
-    assert state.decide() == Certificate(1, (), 0)
+    assert state.decide() == Certificate(1, ())
 
 
 def test_nothing_before_a_seed_is_complete_instead_of_what_lacks_a_side_record():
@@ -342,12 +333,12 @@ def test_without_room_it_goes_on_and_says_who_lacks_a_side_record_until_all_is_t
     state = connected(slots=3)
     state.decide()
     assert iteration_without_side(state, 1, 1) is None
-    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,), 0)
+    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,))
     assert state.decide() is None
     state.close_iteration(3)
     state.have(0, 3)
     state.have(1, 3)
-    assert state.decide() == Certificate(3, (), 0)
+    assert state.decide() == Certificate(3, ())
 
 
 def test_followers_hear_the_same_news_from_every_shadow():

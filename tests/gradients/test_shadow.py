@@ -12,6 +12,7 @@ import torch
 
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint
 from lastgood.gradients.asking import Asker, ask_all, choose
+from lastgood.gradients.messages import Saved
 from lastgood.gradients.token import read_token
 from lastgood.processes import die_with_parent
 from tests.gradients import scripted_trainer
@@ -231,12 +232,11 @@ def test_spills_survive_the_loss_of_all_shadows(tmp_path):
     with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as first:
         trainer = trainer_of(tmp_path, first)
         trainer.iterate()
-        trainer.iterate(spill=True)
+        trainer.iterate(spill=(0, 1))
         digest = trainer.digest()
         for shadow in (0, 1):
             spilled = trainer.wait(shadow, lambda one: one.kind == "spilled", "spilled")[0]
             assert (spilled.iteration, spilled.error) == (2, None)
-        trainer.complete(durable=2)
         trainer.iterate()
         trainer.close()
     with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as second:
@@ -247,7 +247,7 @@ def test_spills_survive_the_loss_of_all_shadows(tmp_path):
         assert bytes(sides[0][1]) == b"side of rank 0 at 2, " + digest.encode()
         # It is the shadows' own state now: training goes on without a seed, and spills again.
         other.start(adopt=2)
-        other.iterate(spill=True)
+        other.iterate(spill=(0, 1))
         other.wait(0, lambda one: one.kind == "spilled" and one.error is None, "spilled")
         after = other.digest()
         other.close()
@@ -257,12 +257,63 @@ def test_spills_survive_the_loss_of_all_shadows(tmp_path):
         again.close()
 
 
+def test_shadows_that_have_spilled_different_iterations_find_one_again(tmp_path):
+    with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as shadows:
+        trainer = trainer_of(tmp_path, shadows)
+
+        def spill(*where, keep=None):
+            trainer.iterate(spill=where, keep=keep)
+            for shadow in where:
+                (said,) = trainer.wait(shadow, lambda one: one.kind == "spilled" and one.iteration == now(), "spilled")
+                assert said.error is None
+
+        def now():
+            return trainer.iteration
+
+        def durable():
+            return [[saved.iteration for saved in shadow.service.core.status().durable] for shadow in shadows]
+
+        spill(0, 1)
+        common = Saved(epoch=trainer.epoch, iteration=1, step=10)
+        for _ in range(2):  # each fails at what the other one does
+            spill(0, keep=common)
+            spill(1, keep=common)
+        assert durable() == [[4, 1], [5, 1]]
+        spill(0, 1, keep=common)
+        assert durable() == [[6, 1], [6, 1]]
+        spill(0, 1, keep=Saved(epoch=trainer.epoch, iteration=6, step=60))
+        assert durable() == [[7, 6], [7, 6]]
+        trainer.close()
+
+
+def test_a_spill_of_a_life_that_was_left_is_never_given_back(tmp_path):
+    with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as first:
+        trainer = trainer_of(tmp_path, first)
+        for keep in (None, Saved(epoch=trainer.epoch, iteration=1, step=10)):
+            trainer.iterate(spill=(0, 1), keep=keep)
+            for shadow in (0, 1):
+                trainer.wait(
+                    shadow, lambda one: one.kind == "spilled" and one.iteration == trainer.iteration, "spilled"
+                )
+        assert [saved.iteration for saved in first[0].service.core.status().durable] == [2, 1]
+        other = Trainer(trainer.addresses, trainer.token)
+        other.fence()
+        for shadow in (0, 1):
+            other.connect(shadow, adopt=1, data=False)  # a new life goes on from the first iteration
+        other.close()
+        trainer.close()
+    with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as second:
+        for shadow in second:
+            assert [saved.iteration for saved in shadow.service.core.status().durable] == [1]
+
+
 def test_an_old_epoch_is_cut_off(folder, two):
     trainer = trainer_of(folder, two)
     trainer.iterate()
     trainer.fence()
     refused = trainer.wait(0, lambda one: one.kind == "refused", "refused")
     assert "fenced off" in refused[0].why
+    assert refused[0].fenced == trainer.epoch
     with pytest.raises(CheckpointError, match=r"fenced off|refuses"):
         old = trainer.epoch
         trainer.epoch = old - 1

@@ -34,14 +34,14 @@ class Lone:
         self.state.seed_landed(bucket)
         self.shadow.flow()
 
-    def iterate(self, iteration, *, saved=True, rule=True, holes=()):
+    def iterate(self, iteration, *, saved=True, rule=True, holes=(), spill=False):
         for bucket in BUCKETS[0]:
             if bucket not in holes:
                 self.shadow.gradient(bucket, iteration, iteration)
         for rank in range(RANKS):
             self.state.ended(rank, iteration)
         step = iteration if saved else None
-        self.state.step(Step(iteration=iteration, rule={} if rule else None, saved=saved, step=step))
+        self.state.step(Step(iteration=iteration, rule={} if rule else None, saved=saved, step=step, spill=spill))
         if saved and self.state.side(0, iteration):
             self.shadow.sides.add(iteration)
         self.shadow.flow()
@@ -53,6 +53,9 @@ class Lone:
     def work(self):
         while self.shadow.work(self):
             pass
+
+    def spilled(self):
+        return [(m.iteration, m.error is None) for m in self.shadow.said if m.kind == "spilled"]
 
     def at(self):
         return set(self.state.positions.values())
@@ -171,3 +174,60 @@ def test_an_iteration_without_its_side_record_is_not_offered_and_is_reported():
     lone.shadow.flow()
     assert [(m.iteration, m.buckets) for m in lone.shadow.said if m.kind == "torn"] == [(1, ())]
     assert (lone.restorable(), lone.state.have) == ([2], 2)
+
+
+def test_a_spill_is_copied_once_applied_and_its_end_is_said():
+    lone = Lone()
+    lone.iterate(1, spill=True)
+    assert lone.state.spilling == (1,)
+    lone.complete(1)
+    assert lone.state.spill_copied is None
+    lone.work()
+    assert lone.state.spill_copied == 1
+    lone.iterate(2, spill=True)
+    lone.complete(2)
+    lone.work()
+    assert lone.spilled() == [(2, False)], "the one before is still being written"
+    lone.state.spill_over(1)
+    lone.shadow.flow()
+    assert lone.spilled() == [(2, False), (1, True)]
+    assert lone.state.spilling == ()
+
+
+def test_a_spill_that_a_seed_has_jumped_over_is_answered():
+    lone = Lone()
+    lone.iterate(1, holes={0, 2})
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 2)
+    lone.complete(2)
+    lone.work()
+    assert lone.at() == {2}
+    lone.iterate(1, spill=True)
+    lone.work()
+    assert lone.spilled() == [(1, False)]
+
+
+def test_a_spill_whose_bucket_is_lost_ends_and_the_next_one_is_begun():
+    lone = Lone()
+    lone.iterate(1, spill=True)
+    lone.complete(1)
+    work = lone.state.next_work()
+    assert isinstance(work, Apply)
+    lone.state.failed(work, "it could not be applied")
+    lone.shadow.flow()
+    assert lone.spilled() == [(1, False)]
+    lone.seed(work.bucket, 1)
+    lone.work()
+    lone.iterate(2, spill=True)
+    lone.complete(2)
+    lone.work()
+    assert lone.state.spill_copied == 2
+
+
+def test_a_fence_ends_a_spill_that_is_not_copied():
+    lone = Lone()
+    lone.iterate(1, spill=True)
+    lone.complete(1)
+    assert isinstance(lone.state.next_work(), Apply)
+    lone.state.fence(JOB, 2)
+    assert lone.state.spilling == ()

@@ -26,6 +26,7 @@ from lastgood.gradients.messages import (
     Have,
     Message,
     Refused,
+    Saved,
     Seed,
     Seeded,
     Side,
@@ -35,6 +36,7 @@ from lastgood.gradients.messages import (
     Verify,
     Welcome,
 )
+from lastgood.gradients.spill_plan import SpillPlan
 from lastgood.gradients.tracked import BucketCopy
 
 __all__ = ["Conductor", "Settings", "Settled"]
@@ -81,6 +83,8 @@ class Conductor:
         self._owned = owned
         self._settled = settled
         self._state = ConductorState(len(addresses), base)
+        self._spills = SpillPlan(len(addresses))
+        self._spill_due = False
         self._changed = threading.Condition()
         self._fenced: str | None = None
         self._behind_since: dict[int, float] = {}
@@ -169,12 +173,29 @@ class Conductor:
         return self._fenced
 
     @property
+    def spilled(self) -> Saved | None:
+        """The newest step that all shadows have spilled, as far as rank 0 has heard."""
+        with self._changed:
+            return self._spills.common
+
+    @property
     def reachable(self) -> bool:
         """Whether any shadow is connected."""
         return any(known.connected for known in self._state.shadows)
 
     def step(self, step: Step) -> None:
-        """Rank 0: say what an iteration's update was."""
+        """Rank 0: say what an iteration's update was. `step.spill`: it is time for a spill.
+
+        That is of this iteration, or of the next saved one that finds all shadows there and done with the last spill.
+        """
+        with self._changed:
+            self._spill_due |= step.spill
+            spill = self._spill_due and step.saved and self._spills.ready
+            keep = None
+            if spill:
+                saved = Saved(epoch=self._identity.epoch, iteration=step.iteration, step=step.step or 0)
+                self._spill_due, keep = False, self._spills.ask(saved)
+        step = step.model_copy(update={"spill": spill, "keep": keep})
         for link in self.links:
             link.post(step, step.iteration)
         self.closed(step.iteration)
@@ -230,6 +251,7 @@ class Conductor:
         """A link has opened its control connection."""
         with self._changed:
             self._state.connected(shadow, welcome.unseeded, welcome.gradient_slots)
+            self._spills.connected(shadow, welcome.spills, welcome.spilling)
             self._why.pop(shadow, None)
             self._decide()
 
@@ -237,8 +259,14 @@ class Conductor:
         """A link has lost its control connection."""
         with self._changed:
             self._state.disconnected(shadow)
+            self._spills.disconnected(shadow)
             self._why[shadow] = why
             self._decide()
+
+    def failing(self, shadow: int, why: str) -> None:
+        """A link cannot connect. Only whoever waits in vain says so."""
+        with self._changed:
+            self._why[shadow] = why
 
     def refused(self, shadow: int) -> None:
         """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
@@ -250,13 +278,17 @@ class Conductor:
     def fenced_off(self, shadow: int, epoch: int) -> None:
         """Another life of this job has begun."""
         with self._changed:
-            if self._fenced is None:
-                self._fenced = (
-                    f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
-                    f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
-                )
-                _log.error("checkmate: %s", self._fenced)
-            self._changed.notify_all()
+            self._end_deciding(shadow, epoch)
+
+    def _end_deciding(self, shadow: int, epoch: int) -> None:
+        """From here on nothing is complete: shadows that are not fenced yet keep what the fenced ones hold as well."""
+        if self._fenced is None:
+            self._fenced = (
+                f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
+                f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
+            )
+            _log.error("checkmate: %s", self._fenced)
+        self._changed.notify_all()
 
     def heard(self, shadow: int, message: Message) -> None:
         """A shadow says something."""
@@ -282,13 +314,14 @@ class Conductor:
                 state.diverged(shadow, message.bucket)
             elif isinstance(message, Seeded):
                 state.seeded(shadow, message.bucket, message.iteration)
+            elif isinstance(message, Refused) and message.fenced is not None:
+                self._end_deciding(shadow, message.fenced)
             elif isinstance(message, Refused):
                 _log.warning("checkmate: shadow %d: %s", shadow, message.why)
                 state.seed_refused(shadow)
             elif isinstance(message, Spilled):
-                if message.error is None:
-                    state.spilled(shadow, message.iteration)
-                else:
+                self._spills.spilled(shadow, message.iteration, message.error is None)
+                if message.error is not None:
                     _log.error("checkmate: shadow %d made nothing durable: %s", shadow, message.error)
             self._decide()
 
@@ -299,12 +332,12 @@ class Conductor:
     def _decide(self) -> None:
         """Say what is complete now. Called with the lock held, whenever something has changed."""
         self._changed.notify_all()
-        if self._identity.rank != 0:
+        if self._identity.rank != 0 or self._fenced is not None:
             return
         certificate = self._state.decide()
         if certificate is None:
             return
-        message = Complete(iteration=certificate.iteration, lost=certificate.lost, durable=certificate.durable)
+        message = Complete(iteration=certificate.iteration, lost=certificate.lost)
         for link in self.links:
             link.post(message, certificate.iteration)
         self._announce()

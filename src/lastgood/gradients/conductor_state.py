@@ -17,17 +17,12 @@ from dataclasses import dataclass, field
 __all__ = ["Certificate", "ConductorState", "Known"]
 
 
-_SPILLS_KEPT = 16
-
-
 @dataclass(frozen=True)
 class Certificate:
     """What a Complete message says."""
 
     iteration: int
     lost: tuple[int, ...]
-    durable: int
-    """The newest iteration that every shadow has spilled."""
 
 
 @dataclass
@@ -46,7 +41,6 @@ class Known:
     """How often a bucket was torn again behind its seed."""
     floor: int = 0
     """The newest of its seeds: no older iteration can be made of its buckets."""
-    spilled: set[int] = field(default_factory=set)
     spoiled: set[int] = field(default_factory=set)
     """Iterations that it cannot give back, since a side record is missing for good."""
     given_up: bool = False
@@ -138,11 +132,6 @@ class ConductorState:
             known.on_the_way.pop(bucket, None)
             known.wants.discard(bucket)
 
-    def spilled(self, shadow: int, iteration: int) -> None:
-        """An iteration is durable there."""
-        known = self.shadows[shadow]
-        known.spilled = {*sorted(known.spilled)[-_SPILLS_KEPT:], iteration}
-
     def give_up(self, shadow: int) -> None:
         """It was behind for too long."""
         self.shadows[shadow].given_up = True
@@ -193,8 +182,7 @@ class ConductorState:
                 known.spoiled = {one for one in known.spoiled if one >= limit}
         elif not away and self.complete >= self.floor and not self._spoilers(self.complete):
             self.lost = ()
-        durable = max(set.intersection(*(known.spilled for known in self.shadows)), default=0)
-        news = Certificate(self.complete, self.lost, durable)
+        news = Certificate(self.complete, self.lost)
         if news == self._told:
             return None
         self._told = news

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
@@ -70,6 +70,9 @@ class Listener(Protocol):
 
     def disconnected(self, shadow: int, why: str) -> None:
         """The control connection is gone."""
+
+    def failing(self, shadow: int, why: str) -> None:
+        """A connection could not be made; it is tried again."""
 
     def refused(self, shadow: int) -> None:
         """Nobody listens at its address: its process has ended."""
@@ -202,6 +205,7 @@ class ShadowLink:
                 self.data.close()
                 return
             except (LastgoodError, OSError) as error:
+                self._listener.failing(self.shadow, str(error))
                 if isinstance(error.__cause__, ConnectionRefusedError):
                     self._listener.refused(self.shadow)
                 if str(error) != logged:  # not at every try
@@ -241,7 +245,7 @@ class ShadowLink:
             raise
         with self._changed:
             self._wire = wire
-            self._outbox = deque(self._resent)
+            self._outbox = deque(map(_again, self._resent))
             if self._complete is not None:
                 self._outbox.append(_Outgoing(self._complete, self._complete.iteration, _NOTHING))
             self._outbox_bytes = sum(len(one.payload) for one in self._outbox)
@@ -279,11 +283,16 @@ class ShadowLink:
         reader.start()
         why = "it was closed"
         next_data_try, pause_s = 0.0, _FIRST_PAUSE_S
+        connected = 0.0
         try:
             while reader.is_alive():
                 if self.data.wants_connection and time.monotonic() >= next_data_try and not self._ended:
-                    pause_s = _FIRST_PAUSE_S if self._connect_data() else min(2 * pause_s, _LAST_PAUSE_S)
-                    next_data_try = time.monotonic() + pause_s
+                    now = time.monotonic()
+                    if connected and now - connected > _LAST_PAUSE_S:
+                        pause_s = _FIRST_PAUSE_S  # the last one was of use
+                    connected = now if self._connect_data() else 0.0
+                    next_data_try = now + pause_s
+                    pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 with self._changed:
                     if not self._outbox:
                         if self._ended:
@@ -343,10 +352,19 @@ class ShadowLink:
         try:
             wire, _ = connect_shadow(self.address, self._token, self._hello("data"), self._timeout_s)
         except LastgoodError as error:
+            self._listener.failing(self.shadow, str(error))
             _log.debug("checkmate: shadow %d takes no gradients yet: %s", self.shadow, error)
             return False
         self.data.connect(wire.detach())
         return True
+
+
+def _again(outgoing: _Outgoing) -> _Outgoing:
+    """A spill is asked for once: what the shadow has not heard of by its welcome counts as failed (`SpillPlan`)."""
+    message = outgoing.message
+    if isinstance(message, Step) and message.spill:
+        return replace(outgoing, message=message.model_copy(update={"spill": False, "keep": None}))
+    return outgoing
 
 
 class _FencedOffError(Exception):

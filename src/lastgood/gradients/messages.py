@@ -65,6 +65,16 @@ class _Message(BaseModel):
         return self.model_dump(mode="json")
 
 
+class Saved(_Message):
+    """An iteration that a shadow could give back."""
+
+    kind: Literal["saved"] = "saved"
+    epoch: _Number
+    """In which it was made: what two lives of a training made under one number is not one thing."""
+    iteration: _Number
+    step: _Number
+
+
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +105,10 @@ class Welcome(_Message):
     """Iterations beyond the applied one that it can hold."""
     unseeded: tuple[_Number, ...] = ()
     """Its buckets that wait for a Seed."""
+    spills: tuple[Saved, ...] = ()
+    """What lies on its disk."""
+    spilling: tuple[_Number, ...] = ()
+    """Iterations that it was asked to spill, and will say Spilled of."""
 
 
 class Refused(_Message):
@@ -102,6 +116,8 @@ class Refused(_Message):
 
     kind: Literal["refused"] = "refused"
     why: _Text
+    fenced: _Number | None = None
+    """The epoch of another life of the job that has taken over; the last word to a trainer that it fenced off."""
 
 
 # -- from rank 0 -------------------------------------------------------------------------------------------------------
@@ -134,7 +150,12 @@ class Step(_Message):
     absent: tuple[_Number, ...] = ()
     """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
     spill: bool = False
-    """Make this iteration durable, once applied."""
+    """Make this iteration durable, once applied. Every shadow answers by Spilled before another one is asked for.
+
+    A step that is sent again, on another connection, asks for none.
+    """
+    keep: Saved | None = None
+    """With `spill`: the newest spill that all shadows hold. It stays; all other ones may be overwritten from now on."""
 
 
 class Complete(_Message):
@@ -146,8 +167,6 @@ class Complete(_Message):
     kind: Literal["complete"] = "complete"
     iteration: _Number
     lost: tuple[_Number, ...] = ()
-    durable: _Number = 0
-    """The newest iteration that all shadows have spilled; only then is an older spill's slot used again."""
 
 
 class Entry(_Message):
@@ -270,16 +289,6 @@ class StatusAsked(_Message):
     """Answered by Status."""
 
     kind: Literal["status?"] = "status?"
-
-
-class Saved(_Message):
-    """An iteration that a shadow could give back."""
-
-    kind: Literal["saved"] = "saved"
-    epoch: _Number
-    """In which it was made: what two lives of a training made under one number is not one thing."""
-    iteration: _Number
-    step: _Number
 
 
 class Status(_Message):

@@ -53,6 +53,7 @@ _TICK_S = 0.2
 _PROOF_S = 10.0
 _MAX_CONNECTIONS = 4096
 _MAX_UNPROVED = 64
+_MAX_KNOWN_ERRORS = 100
 _MAX_WAITING = 10_000
 """Messages that wait to go out to one trainer; it takes none any more if there are more."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
@@ -110,6 +111,7 @@ class ShadowService:
         self._controls: list[_Control] = []
         self._controls_lock = threading.Lock()
         self._connections: set[Wire] = set()
+        self._known_errors: set[str] = set()
         self._unproved = threading.BoundedSemaphore(_MAX_UNPROVED)
         self.core = ShadowCore(settings, self._tell)
 
@@ -166,8 +168,8 @@ class ShadowService:
                     self._serve_asker(wire, hello)
         except LastgoodError as error:
             _log.info("%s: %s", wire.other, error)
-        except Exception:
-            _log.exception("%s: unexpected", wire.other)
+        except Exception as error:
+            self._unexpected(wire.other, error)
         finally:
             self._connections.discard(wire)
             wire.close()
@@ -194,8 +196,26 @@ class ShadowService:
         return hello
 
     def _hand_over(self, wire: Wire, connection: socket.socket, hello: Hello) -> None:
+        try:
+            # Nothing comes before the welcome, so whatever goes wrong here can still be said in its place.
+            self.core.receive_from(connection.fileno(), hello)
+        except LastgoodError as error:
+            _refuse(wire, error)
+            raise
+        except Exception as error:
+            _refuse(wire, self._unexpected(wire.other, error))
+            return
         wire.send_message(**self.core.welcome().content())
-        self.core.receive_from(connection.fileno(), hello)
+
+    def _unexpected(self, other: str, error: Exception) -> CheckpointError:
+        """What the other side is told of an error that should not be. It tries again, so each one is logged once."""
+        what = repr(error)[:1000]
+        if what not in self._known_errors:
+            if len(self._known_errors) >= _MAX_KNOWN_ERRORS:
+                self._known_errors.clear()
+            self._known_errors.add(what)
+            _log.error("%s: unexpected; logged once", other, exc_info=error)
+        return CheckpointError(f"an error inside the shadow, whose log says more: {what}")
 
     # -- trainers --------------------------------------------------------------------------------------------------
 
@@ -220,9 +240,14 @@ class ShadowService:
                 message = parse_message(wire.read_message(frame), wire.other)
                 self._obey(control, message)
         except CheckpointError as error:
-            control.tell(Refused(why=str(error)[:10_000]))
+            if not self._is_over(control):
+                control.tell(Refused(why=str(error)[:10_000]))
             raise
+        except Exception as error:
+            control.tell(Refused(why=str(self._unexpected(wire.other, error))))
         finally:
+            if self._is_over(control):
+                self._say_over(control)
             with self._controls_lock:
                 if control in self._controls:
                     self._controls.remove(control)
@@ -252,7 +277,7 @@ class ShadowService:
             self.core.declare(control.epoch, message, control.tell)
         except LastgoodError as error:
             _log.error("the layout is refused: %s", error)
-            control.tell(Refused(why=str(error)))
+            control.tell(Refused(why=str(error)[:10_000]))
             return
         self.core.greet()
 
@@ -335,7 +360,15 @@ class ShadowService:
         with self._controls_lock:
             older = [control for control in self._controls if control.epoch != epoch]
         for control in older:
-            control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}"))
+            self._say_over(control)
+
+    def _is_over(self, control: _Control) -> bool:
+        return control.epoch != self.core.state.epoch
+
+    def _say_over(self, control: _Control) -> None:
+        """Before the connection ends: rank 0 decides nothing any more once it hears this from one shadow."""
+        epoch = self.core.state.epoch
+        control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}", fenced=epoch))
 
     def _wait(self, wire: Wire, epoch: int | None = None) -> bool:
         """Until something arrives; False where the other side has closed, its epoch is over, or the service ends."""

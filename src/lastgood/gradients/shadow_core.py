@@ -103,6 +103,8 @@ class ShadowCore:
                 layout=self.state.layout if self.state.declared else None,
                 gradient_slots=self.settings.slots,
                 unseeded=tuple(self.state.unseeded) if self.state.declared else (),
+                spills=self._durable(),
+                spilling=self.state.spilling if self.state.declared else (),
             )
 
     def status(self) -> Status:
@@ -118,9 +120,12 @@ class ShadowCore:
                 applied=self.state.applied,
                 have=self.state.have,
                 memory=tuple(self.state.restorable()),
-                durable=tuple(spill.saved for spill in self.store.durable()) if self.store else (),
+                durable=self._durable(),
                 refused=self.all_refused(),
             )
+
+    def _durable(self) -> tuple[Saved, ...]:
+        return tuple(spill.saved for spill in self.store.durable()) if self.store else ()
 
     def all_refused(self) -> dict[str, int]:
         """Records and connections that were refused, by cause."""
@@ -156,6 +161,8 @@ class ShadowCore:
             if self.store is None and self.settings.spill_directory is not None and self.state.job in (None, job):
                 self.store = SpillStore(self.settings.spill_directory, job, self.settings.shadow)
             self.state.fence(job, epoch)
+            if self.store is not None:
+                self.store.fence(epoch)
             self.counters.fences += 1
             self._data.clear()
             self.restored = None
@@ -205,7 +212,7 @@ class ShadowCore:
             self.sides.forget_layouts()
             self.receiver.begin(epoch, keep=False)
             if self.store is not None:
-                self.store.begin_epoch(epoch, restored if kept else None)
+                self.store.begin_epoch(epoch, message.adopt, restored if kept else None)
             answer(self.welcome())
             self.flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
@@ -289,9 +296,6 @@ class ShadowCore:
         """See `Complete`."""
         with self._current(epoch):
             self.state.complete(message)
-            store = self.store
-        if store is not None and message.durable:
-            store.confirm(message.durable, epoch)
 
     def verify(self, epoch: int, message: Verify) -> None:
         """See `Verify`."""

@@ -18,12 +18,13 @@ from lastgood.errors import CheckpointError, MismatchError
 from lastgood.gradients.messages import Applied, Complete, Diverged, Have, Saved, Seeded, Spilled, Step, Torn
 from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
 from lastgood.gradients.shadow_bucket import BucketState
-from lastgood.gradients.shadow_iterations import Iterations
+from lastgood.gradients.shadow_holdings import ShadowHoldings
+from lastgood.gradients.spill_state import SpillState
 
 __all__ = ["ShadowState"]
 
 
-class ShadowState:
+class ShadowState(ShadowHoldings):
     """One shadow, from its start on. Not safe for several threads: the caller holds a lock.
 
     Args:
@@ -31,26 +32,22 @@ class ShadowState:
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
+        super().__init__(slots)
         self.job: str | None = None
         self.epoch = 0
         self.layout: str | None = None
         self.declared = False
         """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
-        self.completed = 0
-        self.spilling: int | None = None
         self.missed_checks = 0
-        self._buckets: dict[int, BucketState] = {}
         self._ranks = 0
-        self._known = Iterations()
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
         self._holding: dict[int, int] = {}
         self._have: int | None = None
         self._applied: int | None = None
         self._restoring: int | None = None
-        self._decided_spill = self._goal = 0
-        self._spill_left: set[int] = set()
+        self._goal = 0
+        self._spill = SpillState()
         self._out: deque[Output] = deque()
         self._ready: deque[int] = deque()
         self._dirty = False
@@ -98,6 +95,7 @@ class ShadowState:
         self._known.newest_side.clear()
         self._restoring = None
         self._ready.clear()  # what may be applied is another thing from here on
+        self._spill.fence()
         for bucket in self._buckets.values():
             bucket.checks.clear()
         self._settle()
@@ -124,11 +122,11 @@ class ShadowState:
             self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
         self._known.side_ranks, self._ranks = frozenset(side_ranks), ranks
-        self.completed = self._decided_spill = adopt if kept and adopt is not None else 0
+        self.completed = adopt if kept and adopt is not None else 0
+        self._spill.begin_epoch(self.completed)
         self._known.given_up.clear()
         self._holding.clear()
-        self._have = self._applied = self._restoring = self.spilling = None
-        self._spill_left.clear()
+        self._have = self._applied = self._restoring = None
         self._ready.clear()
         for number, bucket in self._buckets.items():
             self._out.append(Window(number, adopt + 1) if kept and adopt is not None else Open(number))
@@ -192,9 +190,13 @@ class ShadowState:
 
     def step(self, message: Step) -> None:
         """What an iteration needs beside gradients. Raises CheckpointError where far too many are open."""
-        if message.iteration > self._lowest():
+        new = message.iteration > self._lowest()
+        if new:
             self._known.add_step(message, self.epoch)
             self._give_up(self._known.late())
+        if message.spill:
+            self._spill.ask(message.iteration, message.keep)
+        if new or message.spill:
             self._settle()
 
     def side(self, rank: int, iteration: int) -> bool:
@@ -320,7 +322,7 @@ class ShadowState:
             bucket.torn = bucket.landing = None
             bucket.landed = bucket.windowed = bucket.opened = False
         elif isinstance(work, Copy):
-            self._spill_left.discard(work.bucket)
+            self._spill.copied(work.iteration, work.bucket)
         self._settle()
 
     def failed(self, work: Work, why: str) -> None:
@@ -339,102 +341,27 @@ class ShadowState:
 
     def spill_over(self, iteration: int, error: str | None = None) -> None:
         """The spill is durable, or failed."""
-        if self.spilling == iteration:
-            self.spilling = None
-            self._spill_left.clear()
+        if self._spill.iteration == iteration:
+            self._spill.end()
             self._out.append(Tell(Spilled(iteration=iteration, error=error), everyone=True))
             self._settle()
 
     @property
+    def spilling(self) -> tuple[int, ...]:
+        """Iterations that are to be spilled, or are being so."""
+        return self._spill.open
+
+    @property
     def spill_copied(self) -> int | None:
         """The iteration of which all buckets are copied for the spill."""
-        return self.spilling if not self._spill_left else None
-
-    # -- what is so ------------------------------------------------------------------------------------------------
+        return self._spill.iteration if not self._spill.left else None
 
     @property
-    def waiting(self) -> int:
-        """Buckets that wait for a seed, or have one on its way."""
-        return sum(
-            1 for one in self._buckets.values() if one.wants_seed or (one.landing is not None and not one.landed)
-        )
-
-    @property
-    def whole(self) -> bool:
-        """No bucket waits for a seed, and there is an iteration that all can be brought to."""
-        return bool(self._buckets) and self.waiting == 0 and self._newest() is not None
-
-    @property
-    def have(self) -> int:
-        """The newest iteration that this shadow can be brought to; 0 if none."""
-        return self._newest() or 0
-
-    @property
-    def unseeded(self) -> list[int]:
-        """Buckets that wait for a seed, none of which is on its way."""
-        return [number for number, bucket in self._buckets.items() if bucket.wants_seed]
-
-    @property
-    def applied(self) -> int:
-        """The iteration that all buckets are behind; 0 if one has no value."""
-        return min((bucket.at or 0 for bucket in self._buckets.values()), default=0)
-
-    @property
-    def positions(self) -> dict[int, int | None]:
-        """Where each bucket stands."""
-        return {number: bucket.at for number, bucket in self._buckets.items()}
-
-    def restorable(self) -> list[Saved]:
-        """Saved iterations that all buckets can be brought to and whose side records are here, oldest first."""
-        return [
-            saved
-            for iteration, saved in sorted(self._known.saves.items())
-            if self._known.sides_whole(iteration) and self._producible(iteration)
-        ]
+    def spill_keeps(self) -> Saved | None:
+        """The older spill that must stay meanwhile."""
+        return self._spill.keep
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _producible(self, iteration: int) -> bool:
-        bases = [bucket.base_for(iteration) for bucket in self._buckets.values()]
-        if not bases or None in bases:
-            return False
-        lowest = min(base for base in bases if base is not None)
-        return all(one in self._known.steps for one in range(lowest + 1, iteration + 1))
-
-    def _stands_at(self, iteration: int) -> bool:
-        return bool(self._buckets) and all(
-            not bucket.busy and bucket.at is not None and bucket.floor <= iteration <= bucket.at
-            for bucket in self._buckets.values()
-        )
-
-    def _newest(self) -> int | None:
-        """The newest iteration that can be produced, with its side records if it was saved."""
-        if not self._buckets or self.waiting:
-            return None
-        newest = min(bucket.end for bucket in self._buckets.values())
-        low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
-        for iteration in range(newest, low - 1, -1):
-            complete = iteration not in self._known.saves or self._known.sides_whole(iteration)
-            if complete and self._producible(iteration):
-                return iteration
-        return None
-
-    def _oldest(self) -> int:
-        """No older iteration can ever be given back."""
-        return min(
-            (
-                bucket.floor if bucket.at is not None else self.completed - self.slots
-                for bucket in self._buckets.values()
-            ),
-            default=0,
-        )
-
-    def _lowest(self) -> int:
-        """All buckets are behind this iteration, or wait for the seed of a later one."""
-        return min(
-            (bucket.at if bucket.at is not None else self.completed - self.slots for bucket in self._buckets.values()),
-            default=0,
-        )
 
     def _settle(self) -> None:
         """After every change: tears, what can be said, what can be forgotten."""
@@ -442,6 +369,7 @@ class ShadowState:
         self._tear()
         for number, bucket in self._buckets.items():
             self._follow_seed(number, bucket)
+        self._end_spill_if_hopeless()
         if self.declared:
             have = self._newest()
             if have is not None and have != self._have:
@@ -541,15 +469,13 @@ class ShadowState:
 
     def _retarget(self) -> None:
         self._goal = self._target()
-        for iteration in sorted(one for one in self._known.steps if self._decided_spill < one <= self._goal):
-            self._decided_spill = iteration
-            if self._known.steps[iteration].spill:
-                self._begin_spill(iteration)
+        for iteration in self._spill.due(self._goal):  # one that a seed has jumped over is answered too
+            self._begin_spill(iteration)
 
     def _begin_spill(self, iteration: int) -> None:
         why = None
-        if self.spilling is not None:
-            why = f"the spill of iteration {self.spilling} is still being written"
+        if self._spill.iteration is not None:
+            why = f"the spill of iteration {self._spill.iteration} is still being written"
         elif iteration not in self._known.saves or not self._known.sides_whole(iteration):
             why = "it was not saved, or a side record of it is missing"
         elif not self._producible(iteration):
@@ -557,14 +483,20 @@ class ShadowState:
         if why is not None:
             self._out.append(Tell(Spilled(iteration=iteration, error=why), everyone=True))
             return
-        self.spilling = iteration
-        self._spill_left = set(self._buckets)
+        self._spill.begin(iteration, self._buckets)
+
+    def _end_spill_if_hopeless(self) -> None:
+        iteration = self._spill.iteration
+        if iteration is not None:
+            missed = [one for one in self._spill.left if self._buckets[one].base_for(iteration) is None]
+            if missed:
+                self.spill_over(iteration, f"bucket {min(missed)} was lost, or seeded later, before it was copied")
 
     def _work_of(self, number: int) -> Work | None:
         bucket = self._buckets.get(number)
         if bucket is None or bucket.busy:
             return None
-        spilling = self.spilling if number in self._spill_left else None
+        spilling = self._spill.iteration if number in self._spill.left else None
         return bucket.next_work(number, self._goal, self._word, self._known.steps, spilling)
 
     def _start(self, work: Work) -> None:

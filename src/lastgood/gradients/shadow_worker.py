@@ -92,7 +92,7 @@ class ShadowWorker:
         if self._copy is None or self._copy.saved.iteration != work.iteration:
             with core.change:
                 saved = core.state.saved_at(work.iteration)
-                self._copy = SpillCopy(saved, sides=core.sides.all_of(work.iteration))
+                self._copy = SpillCopy(saved, core.state.spill_keeps, sides=core.sides.all_of(work.iteration))
         held = list(memory.value(work.bucket).tensors())
         content = bytearray()
         for entry, tensor in held:

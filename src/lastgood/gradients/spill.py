@@ -1,7 +1,7 @@
 """A shadow's durable side: one iteration of all its buckets and side records as a stream in a slot file.
 
-What is written is a copy, so that applying goes on meanwhile. A slot is used again only once a newer spill is durable
-on all shadows (`confirm`), so that there always is an iteration that all of them can read back.
+What is written is a copy, so that applying goes on meanwhile. With each spill comes the word which older one all
+shadows hold (`SpillPlan`); that one is not overwritten, so that there always is one that all of them can read back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from pydantic import TypeAdapter, ValidationError
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Saved, Side
-from lastgood.storage import SlotInfo, SlotStore
+from lastgood.gradients.spill_plan import is_left_behind, retained
+from lastgood.storage import SlotInfo, SlotStore, Verdict
 from lastgood.units import MIB
 
 __all__ = ["SideRecord", "Spill", "SpillCopy", "SpillStore"]
 
 _log = logging.getLogger("lastgood.shadow")
 _SLOTS = 3
-"""One that is durable everywhere, one that may become so, one that is being written."""
+"""One that is durable everywhere, one that is being written, and one more, so that no damaged file stops it."""
 _POOL_BYTES = 32 * MIB
 _CHUNK_BYTES = 4 * MIB
 _FORMAT = "lastgood-shadow-spill"
@@ -48,6 +49,8 @@ class SpillCopy:
     """A copy of one iteration, made bucket by bucket while others may already be further."""
 
     saved: Saved
+    keep: Saved | None = None
+    """The spill that must stay meanwhile: all shadows hold it."""
     buckets: dict[int, tuple[tuple[Entry, ...], bytearray]] = field(default_factory=dict)
     sides: dict[int, SideRecord] = field(default_factory=dict)
 
@@ -83,9 +86,10 @@ class SpillStore:
         self._lock = threading.Lock()
         self._durable: list[Spill] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._shared = False
+        self._fenced = 0
         for info in self._store.committed():
+            if self._store.book().is_bad(info.sequence):
+                continue  # left behind
             try:
                 self._durable.append(self._read_spill(info))
             except CheckpointError as error:
@@ -113,39 +117,32 @@ class SpillStore:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: int, restored: Saved | None) -> None:
-        """Trainers begin at what they restored, or anew: what is newer than the last common spill will not be joined.
+    def fence(self, epoch: int) -> None:
+        """From here on nothing of older epochs becomes durable: who fences reads what is, and relies on no more."""
+        with self._lock:
+            self._fenced = epoch
 
-        Raises StorageError, WaitTimeout.
+    def begin_epoch(self, epoch: int, adopt: int | None, restored: Saved | None) -> None:
+        """Trainers go on behind iteration `adopt`, or begin anew. Spills that they left behind are not given back.
+
+        All others stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
+        Raises WaitTimeout, StorageError.
         """
         if not self.wait(0.0):
             raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
-        infos = self._store.committed()
-        chosen = [spill.info.sequence for spill in self.durable() if spill.saved == restored]
-        mark = self._store.mark()
-        marked = [info.sequence for info in infos if mark is not None and info.sequence == mark.sequence]
-        everywhere = chosen or marked or [info.sequence for info in infos]
-        self._store.share(epoch, everywhere)
-        self._shared = True
         with self._lock:
-            self._durable = [spill for spill in self._durable if spill.info.sequence in everywhere]
+            gone = [spill for spill in self._durable if is_left_behind(spill.saved, epoch, adopt, restored)]
+            self._durable = [spill for spill in self._durable if spill not in gone]
+        self._disown(gone)
+        self._store.incarnation = epoch
 
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
-        """Write a copy in the background; `over` is called at its end, with an error or None."""
+        """Write a copy in the background; `over` is called at its end, with an error or None.
+
+        Only what it says must stay does; where that is not here, the newest that is.
+        """
         self._thread = threading.Thread(target=self._write, args=(copy, layout, over), name="spill", daemon=True)
         self._thread.start()
-
-    def confirm(self, iteration: int, epoch: int) -> None:
-        """All shadows have spilled this iteration: older ones may go. Failures are logged; then they stay."""
-        newest = next(
-            (one for one in self.durable() if one.saved.iteration <= iteration and one.saved.epoch == epoch), None
-        )
-        if newest is None or not self._shared:
-            return
-        try:
-            self._store.confirm(newest.info)
-        except CheckpointError as error:
-            _log.error("%s", error)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the write that is under way; False if it takes longer."""
@@ -157,7 +154,6 @@ class SpillStore:
 
     def close(self) -> None:
         """Give up what is being written, and the directory."""
-        self._closed = True
         try:
             self._store.close(10.0)
         except CheckpointError as error:
@@ -167,13 +163,32 @@ class SpillStore:
         iteration = copy.saved.iteration
         try:
             self._write_stream(copy, layout)
-        except (LastgoodError, OSError, MemoryError) as error:
-            _log.error("iteration %d is not durable here: %s", iteration, error)
-            over(iteration, str(error))
+        except Exception as error:  # whatever it is, rank 0 waits for an answer before it asks for another spill
+            expected = isinstance(error, (LastgoodError, OSError, MemoryError))
+            _log.error("iteration %d is not durable here: %r", iteration, error, exc_info=not expected)
+            over(iteration, (str(error) or repr(error))[:10_000])
         else:
             over(iteration, None)
 
+    def _keep_only(self, saved: Saved | None) -> None:
+        with self._lock:
+            kept = retained([spill.saved for spill in self._durable], saved)
+            dropped = [spill for spill in self._durable if spill.saved != kept]
+            self._durable = [spill for spill in self._durable if spill.saved == kept]
+        self._drop(dropped)
+
+    def _disown(self, spills: Sequence[Spill]) -> None:
+        """They belong to a life that was left, and must not come back when this process is started anew."""
+        for spill in spills:
+            self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, "made by a life that was left"))
+        self._drop(spills)
+
+    def _drop(self, spills: Sequence[Spill]) -> None:
+        for spill in spills:
+            self._store.drop(spill.info)
+
     def _write_stream(self, copy: SpillCopy, layout: GradientLayout) -> None:
+        self._keep_only(copy.keep)
         order = sorted(copy.buckets)
         ranks = sorted(copy.sides)
         meta = json.dumps(
@@ -194,7 +209,7 @@ class SpillStore:
         write = self._store.try_begin(copy.saved.step, data_bytes + len(meta))
         if write is None:
             raise CheckpointError(
-                f"{self.directory}: no slot is free, since no newer spill is known to be durable on all shadows"
+                f"{self.directory}: no slot is free; spills are being read, or the disk does not let go of older writes"
             )
         try:
             for piece in [*pieces, meta]:
@@ -211,8 +226,13 @@ class SpillStore:
             raise CheckpointError(f"{self.directory}: the spill was overtaken by a newer one")
         spill = self._read_spill(write.info)
         with self._lock:
+            fenced = copy.saved.epoch < self._fenced
             alive = {info.sequence for info in self._store.committed()}
-            self._durable = [spill, *(one for one in self._durable if one.info.sequence in alive)]
+            new = [] if fenced else [spill]
+            self._durable = [*new, *(one for one in self._durable if one.info.sequence in alive)]
+        if fenced:
+            self._disown([spill])
+            raise CheckpointError(f"{self.directory}: epoch {copy.saved.epoch} was fenced off meanwhile")
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
