@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+from lastgood.ports import free_ports
 from tests.gradients.shadow_processes import ShadowProcess
 
 
@@ -15,7 +16,7 @@ class Shadows:
     def __init__(self, folder, count, *arguments):
         self.folder = folder
         self.arguments = arguments
-        self.ports = [0] * count
+        self.ports = free_ports(count)
         self.processes = []
         folder.mkdir(parents=True, exist_ok=True)
         token = folder / "token"
@@ -42,7 +43,7 @@ class Shadows:
         return ShadowProcess(self.folder, number, len(self.ports), *own, port=self.ports[number])
 
     def _ready(self, number):
-        self.ports[number] = self.processes[number].wait_ready(90).described["port"]
+        self.processes[number].wait_ready(90)
 
     def kill(self, number):
         self.processes[number].kill()

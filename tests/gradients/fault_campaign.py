@@ -23,6 +23,7 @@ from lastgood.errors import CheckpointError, LastgoodError, NoCheckpoint
 from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.copy_faults import FaultPlan
 from lastgood.gradients.messages import GREETING, Hello
+from lastgood.ports import free_ports
 from lastgood.wire.records import Record, RecordKind, pack_header
 from tests.gradients.fault_net import Net
 from tests.gradients.fault_shadow import ForkedShadow
@@ -158,14 +159,16 @@ class Bed:
         self.knobs: dict[str, Any] = {"slots": schedule.slots, "timeout_s": 10.0}
         if schedule.side_limit_bytes is not None:
             self.knobs["side_limit_bytes"] = schedule.side_limit_bytes
-        self.shadows = [shadow.wait_ready() for shadow in [self._make(number) for number in range(SHADOWS)]]
+        # At ports that they find free again when they are replaced.
+        made = [self._make(number, port) for number, port in enumerate(free_ports(SHADOWS))]
+        self.shadows = [shadow.wait_ready() for shadow in made]
         self.dead: set[int] = set()
         self.died_s = float("-inf")
         """When the newest one died."""
         self.nets: list[Net] = []
         (folder / "token").write_bytes(TOKEN)
 
-    def _make(self, number: int, port: int = 0) -> ForkedShadow:
+    def _make(self, number: int, port: int) -> ForkedShadow:
         spills = self.folder / f"spills-{number}" if self.schedule.spill_every else None
         return ForkedShadow(number, TOKEN, spills, self.knobs, port)
 
