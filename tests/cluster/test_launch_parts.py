@@ -120,6 +120,20 @@ def test_ranks_get_their_place_and_their_logs(job: Callable[[int], Job]) -> None
     assert [wrapper.wait(timeout=20) for wrapper in one.wrappers] == [0, 0, 0]
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this Python is in no virtual environment")
+def test_python_is_that_of_the_launch_unless_a_path_is_given(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for own, expected in (({}, f"{sys.prefix}/bin:/usr/bin:/bin"), ({"PATH": "/bin:/usr/bin"}, "/bin:/usr/bin")):
+        one = job(1)
+        one.start("", argv=["sh", "-c", "echo $PATH; command -v python || true"], env=own)
+        one.serve_until("end", lambda one=one: one.board.all_over)
+        path, *python = (one.logs / "rank-00000.log").read_text().splitlines()
+        assert path == expected
+        assert own or python == [f"{sys.prefix}/bin/python"]
+
+
 def test_srun_and_deepspeed_ranks_meet_where_rank_0_found_a_port(job: Callable[[int], Job]) -> None:
     one = job(2)
     code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
