@@ -345,13 +345,20 @@ def test_a_launcher_that_is_not_installed_is_named(
 def test_options_that_mpirun_would_tear_apart_are_refused(tmp_path: Path) -> None:
     config = tmp_path / "my config"
     config.write_text("Host *\n")
-    given = Way(
-        parse_hostfile("here slots=1\n"), TICKET, sys.executable, Remote(SshOptions(config)), tmp_path, [], "", 1
-    )
+    given = Way(parse_hostfile("here slots=1\n"), TICKET, "python", Remote(SshOptions(config)), tmp_path, [], "", 1)
     for how, program in (("deepspeed", "pdsh"), ("openmpi", "mpirun")):
         if shutil.which(program) is not None:
             with pytest.raises(ConfigError, match=f"{program} cannot pass on .*my config"):
                 way(how, given)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_a_python_that_deepspeeds_launcher_would_tear_apart_is_refused_before_it_starts(tmp_path: Path) -> None:
+    python = "/opt/my environment/bin/python"
+    given = Way(parse_hostfile("here slots=1\n"), TICKET, python, Remote(), tmp_path, [], "127.0.0.1", 1)
+    with pytest.raises(ConfigError, match=r"my environment/bin/python.*without blanks.*--how torchrun"):
+        way("deepspeed", given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("env", [{"1A": "b"}, {"A-B": ""}, {"": ""}, {"A": "x\ny"}, {"A": "x\0"}])
