@@ -148,6 +148,7 @@ def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tm
         for rank, one in enumerate(life):
             assert (one["rank"], one["first_step"], one["last_step"]) == (rank, first, last)
             assert (one["durable"], one["failed"]) == (last - first, 0)
+            assert "cut off" not in one["said"]  # nobody was: a tidy end is no lost shadow
             if pinned:
                 assert one["cpus"] == CPUS[len(CPUS) * rank // 2 : len(CPUS) * (rank + 1) // 2]
     assert "restored step 3 from the shadows" in lives[1][0]["said"] and not lives[1][1]["said"].count("restored")
