@@ -120,6 +120,20 @@ def test_ranks_get_their_place_and_their_logs(job: Callable[[int], Job]) -> None
     assert [wrapper.wait(timeout=20) for wrapper in one.wrappers] == [0, 0, 0]
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this Python is in no virtual environment")
+def test_python_is_that_of_the_launch_unless_a_path_is_given(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for own, expected in (({}, f"{sys.prefix}/bin:/usr/bin:/bin"), ({"PATH": "/bin:/usr/bin"}, "/bin:/usr/bin")):
+        one = job(1)
+        one.start("", argv=["sh", "-c", "echo $PATH; command -v python || true"], env=own)
+        one.serve_until("end", lambda one=one: one.board.all_over)
+        path, *python = (one.logs / "rank-00000.log").read_text().splitlines()
+        assert path == expected
+        assert own or python == [f"{sys.prefix}/bin/python"]
+
+
 def test_srun_and_deepspeed_ranks_meet_where_rank_0_found_a_port(job: Callable[[int], Job]) -> None:
     one = job(2)
     code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
@@ -331,13 +345,20 @@ def test_a_launcher_that_is_not_installed_is_named(
 def test_options_that_mpirun_would_tear_apart_are_refused(tmp_path: Path) -> None:
     config = tmp_path / "my config"
     config.write_text("Host *\n")
-    given = Way(
-        parse_hostfile("here slots=1\n"), TICKET, sys.executable, Remote(SshOptions(config)), tmp_path, [], "", 1
-    )
+    given = Way(parse_hostfile("here slots=1\n"), TICKET, "python", Remote(SshOptions(config)), tmp_path, [], "", 1)
     for how, program in (("deepspeed", "pdsh"), ("openmpi", "mpirun")):
         if shutil.which(program) is not None:
             with pytest.raises(ConfigError, match=f"{program} cannot pass on .*my config"):
                 way(how, given)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_a_python_that_deepspeeds_launcher_would_tear_apart_is_refused_before_it_starts(tmp_path: Path) -> None:
+    python = "/opt/my environment/bin/python"
+    given = Way(parse_hostfile("here slots=1\n"), TICKET, python, Remote(), tmp_path, [], "127.0.0.1", 1)
+    with pytest.raises(ConfigError, match=r"my environment/bin/python.*without blanks.*--how torchrun"):
+        way("deepspeed", given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("env", [{"1A": "b"}, {"A-B": ""}, {"": ""}, {"A": "x\ny"}, {"A": "x\0"}])

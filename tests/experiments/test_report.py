@@ -26,9 +26,12 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments import report
 from lastgood.experiments.claims import judge_claims, load_reference
 from lastgood.experiments.figure_csv import find_csvs, load_csvs
+from lastgood.experiments.optimizer_collect import collect_updates_files
 from lastgood.experiments.report import build_report, picture_of
 from lastgood.experiments.report_table import Cell, Row, cells_table
 from tests.experiments.records import make_ceilings
+from tests.experiments.test_checkmate_figure import csv_of, panel
+from tests.experiments.test_optimizer_panel import record_of, written
 from tests.experiments.tidy_csvs import STATE_BYTES, none, runs, write_panel
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="700" height="300"><rect width="700" height="300" id="a"/></svg>'
@@ -252,6 +255,22 @@ def test_the_command(tmp_path: Path) -> None:
     # Without names every figure's CSV in the folder is taken; claims.csv and the wide ones are none.
     assert CliRunner().invoke(app, [*common, "--ceilings", str(ceilings), "--claims", str(claims)]).exit_code == 0
     assert out.read_bytes() == named
+
+
+def test_checkmates_figure_is_found_and_shown_without_being_named(tmp_path: Path) -> None:
+    csv_of(tmp_path, panel())
+    updates = collect_updates_files("checkmate", "optimizer", written(tmp_path / "records", record_of()))
+    updates.write(tmp_path / "checkmate_optimizer.csv", tmp_path / "checkmate_optimizer_wide.csv")
+    (tmp_path / "checkmate_opt.svg").write_bytes(SVG)
+    for other in ("claims.csv", "checkmate.csv", "mine_opt.csv"):
+        (tmp_path / other).write_text("no,figure\n1,2\n")
+    out = tmp_path / "report.html"
+    done = CliRunner().invoke(app, ["report", "--figures-dir", str(tmp_path), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    page = out.read_text()
+    assert 'id="checkmate-opt"' in page and 'id="checkmate-optimizer"' in page
+    assert base64.b64encode(SVG).decode() in page
+    assert "Checkmate" in Tags(page).text
 
 
 # -- in a browser --------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from lastgood.cli import (
     switch,
     testbed,
     trace,
+    train,
     tune,
     verify,
 )
@@ -58,6 +59,7 @@ app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(netbench.netbench)
 app.command()(tune.tune)
+app.command()(train.train)
 app.command()(launch.launch)
 app.command()(optbench.optbench)
 app.command()(inspect.inspect)

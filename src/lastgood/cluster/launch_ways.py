@@ -169,6 +169,11 @@ def _grace(given: Way) -> int:
 def _deepspeed(given: Way) -> list[Started]:
     if shutil.which("pdsh") is None:
         raise ConfigError("DeepSpeed's launcher needs pdsh on this machine (Debian, Ubuntu: apt-get install pdsh)")
+    if shlex.quote(given.python) != given.python:
+        raise ConfigError(
+            f"DeepSpeed's launcher puts {given.python!r} into a shell's command as it is, where it falls apart: use a "
+            "Python at a path without blanks and other signs of a shell, or --how torchrun or openmpi"
+        )
     env = {"PDSH_SSH_ARGS": _pdsh_ssh_args(given.remote)}
     return [_runner(given, "pdsh", given.launcher_args, given.ticket.env, env)]
 

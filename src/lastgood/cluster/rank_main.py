@@ -218,6 +218,9 @@ def _environment(ticket: Ticket, rank: int, local: int, world: int, go: dict[str
     interface = route_interface(env["MASTER_ADDR"])
     for name in _INTERFACE_VARIABLES:
         env.setdefault(name, interface)
+    if sys.prefix != sys.base_prefix and "PATH" not in ticket.env:
+        # As if this environment were activated, which nobody does over ssh: `python train.py` is to be this Python.
+        env["PATH"] = os.pathsep.join(filter(None, (str(Path(sys.prefix, "bin")), env.get("PATH"))))
     return env
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pandas as pd
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.collect import TidyRow
+from lastgood.experiments.figures import figure_names
 from lastgood.experiments.style import panel_title
+from lastgood.experiments.tidy import TidyRow
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["FigureCsv", "find_csvs", "load_csv", "load_csvs", "only_figure", "run_rows"]
@@ -46,11 +47,15 @@ class FigureCsv:
 
 
 def find_csvs(folder: Path) -> list[Path]:
-    """All tidy CSV files of figures in `folder`, by name. Raises ConfigError where there is none."""
-    found = sorted(path for path in folder.glob("fig*.csv") if not path.stem.endswith("_wide"))
+    """All tidy CSV files of known figures in `folder`, by name. Raises ConfigError where there is none."""
+    figures = tuple(f"{name}_" for name in figure_names())
+    found = sorted(
+        path for path in folder.glob("*.csv") if path.name.startswith(figures) and not path.stem.endswith("_wide")
+    )
     if not found:
         raise ConfigError(
-            f"{folder}: no figure's CSV file (fig*.csv) is there; run `snakemake` first, or name CSV files"
+            f"{folder}: no figure's CSV file (fig8_*.csv, checkmate_*.csv and so on) is there; run `snakemake` first, "
+            "or name CSV files"
         )
     return found
 

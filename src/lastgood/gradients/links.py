@@ -315,7 +315,8 @@ class ShadowLink:
                 self._changed.notify_all()
             wire.abort()
             reader.join(self._timeout_s)
-            self.data.cut("its control connection broke")
+            if not self._ended:  # `close` lets the data connection send what is queued
+                self.data.cut("its control connection broke")
             self._listener.disconnected(self.shadow, why)
 
     def _write(self, wire: Wire, outgoing: _Outgoing) -> None:

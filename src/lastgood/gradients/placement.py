@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lastgood.errors import ConfigError
 
-__all__ = ["Place", "find_place", "own_cpus", "parse_cpus"]
+__all__ = ["Place", "TrainerPlace", "find_place", "find_trainer", "own_cpus", "parse_cpus"]
 
 _MOST = 1 << 16
 
@@ -20,6 +20,40 @@ class Place:
     shadow: int
     shadows: int
     trainers: int | None
+
+
+@dataclass(frozen=True)
+class TrainerPlace:
+    """A rank that trains, how many there are, and how many shadows they have."""
+
+    rank: int
+    ranks: int
+    shadows: int
+
+
+def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
+    """The same variables as seen by a rank that trains; NUM_STORAGE is 1 where nobody says more.
+
+    Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), ranks below NUM_TRAINING train. Raises
+    ConfigError for numbers that do not go together.
+    """
+    rank, world = _number(environment, "RANK") or 0, _number(environment, "WORLD_SIZE")
+    shadows = _number(environment, "NUM_STORAGE")
+    ranks = _first(_number(environment, "NUM_TRAINING"), world, 1)
+    shadows = 1 if shadows is None else shadows
+    assert ranks is not None
+    if not ranks or not shadows:
+        raise ConfigError("NUM_TRAINING, WORLD_SIZE and NUM_STORAGE are at least 1")
+    if world not in (None, ranks, ranks + shadows):
+        raise ConfigError(
+            f"WORLD_SIZE is {world}, neither the {ranks} ranks that train (NUM_TRAINING) nor these and the {shadows} "
+            "shadows (NUM_STORAGE)"
+        )
+    if rank >= ranks:
+        raise ConfigError(
+            f"RANK {rank} does not train: ranks 0 to {ranks - 1} do; a shadow is `lastgood storage serve`"
+        )
+    return TrainerPlace(rank, ranks, shadows)
 
 
 def find_place(shadow: int | None, shadows: int | None, trainers: int | None, environment: Mapping[str, str]) -> Place:

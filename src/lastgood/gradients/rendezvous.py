@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError, HostError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
     dist = lazy_module("torch.distributed")
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "ask_addresses"]
 
 _KEY = "lastgood/shadow/{}"
 
@@ -36,26 +36,37 @@ class Rendezvous:
         self._where = f"{host}:{port}"
         self._timeout_s = timeout_s
         self._shadows = place.shadows
-        try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                int(port),
-                is_master=alone and not agent and place.shadow == 0,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            raise HostError(f"no store at MASTER_ADDR:MASTER_PORT {self._where}: {error}") from error
+        self._store = _open_store(host, int(port), alone and not agent and place.shadow == 0, timeout_s, self._where)
 
     def exchange(self, shadow: int, address: str) -> list[str]:
         """Tell this shadow's address; return those of all. Raises HostError where one does not come in time."""
         self._store.set(_KEY.format(shadow), address)
-        found = []
-        for number in range(self._shadows):
-            try:
-                found.append(self._store.get(_KEY.format(number)).decode())
-            except RuntimeError as error:
-                raise HostError(
-                    f"waited {self._timeout_s:g} s for the address of shadow {number} at {self._where}"
-                ) from error
-        return found
+        return _addresses(self._store, self._where, self._shadows, self._timeout_s)
+
+
+def ask_addresses(host: str, port: int, shadows: int, timeout_s: float) -> list[str]:
+    """The addresses that `shadows` shadows have told at this store, for their trainers.
+
+    Raises HostError where it cannot be reached, or one does not come, in `timeout_s` each.
+    """
+    where = f"{host}:{port}"
+    return _addresses(_open_store(host, port, False, timeout_s, where), where, shadows, timeout_s)
+
+
+def _open_store(host: str, port: int, is_master: bool, timeout_s: float, where: str) -> Any:
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise HostError(f"no store at {where}: {error}") from error
+
+
+def _addresses(store: Any, where: str, shadows: int, timeout_s: float) -> list[str]:
+    found = []
+    for number in range(shadows):
+        try:
+            found.append(store.get(_KEY.format(number)).decode())
+        except RuntimeError as error:
+            raise HostError(f"waited {timeout_s:g} s for the address of shadow {number} at {where}") from error
+    return found
