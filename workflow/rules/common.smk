@@ -176,10 +176,13 @@ def take_folder_lock():
 
 
 def draw_partial_figures():
-    """Draw what there is of every panel that misses runs, under figures/partial/, and name the missing runs."""
+    """Draw what there is of every panel that was asked for and misses runs, under figures/partial/, and name those."""
+    wildcards = [job.wildcards for job in workflow.dag.jobs if job.rule.name == "collect"]
+    asked = {(one.figure, one.model) for one in wildcards}
     for (figure, model), records in PLAN.records.items():
         missing = missing_records(figure, model)
-        if not missing or len(missing) == len(records):
+        # Records of a panel that nobody asked for may be there since another figure shares them.
+        if (figure, model) not in asked or not missing or len(missing) == len(records):
             continue
         stem = partial_stem(figure, model)
         collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]
