@@ -309,7 +309,7 @@ def measured(
         clocks=record.clocks,
         resources=resources,
         counts=record.counts,
-        storage={},
+        storage={"group_size": 2},
         notes=[],
         live=LiveRank(step=9, digest=f"d{rank}", next_losses=[1.0 + rank]),
     )
@@ -355,8 +355,9 @@ def test_ranks_at_unlike_steps_are_no_proof() -> None:
     [
         (["k", "k"], ["a", "b"], "each", 200, 0),
         (["k", "l"], ["a", "b"], "each", 100, 0),
-        (["k", "k"], ["a", "b"], "peers", 0, 100),
-        (["k", "k"], ["a", "a"], "peers", 0, 200),
+        # Of the two copies one stays where it is made.
+        (["k", "k"], ["a", "b"], "peers", 0, 50),
+        (["k", "k"], ["a", "a"], "peers", 0, 100),
     ],
 )
 def test_what_a_checkpoint_puts_on_one_disk_or_link(

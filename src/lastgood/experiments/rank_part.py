@@ -155,7 +155,8 @@ class JoinedPart:
         elif self._writers == "apart":
             checkpoints = rank_directory(checkpoints, self.rank)
         elif self._writers == "peers":
-            own = {"machine": self.rank, "machines": spec.ranks}
+            # They agree in each save: a kill between two ranks' saves must not leave them at unlike steps.
+            own = {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
         elif self._writers == "shadows":
             own = shadow_options(checkpoints)
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))

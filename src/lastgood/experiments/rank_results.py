@@ -77,10 +77,14 @@ class MeasuredRank(_Result):
     live: LiveRank | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
-        """Of one checkpoint; on a disk, without what alignment adds to it."""
+        """Of one checkpoint; on a disk, without what alignment adds to it; to peers, what goes to other machines."""
         written = self.counts.durable + self.counts.superseded
         each = round(self.resources.bytes_written / written) if written else 0
-        return each if writers in ("peers", "shadows") else min(self.workload.state_bytes, each)
+        if writers == "peers":
+            copies = self.storage["group_size"]
+            assert isinstance(copies, int)
+            return each * (copies - 1) // copies  # one stays on its own machine
+        return each if writers == "shadows" else min(self.workload.state_bytes, each)
 
 
 class LivedRank(_Result):

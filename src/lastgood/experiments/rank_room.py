@@ -106,7 +106,7 @@ def needs_of(spec: RunSpec, hosts: Hostfile) -> dict[str, Need]:
     state = workload.state_bytes() // share
     training = state + workload.gradient_bytes() // share if spec.device == "cpu" else 0
     writers = writers_of(spec.system, spec.parallel)
-    among = {"machines": spec.ranks} if writers == "peers" else {}
+    among = {"machines": spec.ranks, "peers": "own"} if writers == "peers" else {}
     options = checkpointer_class(spec.system).Options.model_validate({**spec.knobs(), **among})
     # What ranks hold alike may be written once.
     once = getattr(options, "replicated", "none") != "none"
