@@ -87,7 +87,10 @@ def test_every_scale_plans_the_figure(scale: str) -> None:
         ("checkmate={options: {opt: {depth: 3}}}", ["checkmate.options.opt.depth"]),
         ("checkmate={models: [transformer_xl], systems: dcp}", ["every rank of transformer_xl has a part of its own"]),
         ("checkmate={hostfile: /no/such}", ["checkmate.hostfile", "there is no such file"]),
-        ("checkmate={rate: 1gbit, iterations: 20}", ["checkmate.rate: fig8e has another one and shares runs of opt"]),
+        (
+            "checkmate={rate: 1gbit, iterations: 20, options: {opt: {layers: 4}}}",
+            ["checkmate.rate: fig8e has another one and shares runs of opt"],
+        ),
         ("checkmate={kills: -1}", ["checkmate.kills", "0 to 1000"]),
         ("checkmate={optimizer: {model: lenet}}", ["checkmate.optimizer.model", "resnet50"]),
         ("fig8e={parallel: fsdp2, systems: checkmate}", ["checkmate is measured under ddp, not under fsdp2"]),

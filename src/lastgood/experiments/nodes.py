@@ -57,8 +57,11 @@ def _unlike_places(config: Config, sources: Sources, section: CheckmateSection) 
     """Runs that figures share have one record, so they must be of the same hosts and links."""
     problems = []
     for figure, other in (("fig8e", config.fig8e), ("fig8f", config.fig8f)):
-        own = (section.nodes, section.slots, section.iterations, section.options.get(other.model, {}))
-        shared = own == (other.nodes, other.slots, other.iterations, other.options)
+        where = ("checkmate", "options", other.model)
+        options = _options(config, sources, where, other.model, section.options.get(other.model, {}))[0]
+        theirs = _options(config, sources, (figure, "options"), other.model, other.options)[0]
+        own = (section.nodes, section.slots, section.iterations, options)
+        shared = own == (other.nodes, other.slots, other.iterations, theirs)
         if other.model not in section.models or other.parallel != "ddp" or not shared:
             continue
         for key in ("hostfile", "ssh_config", "rate"):
