@@ -229,8 +229,8 @@ class ShadowService:
         wire.other = f"rank {hello.rank} at {wire.other}"
         control = _Control(wire, hello)
         try:
-            control.tell(self.core.welcome())
-            with self.core.change:  # nothing may be told between the welcome and what follows it
+            with self.core.change:  # nothing may be told between what the welcome says and what follows it
+                control.tell(self.core.welcome())
                 with self._controls_lock:
                     self._controls.append(control)
                 if hello.rank == 0 and self.core.state.declared:
