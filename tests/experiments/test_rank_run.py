@@ -212,7 +212,8 @@ def test_under_fsdp2_each_rank_keeps_its_shards(job):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("parallel", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a smaller one of each runs every day in test_parted_ranks and integrations/test_deepspeed
+@pytest.mark.parametrize("parallel", ["zero3", "pipeline"])
 def test_under_deepspeed_each_rank_keeps_its_part(job, parallel):
     prepare_dataset("wikitext", job.data_dir)
     record = proved(job, spec_of(workload="opt", workload_options=OPT, parallel=parallel))
