@@ -43,7 +43,7 @@ if found["lastgood"] and not wanted:
     try:
         from lastgood.ports import free_ports
         wanted = free_ports(1, "")[0]
-    except Exception:  # another revision of it; that is said later
+    except ImportError:  # another revision of it; that is said later
         pass
 try:
     with socket.socket() as probe:

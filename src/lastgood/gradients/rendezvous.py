@@ -55,7 +55,7 @@ def ask_addresses(host: str, port: int, shadows: int, timeout_s: float) -> list[
 
 def _open_store(host: str, port: int, is_master: bool, timeout_s: float, where: str) -> Any:
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch has it where it has distributed
             host, port, is_master=is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except RuntimeError as error:
