@@ -302,8 +302,32 @@ class Sender:
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False if it has not within `timeout_s`."""
 
-def device_step_variants() -> list[str]:
-    """Names of the variants of `device_step` that this CPU can run, fastest first."""
+def step_variants() -> list[str]:
+    """Names of the variants of `device_step` and `host_adam` that this CPU can run, fastest first."""
+
+def host_adam(
+    tensors: Sequence[tuple[int, int, int, int, int, int, float, float]],
+    *,
+    wide: bool,
+    decoupled: bool,
+    maximize: bool,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    factor1: float,
+    factor2: float,
+    limit: float,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """One step of torch's fused CPU Adam or AdamW, to the bit, unscaling and clipping included.
+
+    A tensor is the addresses of parameter, gradient, first moment, second moment and its largest (0 without amsgrad);
+    the number of elements, whole 64 bytes of them; lr / (1 - beta1**t); sqrt(1 - beta2**t). `wide` is float64, else
+    float32. Gradients are multiplied by both factors (1 for none) and bounded by `limit` (infinity for none) first.
+    """
 
 def device_step(
     tensors: Sequence[tuple[int, int, int, int, int, int, float, float, bool, bool]],

@@ -22,7 +22,7 @@ from tests.optim.cuda_twin import AdamTwin, SgdTwin, rounded_to
 # Made by `python tests/optim/cuda_cases.py` and condensed by its --condense.
 H100 = np.load(Path(__file__).parent / "data" / "h100_torch211.npz")
 KNOWN = [case for case in cuda_cases.cases() if not case.capturable and case.dtype != "float16"]
-VARIANTS = _native.device_step_variants()
+VARIANTS = _native.step_variants()
 
 
 def lanes_on_h100(case):

@@ -12,6 +12,8 @@
 
 #include "python.hpp"
 #include "optim/device_step.hpp"
+#include "optim/host_adam.hpp"
+#include "optim/steps.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -70,11 +72,29 @@ void run_step(const std::vector<TensorTuple>& tensors, const std::string& kind, 
     device_step(step, given, threads, variant);
 }
 
+using AdamTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uint64_t,
+                             double, double>;
+
+void run_host_adam(const std::vector<AdamTuple>& tensors, bool wide, bool decoupled, bool maximize, double lr,
+                   double weight_decay, double beta1, double beta2, double eps, double factor1, double factor2,
+                   double limit, unsigned threads, const std::string& variant) {
+    const HostAdam step{wide, decoupled, maximize, lr, weight_decay, beta1, beta2, eps, factor1, factor2, limit};
+    std::vector<HostAdamTensor> given;
+    given.reserve(tensors.size());
+    for (const auto& [parameter, gradient, first, second, largest, count, step_size, correction] : tensors)
+        given.push_back({parameter, gradient, first, second, largest, count, step_size, correction});
+    const GilReleased released;
+    host_adam(step, given, threads, variant);
+}
+
 }  // namespace
 
 void bind_optim(nb::module_& module) {
-    module.def("device_step_variants", &device_step_variants,
-               "Names of the variants of `device_step` that this CPU can run, fastest first.");
+    module.def("step_variants", &step_variants,
+               "Names of the variants of `device_step` and `host_adam` that this CPU can run, fastest first.");
+    module.def("host_adam", &run_host_adam, "tensors"_a, nb::kw_only(), "wide"_a, "decoupled"_a, "maximize"_a, "lr"_a,
+               "weight_decay"_a, "beta1"_a, "beta2"_a, "eps"_a, "factor1"_a, "factor2"_a, "limit"_a, "threads"_a,
+               "variant"_a = "", "One step of torch's fused CPU Adam or AdamW, to the bit, unscaling and clipping included.");
     module.def("device_step", &run_step, "tensors"_a, nb::kw_only(), "kind"_a, "family"_a, "dtype"_a, "decay"_a,
                "lr"_a, "weight_decay"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "dampening"_a, "nesterov"_a,
                "maximize"_a, "factors"_a, "limit"_a, "divisor"_a, "lanes"_a, "threads"_a, "variant"_a = "",

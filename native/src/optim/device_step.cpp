@@ -1,12 +1,11 @@
 #include "optim/device_step.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
+
+#include "optim/steps.hpp"
 
 namespace lastgood {
 namespace {
@@ -16,7 +15,6 @@ namespace {
 #define LASTGOOD_INLINE inline __attribute__((always_inline))
 
 constexpr std::size_t kBlock = 128;     // elements between the loops over them; with few, a CPU reads the next block meanwhile
-constexpr std::uint64_t kPiece = 1 << 16;  // elements a thread takes at a time; a multiple of the lanes' pattern
 
 LASTGOOD_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 LASTGOOD_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -305,38 +303,13 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-widt
 }
 #endif
 
-struct Variant {
-    const char* name;
-    Runner run;
-};
-
-std::vector<Variant> detect_variants() {
-    std::vector<Variant> found;
+Runner runner(InstructionSet set) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        found.push_back({"avx512", run_avx512});
-    if (fma) found.push_back({"avx2", run_avx2});
+    if (set == InstructionSet::avx512) return run_avx512;
+    if (set == InstructionSet::avx2) return run_avx2;
 #endif
-    found.push_back({"portable", run_portable});
-    return found;
-}
-
-const std::vector<Variant>& variants() {
-    static const std::vector<Variant> found = detect_variants();
-    return found;
-}
-
-Runner runner(const std::string& name) {
-    std::string known;
-    for (const Variant& variant : variants()) {
-        if (name.empty() || name == variant.name) return variant.run;
-        known += known.empty() ? "" : ", ";
-        known += variant.name;
-    }
-    throw std::invalid_argument("no variant '" + name + "' of the optimizers on this CPU; there are: " + known);
+    (void)set;
+    return run_portable;
 }
 
 void check(const DeviceStep& step, const std::vector<DeviceTensor>& tensors) {
@@ -354,39 +327,16 @@ void check(const DeviceStep& step, const std::vector<DeviceTensor>& tensors) {
 
 }  // namespace
 
-std::vector<std::string> device_step_variants() {
-    std::vector<std::string> names;
-    for (const Variant& variant : variants()) names.push_back(variant.name);
-    return names;
-}
-
 void device_step(const DeviceStep& step, const std::vector<DeviceTensor>& tensors, unsigned threads,
                  const std::string& variant) {
-    const Runner run_piece = runner(variant);
+    const Runner run_piece = runner(step_variant(variant));
     check(step, tensors);
-    struct Piece {
-        const DeviceTensor* tensor;
-        std::uint64_t begin;
-        std::uint64_t end;
-    };
-    std::vector<Piece> pieces;
-    for (const DeviceTensor& tensor : tensors)
-        for (std::uint64_t begin = 0; begin < tensor.count; begin += kPiece)
-            pieces.push_back({&tensor, begin, std::min(tensor.count, begin + kPiece)});
-    std::atomic<std::size_t> next{0};
-    const auto work = [&] {
-        for (std::size_t index = next++; index < pieces.size(); index = next++)
-            run_piece(step, *pieces[index].tensor, pieces[index].begin, pieces[index].end);
-    };
-    std::vector<std::thread> helpers;
-    const std::size_t wanted = std::min<std::size_t>(std::max(threads, 1u), pieces.size());
-    // A machine that gives no more threads still makes the step.
-    try {
-        while (helpers.size() + 1 < wanted) helpers.emplace_back(work);
-    } catch (const std::system_error&) {
-    }
-    work();
-    for (std::thread& helper : helpers) helper.join();
+    std::vector<std::uint64_t> counts;
+    counts.reserve(tensors.size());
+    for (const DeviceTensor& tensor : tensors) counts.push_back(tensor.count);
+    in_pieces(counts, threads, [&](std::size_t tensor, std::uint64_t begin, std::uint64_t end) {
+        run_piece(step, tensors[tensor], begin, end);
+    });
 }
 
 }  // namespace lastgood

@@ -56,9 +56,6 @@ struct DeviceTensor {
     bool aligned = true;      // as the device's tensors were, for `lanes`
 };
 
-// Names of the instruction sets that this CPU can run, fastest first; the last one is "portable".
-std::vector<std::string> device_step_variants();
-
 // Makes one step on `threads` threads (the calling one among them). Gradients are left as they are. Throws
 // std::invalid_argument for a step that no kernel of torch's makes, and for an unknown `variant` ("" is the fastest).
 void device_step(const DeviceStep& step, const std::vector<DeviceTensor>& tensors, unsigned threads,

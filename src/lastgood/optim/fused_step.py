@@ -1,15 +1,16 @@
-"""Steps of CPU trainers with fused Adam or AdamW: torch's own kernel, with nothing of Python between tensors."""
+"""Steps of CPU trainers with fused Adam or AdamW, with nothing of Python between tensors."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from lastgood._lazy import lazy_module
 from lastgood.optim.flat_state import FlatState
+from lastgood.optim.host_adam import HostAdam, TorchAdam
 from lastgood.optim.preparation import Preparation
-from lastgood.optim.rule import GroupRule, UpdateRule
+from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.optim.threads import intra_op_threads
 
@@ -30,10 +31,11 @@ _scratch = threading.local()
 class FusedStep:
     """torch's fused CPU kernels on tensors that somebody else owns.
 
-    Gradients that need no preparation are stepped by one call. Others are cut into pieces: a piece is unscaled and
-    clipped into a buffer that is used again and again, and stepped while it is in the cache, so that no memory is
-    written for it. Cuts lie at multiples of 64 bytes, where the kernel itself cuts a tensor between its threads: the
-    last elements, which it rounds otherwise, are the same ones.
+    Gradients that need no preparation are stepped by one call of torch's kernel. Others are prepared and stepped by
+    native code in one pass, where that comes to the same bits. The kernel gets what is left, the last elements of each
+    tensor or all of them, cut into pieces: a piece is unscaled and clipped into a buffer that is used again and again,
+    and stepped while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where
+    the kernel itself cuts a tensor between its threads, so that its last elements, rounded otherwise, are the same.
     """
 
     def __init__(
@@ -68,22 +70,29 @@ class FusedStep:
                 if not present:
                     continue
                 torch._foreach_add_(steps, 1)
-                call = _Call(self._spec, group, rule)
-                if prepare:
-                    self._step_pieces(present, steps, dtype, prepare, call)
+                flags, numbers = self._spec.groups[group], rule.groups[group]
+                kernel = TorchAdam(self._spec.kind, flags, numbers, rule.grad_scale)
+                rows = [[*self._flat[i], gradient] for i, gradient in present]
+                if not prepare:
+                    kernel(rows, steps)
+                elif HostAdam.can(self._spec.kind, dtype, numbers, rule):
+                    HostAdam(self._spec.kind, flags, numbers, rule, self._threads)(rows, steps)
+                    self._step_pieces(rows, [HostAdam.whole(row[-1]) for row in rows], steps, prepare, kernel)
                 else:
-                    call([[*self._flat[i], gradient] for i, gradient in present], steps)
+                    self._step_pieces(rows, [0] * len(rows), steps, prepare, kernel)
                 for i, _ in present:
                     self._state.started[i] = True
 
     def _step_pieces(
         self,
-        present: Sequence[tuple[int, torch.Tensor]],
+        tensors: Sequence[Sequence[torch.Tensor]],
+        begins: Sequence[int],
         steps: Sequence[torch.Tensor],
-        dtype: torch.dtype,
         prepare: Preparation,
-        call: _Call,
+        kernel: TorchAdam,
     ) -> None:
+        """Step each row of `tensors` from its element of `begins` on."""
+        dtype = tensors[0][-1].dtype
         buffer = _buffer(dtype, self._elements)
         whole = _ALIGN_BYTES // dtype.itemsize
         rows: list[list[torch.Tensor]] = []
@@ -94,17 +103,17 @@ class FusedStep:
         def flush() -> None:
             nonlocal at
             prepare(given, [row[-1] for row in rows])
-            call(rows, counts)
+            kernel(rows, counts)
             for filled in (rows, counts, given):
                 filled.clear()
             at = 0
 
-        for (i, gradient), step in zip(present, steps, strict=True):
-            begin, count = 0, gradient.numel()
+        for (*flat, gradient), begin, step in zip(tensors, begins, steps, strict=True):
+            count = gradient.numel()
             while begin < count:
                 end = min(count, begin + self._elements - at)
                 given.append(gradient[begin:end])
-                rows.append([*(flat[begin:end] for flat in self._flat[i]), buffer[at : at + end - begin]])
+                rows.append([*(tensor[begin:end] for tensor in flat), buffer[at : at + end - begin]])
                 counts.append(step)
                 at += -(-(end - begin) // whole) * whole
                 begin = end
@@ -112,37 +121,6 @@ class FusedStep:
                     flush()
         if rows:
             flush()
-
-
-class _Call:
-    """The kernel with one group's numbers."""
-
-    def __init__(self, spec: OptimizerSpec, group: int, rule: UpdateRule) -> None:
-        self._kernel: Any = torch._fused_adamw_ if spec.kind == "adamw" else torch._fused_adam_
-        flags, numbers = spec.groups[group], rule.groups[group]
-        self._arguments = {
-            "amsgrad": flags.amsgrad,
-            "maximize": flags.maximize,
-            "lr": _learning_rate(numbers),
-            "beta1": numbers.betas[0],
-            "beta2": numbers.betas[1],
-            "eps": numbers.eps,
-            "weight_decay": numbers.weight_decay,
-        }
-        if rule.grad_scale is not None:
-            self._arguments["grad_scale"] = torch.tensor(rule.grad_scale, dtype=torch.float32)
-            self._arguments["found_inf"] = torch.tensor(0.0, dtype=torch.float32)
-
-    def __call__(self, rows: Sequence[Sequence[torch.Tensor]], steps: Sequence[torch.Tensor]) -> None:
-        """Step tensors, each a row of parameter, moments (the largest second one with amsgrad) and gradient."""
-        parameters, first, second, *largest, gradients = (list(column) for column in zip(*rows, strict=True))
-        self._kernel(parameters, gradients, first, second, largest[0] if largest else [], steps, **self._arguments)
-
-
-def _learning_rate(numbers: GroupRule) -> float | torch.Tensor:
-    if not numbers.tensor_lr:
-        return numbers.lr
-    return torch.tensor(numbers.lr, dtype=getattr(torch, numbers.tensor_lr))
 
 
 def _buffer(dtype: torch.dtype, elements: int) -> torch.Tensor:
