@@ -16,8 +16,6 @@ from harness import Comparison, Report, TextTable, cannot, command_line, interle
 from lastgood.experiments.optbench import buckets_of, needed_bytes
 from lastgood.experiments.optbench_models import MODELS, model_shapes
 from lastgood.optim.dense import DenseOptimizer
-from lastgood.optim.fused_step import PIECE_ELEMENTS
-from lastgood.optim.preparation import Preparation
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
 from lastgood.units import format_bytes
@@ -26,7 +24,6 @@ from lastgood.wire.frames import available_memory_bytes
 BARE_GOAL = 0.8
 DEEPSPEED_GOAL = 1.0
 STEPS = 3
-CLIPPING = "clipping alone"
 NUMBERS = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.05}
 
 
@@ -34,7 +31,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     torch.set_num_threads(options.threads)
     shapes = model_shapes(options.model)
     # One set of tensors for each side, so that none finds the other's in the cache.
-    needed = 5 * needed_bytes(shapes, "adamw") + needed_bytes(shapes, "adamw") // 4
+    needed = 5 * needed_bytes(shapes, "adamw")
     if needed > available_memory_bytes():
         cannot(f"{options.model} needs {format_bytes(needed)} here; take a smaller --model")
     order = [place for bucket in buckets_of(shapes, options.bucket[0]) for place in bucket]
@@ -45,7 +42,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
         "shadow, clipped": shadow(shapes, "cpu", ClipNorm(0.75), options.threads),
         "shadow of CUDA, clipped": shadow(shapes, "cuda", ClipNorm(0.75), options.threads),
         "torch": bare_torch(shapes),
-        CLIPPING: clipping(shapes, options.threads),
     }
     if importlib.util.find_spec("deepspeed"):
         say("building DeepSpeed's CPUAdam (once about 40 s)")
@@ -104,20 +100,6 @@ def bare_torch(shapes: list[tuple[int, ...]]) -> Callable[[], None]:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return lambda: optimizer.step() and None
-
-
-def clipping(shapes: list[tuple[int, ...]], threads: int) -> Callable[[], None]:
-    """Only the pass that makes clipped gradients, in the pieces of a shadow's step: what a fused pass would save."""
-    whole = torch.cat([gradient.view(-1) for gradient in flat(shapes, 0.001)])
-    pieces = whole.split(threads * PIECE_ELEMENTS)
-    prepared = torch.empty(pieces[0].numel())
-    prepare = Preparation(UpdateRule((), clip=ClipNorm(0.75)))
-
-    def step() -> None:
-        for piece in pieces:
-            prepare([piece], [prepared[: piece.numel()]])
-
-    return step
 
 
 def deepspeed(shapes: list[tuple[int, ...]], folder: Path) -> Callable[[], None]:

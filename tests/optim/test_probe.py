@@ -87,8 +87,15 @@ def test_finds_what_the_compiler_did(probe, lanes):
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
 def test_a_device_like_the_known_one_needs_nothing(kind, implementation):
     for dtype in ("float32", "bfloat16"):
-        probe = Probe(kind, implementation, GroupSpec((0,)), dtype, False)
+        probe = Probe(kind, implementation, GroupSpec((0,)), dtype, False, elements=4096)
         assert find_lanes(probe, twin_device(0xFF), POWERS) == 0xFF
+
+
+@pytest.mark.parametrize("lanes", [0x00, 0x3C])
+def test_it_looks_at_enough_elements_for_16_bits(lanes):
+    """An H100's Adam in bfloat16 with `maximize` contracts nothing, which shows in one of 40,000 elements."""
+    probe = Probe("adam", "fused", GroupSpec((0,), maximize=True), "bfloat16", False)
+    assert find_lanes(probe, twin_device(lanes), POWERS) == lanes
 
 
 def off_by_one_unit(step, twin):

@@ -97,7 +97,8 @@ Runner runner(InstructionSet set) {
 }
 
 void check(const HostAdam& step, const std::vector<HostAdamTensor>& tensors) {
-    if (!(step.beta1 > 0.5 && step.beta1 <= 1)) throw std::invalid_argument("host_adam: beta1 must be above 0.5");
+    if (!(step.beta1 <= 1 && float(1 - step.beta1) < 0.5F))
+        throw std::invalid_argument("host_adam: beta1 must be above 0.5, also in float32, and at most 1");
     if (!(step.limit >= 0)) throw std::invalid_argument("host_adam: the limit of a gradient must be a number from 0 up");
     const std::uint64_t whole = 64 / (step.wide ? sizeof(double) : sizeof(float));
     for (const HostAdamTensor& tensor : tensors) {

@@ -31,11 +31,11 @@ _scratch = threading.local()
 class FusedStep:
     """torch's fused CPU kernels on tensors that somebody else owns.
 
-    Gradients that need no preparation are stepped by one call of torch's kernel. Others are prepared and stepped by
-    native code in one pass, where that comes to the same bits. The kernel gets what is left, the last elements of each
-    tensor or all of them, cut into pieces: a piece is unscaled and clipped into a buffer that is used again and again,
-    and stepped while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where
-    the kernel itself cuts a tensor between its threads, so that its last elements, rounded otherwise, are the same.
+    Native code unscales, clips and steps in one pass, where it comes to the same bits. torch's kernel gets what is
+    left, the last elements of each tensor or all of them: in one call where gradients are stepped as they are,
+    otherwise cut into pieces. A piece is unscaled and clipped into a buffer that is used again and again, and stepped
+    while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where the kernel
+    itself cuts a tensor between its threads, so that its last elements, rounded otherwise, are the same.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class FusedStep:
                 flags, numbers = self._spec.groups[group], rule.groups[group]
                 kernel = TorchAdam(self._spec.kind, flags, numbers, rule.grad_scale)
                 rows = [[*self._flat[i], gradient] for i, gradient in present]
-                if not prepare:
-                    kernel(rows, steps)
-                elif HostAdam.can(self._spec.kind, dtype, numbers, rule):
+                begins = [0] * len(rows)
+                if HostAdam.can(self._spec.kind, dtype, numbers, rule):
                     HostAdam(self._spec.kind, flags, numbers, rule, self._threads)(rows, steps)
-                    self._step_pieces(rows, [HostAdam.whole(row[-1]) for row in rows], steps, prepare, kernel)
+                    begins = [HostAdam.whole(row[-1]) for row in rows]
+                if prepare:
+                    self._step_pieces(rows, begins, steps, prepare, kernel)
                 else:
-                    self._step_pieces(rows, [0] * len(rows), steps, prepare, kernel)
+                    _step_rest(rows, begins, steps, kernel)
                 for i, _ in present:
                     self._state.started[i] = True
 
@@ -121,6 +122,19 @@ class FusedStep:
                     flush()
         if rows:
             flush()
+
+
+def _step_rest(
+    tensors: Sequence[Sequence[torch.Tensor]], begins: Sequence[int], steps: Sequence[torch.Tensor], kernel: TorchAdam
+) -> None:
+    """Step each row of `tensors` from its element of `begins` on, with gradients as they are."""
+    left = [
+        ([tensor[begin:] for tensor in row] if begin else row, step)
+        for row, begin, step in zip(tensors, begins, steps, strict=True)
+        if begin < row[-1].numel()
+    ]
+    if left:
+        kernel([row for row, _ in left], [step for _, step in left])
 
 
 def _buffer(dtype: torch.dtype, elements: int) -> torch.Tensor:

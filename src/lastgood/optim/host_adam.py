@@ -86,8 +86,10 @@ class HostAdam:
     @staticmethod
     def can(kind: str, dtype: torch.dtype, numbers: GroupRule, rule: UpdateRule) -> bool:
         """Whether native code makes torch's step here, to the bit. Compares with the kernel the first time."""
-        whole = rule.grad_scale is None and numbers.betas[0] > 0.5 and dtype in (torch.float32, torch.float64)
-        return whole and makes_torchs_steps(kind, str(dtype).removeprefix("torch."))
+        if dtype not in (torch.float32, torch.float64) or rule.grad_scale is not None:
+            return False
+        # From a weight of one half on torch interpolates from the other end.
+        return bool(np.float32(1 - numbers.betas[0]) < 0.5) and makes_torchs_steps(kind, str(dtype)[6:])
 
     @staticmethod
     def whole(gradient: torch.Tensor) -> int:

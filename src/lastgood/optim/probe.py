@@ -27,7 +27,9 @@ else:
 
 __all__ = ["Probe", "find_lanes", "probed", "run_on_device"]
 
-_COUNTS: Final = (4096, 4095)  # whole vectors, and not
+_ELEMENTS: Final = 1 << 12
+_ELEMENTS_16_BIT: Final = 1 << 19
+"""Behind a rounding to 16 bits one in some ten thousand elements shows how the operations before it were rounded."""
 _STEPS: Final = 4
 _SCALE: Final = 3.0
 
@@ -44,6 +46,15 @@ class Probe:
     """Whether the kernel divides by a loss scale."""
     dampened: bool = False
     """SGD: with dampening, which nesterov rules out."""
+    elements: int = 0
+    """Of each parameter; 0 for as many as its dtype needs."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Elements of the two parameters: whole vectors, and not."""
+        wide = self.dtype in ("float32", "float64")
+        count = self.elements or (_ELEMENTS if wide else _ELEMENTS_16_BIT)
+        return count, count - 1
 
     def rule(self, powers: Sequence[tuple[int, float, float]]) -> UpdateRule:
         """The numbers of every step: parameter and decayed gradient of one size, so that a rounding shows."""
@@ -61,11 +72,11 @@ class Probe:
 
     def start(self) -> list[torch.Tensor]:
         """Parameters before the first step, on the CPU."""
-        return [self._values(number, count) for number, count in enumerate(_COUNTS)]
+        return [self._values(number, count) for number, count in enumerate(self.counts)]
 
     def gradients(self, step: int) -> list[torch.Tensor]:
         """Gradients of step `step` (from 0), on the CPU."""
-        return [self._values(100 * (step + 1) + number, count) for number, count in enumerate(_COUNTS)]
+        return [self._values(100 * (step + 1) + number, count) for number, count in enumerate(self.counts)]
 
     def _values(self, seed: int, count: int) -> torch.Tensor:
         """Full mantissas, from a quarter to four, of both signs."""
@@ -76,8 +87,11 @@ class Probe:
         return values
 
 
-States = list[list[dict[str, "torch.Tensor"]]]
-"""After each step, of each parameter: its state under torch's keys and itself as `param`."""
+Tensors = dict[str, "torch.Tensor"]
+"""A parameter's state under torch's keys, and itself as `param`."""
+
+States = list[list[Tensors]]
+"""After each step, of each parameter."""
 
 
 def run_on_device(probe: Probe, device: str) -> States:
@@ -143,15 +157,15 @@ def probed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] 
 def find_lanes(probe: Probe, reference: Callable[[Probe], States], powers: DevicePowers) -> int:
     """The lanes with which native code makes what `reference` made. Raises ConfigError where none do."""
     wanted = reference(probe)
-    contracted = _run_here(probe, ALL_LANES, powers)
+    contracted = _run_here(probe, ALL_LANES, powers, wanted)
     lanes = ALL_LANES
     if not _equal(contracted, wanted):
-        separate = _run_here(probe, 0, powers)
-        # From the first step alone: later ones begin with what the step before has made.
-        lanes = sum(
-            _lane(contracted[0][part], separate[0][part], wanted[0][part], part == 0) << (4 * part) for part in (0, 1)
-        )
-        if not _equal(_run_here(probe, lanes, powers), wanted):
+        separate = _run_here(probe, 0, powers, wanted)
+        lanes = 0
+        for part in (0, 1):
+            rows = [tuple(side[part] for side in sides) for sides in zip(contracted, separate, wanted, strict=True)]
+            lanes |= _lane(rows, part == 0) << (4 * part)
+        if not _equal(_run_here(probe, lanes, powers, wanted), wanted):
             flags = [name for name in ("amsgrad", "maximize", "nesterov") if getattr(probe.group, name)]
             what = " ".join([probe.implementation, probe.kind, probe.dtype, *flags])
             raise ConfigError(
@@ -161,25 +175,28 @@ def find_lanes(probe: Probe, reference: Callable[[Probe], States], powers: Devic
     return lanes
 
 
-def _lane(
-    contracted: dict[str, torch.Tensor], separate: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], even: bool
-) -> int:
-    """Four bits: which lanes are as in `contracted`. Where both are right, the compiler's habit: contracted."""
+def _lane(steps: Sequence[tuple[Tensors, ...]], even: bool) -> int:
+    """Four bits: which lanes of a parameter are contracted, from rows of contracted, separate and wanted tensors.
+
+    Where both are right, the compiler's habit: contracted.
+    """
     found = 0
-    count = wanted["param"].numel()
+    count = steps[0][0]["param"].numel()
     lane_of = torch.arange(count) % 4 if even else torch.arange(count) // 512 % 4
+
+    def alike(side: Tensors, wanted: Tensors, here: torch.Tensor) -> bool:
+        return all(torch.equal(_bits(side[key])[here], _bits(wanted[key])[here]) for key in wanted if key != "step")
+
     for lane in range(4):
         here = lane_of == lane
-        alike = {
-            name: all(torch.equal(_bits(side[key])[here], _bits(wanted[key])[here]) for key in wanted if key != "step")
-            for name, side in (("contracted", contracted), ("separate", separate))
-        }
-        if alike["contracted"] or not alike["separate"]:
+        contracted = all(alike(side, wanted, here) for side, _, wanted in steps)
+        if contracted or not all(alike(side, wanted, here) for _, side, wanted in steps):
             found |= 1 << lane
     return found
 
 
-def _run_here(probe: Probe, lanes: int, powers: DevicePowers) -> States:
+def _run_here(probe: Probe, lanes: int, powers: DevicePowers, wanted: States) -> States:
+    """Native code's steps, each from what the device had before it: a difference then shows where it was made."""
     group = replace(probe.group, parameters=(0, 1), lanes=lanes, scaled_lanes=lanes)
     spec = OptimizerSpec(probe.kind, probe.implementation, "cuda", (group,), 1, "")  # type: ignore[arg-type]
     weights = probe.start()
@@ -187,6 +204,11 @@ def _run_here(probe: Probe, lanes: int, powers: DevicePowers) -> States:
     real = torch.float64 if probe.dtype == "float64" else torch.float32
     found: States = []
     for step in range(_STEPS):
+        if step > 0:
+            for weight, before in zip(weights, wanted[step - 1], strict=True):
+                weight.copy_(before["param"])
+            held = [{key: t for key, t in before.items() if key != "param"} for before in wanted[step - 1]]
+            optimizer.load_state(held)
         rows = powers.rows(probe.rule(()).groups[0].betas, real, [step + 1]) if spec.needs_powers else []
         optimizer.step(list(probe.gradients(step)), probe.rule(rows))
         found.append([_copied(w, state) for w, state in zip(weights, optimizer.state(), strict=True)])
