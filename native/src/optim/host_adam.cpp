@@ -17,8 +17,8 @@ LASTGOOD_INLINE double fused(double a, double b, double c) { return __builtin_fm
 LASTGOOD_INLINE float root(float x) { return __builtin_sqrtf(x); }
 LASTGOOD_INLINE double root(double x) { return __builtin_sqrt(x); }
 
-// What torch's compiler contracts in its kernel: the L2 decay, the last product of the second moment; the first moment is
-// torch's lerp. optim/host_adam.py compares with the kernel before it uses this.
+// What torch's compiler contracts in its kernel: the decay, either kind, and the last product of the second moment; the first
+// moment is torch's lerp. optim/host_adam.py compares with the kernel before it uses this.
 template <class Real, bool L2, bool Amsgrad>
 LASTGOOD_INLINE void run(const HostAdam& step, const HostAdamTensor& tensor, std::uint64_t begin, std::uint64_t end) {
     const std::size_t count = std::size_t(end - begin);
@@ -30,7 +30,7 @@ LASTGOOD_INLINE void run(const HostAdam& step, const HostAdamTensor& tensor, std
     const Real factor1 = Real(step.factor1), factor2 = Real(step.factor2), limit = Real(step.limit);
     const Real sign = step.maximize ? Real(-1) : Real(1);
     const Real decay = Real(step.weight_decay);
-    const Real kept = step.decoupled ? Real(1 - step.lr * step.weight_decay) : Real(1);
+    const Real kept = step.decoupled ? Real(fused(-step.lr, step.weight_decay, 1.0)) : Real(1);
     const Real weight1 = Real(1 - step.beta1), weight2 = Real(1 - step.beta2), beta2 = Real(step.beta2);
     const Real eps = Real(step.eps), size = Real(tensor.step_size), correction = Real(tensor.correction);
     for (std::size_t i = 0; i < count; ++i) {
