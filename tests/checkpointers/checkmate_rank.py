@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.gradients.ddp import checkmate_hook
+from lastgood.gradients.links import ShadowLink as Link
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, seed_everything, state_digest
 
@@ -167,6 +168,41 @@ def train_until_killed(rank, world, knobs, directory, restore=False, **made):
         training.step(checkpointer)
         checkpointer.save(number)
         time.sleep(0.01)
+
+
+def train_with_late_data(rank, world, knobs, directory, stop, late_s):
+    """Train and save until a file is there. Rank 1 connects anew for its gradients `late_s` late: others come first."""
+    connect, made = Link._connect_data, []
+
+    def connect_late(link):
+        if rank == 1 and link.shadow in made:
+            time.sleep(late_s)
+        made.append(link.shadow)
+        return connect(link)
+
+    Link._connect_data = connect_late
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(500, 500, bias=False) for _ in range(8)]  # more in some steps than sockets swallow
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    checkpointer = Checkmate(directory, **knobs)
+    checkpointer.watch(model)
+    checkpointer.start({"model": model.module, "optimizer": optimizer})
+    number, going = 0, True
+    while going:
+        number += 1
+        model(torch.ones(1, 500)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.save(number)
+        ends = torch.tensor([int(Path(stop).exists())])
+        dist.all_reduce(ends)
+        going = not ends.item()
+        time.sleep(0.01)
+    checkpointer.drain(60)
+    outcomes = [event.outcome.value for event in checkpointer.events]
+    checkpointer.close()
+    return {"steps": number, "outcomes": outcomes}
 
 
 def restore_only(rank, world, knobs, directory, **made):

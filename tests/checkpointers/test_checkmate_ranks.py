@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.errors import CheckpointError
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.rank_pool import RankPool
 
@@ -134,6 +136,41 @@ def test_another_number_of_ranks_is_refused_with_both(pool, shadows, tmp_path):
     pool.run(2, "train", steps=2, knobs=knobs, directory=job)
     (answer,) = pool.ask(1, "restore_only", knobs=knobs, directory=job)
     assert "saved by 2 ranks, and there are 1 now" in answer["error"]
+
+
+def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
+    """With policy block a rank waits for room at the new shadow, which waits for the other rank, which waits for it."""
+    shadows = Shadows(tmp_path / "shadows", 2)
+    try:
+        job, stop = str(tmp_path / "job"), tmp_path / "stop"
+        knobs = knobs_of(shadows, bucket_bytes=1 << 20, policy="block", patience_s=600)
+        for rank in range(2):
+            asked = {"work": "train_with_late_data", "rank": rank, "world": 2, "meeting": str(tmp_path / "meeting")}
+            victims.send(rank, asked | {"knobs": knobs, "directory": job, "stop": str(stop), "late_s": 4.0})
+        asker = Checkmate(job, **knobs)
+
+        def wait_for_step(step):
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    if (tmp_path / "job" / "checkmate.json").exists() and (asker.latest() or 0) >= step:
+                        return
+                except CheckpointError:
+                    pass  # the new shadow holds nothing yet
+                assert time.monotonic() < deadline, victims.errors[0].read_text()[-2000:]
+                time.sleep(0.1)
+
+        wait_for_step(5)
+        reached = asker.latest()
+        shadows.kill(1)
+        shadows.restart(1)
+        wait_for_step(reached + 30)
+        stop.touch()
+        for rank in range(2):
+            answer = json.loads(victims.answers[rank].get(timeout=90))["ok"]
+            assert answer["outcomes"][-1] == "durable"
+    finally:
+        shadows.end()
 
 
 def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):

@@ -231,3 +231,27 @@ def test_a_fence_ends_a_spill_that_is_not_copied():
     assert isinstance(lone.state.next_work(), Apply)
     lone.state.fence(JOB, 2)
     assert lone.state.spilling == ()
+
+
+def test_a_rank_that_never_came_is_not_waited_for_where_others_need_the_room():
+    shadow = Shadow(0)
+    state = shadow.state
+    state.fence(JOB, 1)
+    state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
+    state.connected(0)
+    for bucket in BUCKETS[0]:
+        state.seed_begun(bucket, 0)
+        shadow.flow()
+        shadow.staged[bucket] = ("seed", 0)
+        state.seed_landed(bucket)
+        shadow.flow()
+    for iteration in range(1, SLOTS + 2):
+        assert not [message for message in shadow.said if message.kind == "torn"]
+        state.ended(0, iteration)  # its parts of each bucket have come, and rank 1 has not
+        state.step(Step(iteration=iteration, rule={}, saved=False, step=None))
+        shadow.flow()
+        while shadow.work(Lone()):
+            pass
+    torn = [message for message in shadow.said if message.kind == "torn"]
+    assert torn and {bucket for message in torn for bucket in message.buckets} == set(BUCKETS[0])
+    assert not any(shadow.slots[bucket].placed for bucket in BUCKETS[0])  # nobody's gradients wait any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -66,6 +67,7 @@ class DataLink:
         self._next: _native.Sender | None = None
         self._borrowed: Ticket | None = None
         """The newest one of memory that is not the sender's own."""
+        self._begun = 0
         self._closed = False
         self._sent_before = 0
         self.patient = True
@@ -103,6 +105,10 @@ class DataLink:
             )
         finally:
             os.close(fd)  # the sender has its own
+        # Said at once: the next iteration may never begin, since another rank waits in this one until the shadow takes
+        # its gradients, and the shadow has no room for them as long as it waits for this rank's.
+        with contextlib.suppress(OSError):  # the first gradient will say so
+            sender.end(self._begun, timeout_s=0.0)
         with self._lock:
             if not self._closed:
                 self._next, sender = sender, self._next
@@ -111,6 +117,7 @@ class DataLink:
 
     def begin_iteration(self, iteration: int) -> None:
         """An iteration's first gradient comes now: a connection that was made meanwhile is used from here on."""
+        self._begun = iteration
         if self._next is not None:
             with self._lock:
                 self._sender, self._next = self._next, None

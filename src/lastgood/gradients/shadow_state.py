@@ -42,6 +42,8 @@ class ShadowState(ShadowHoldings):
         self._ranks = 0
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
+        self._unseen: set[int] = set()
+        """Ranks that have never connected in this epoch."""
         self._holding: dict[int, int] = {}
         self._have: int | None = None
         self._applied: int | None = None
@@ -122,6 +124,7 @@ class ShadowState(ShadowHoldings):
             self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
         self._known.side_ranks, self._ranks = frozenset(side_ranks), ranks
+        self._unseen = set(range(ranks))
         self.completed = adopt if kept and adopt is not None else 0
         self._spill.begin_epoch(self.completed)
         self._known.given_up.clear()
@@ -297,6 +300,7 @@ class ShadowState(ShadowHoldings):
     def connected(self, rank: int) -> None:
         """A data connection of this rank begins."""
         self._gone.discard(rank)
+        self._unseen.discard(rank)
 
     def gone(self, rank: int) -> None:
         """The last data connection of this rank ended: it never sends again what it has not sent."""
@@ -385,7 +389,8 @@ class ShadowState(ShadowHoldings):
         # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
         known = max(self._known.steps, default=0)
         ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
-        ended = {**self._ended, **ended}
+        # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
+        ended = {**dict.fromkeys(self._unseen, known - self.slots), **self._ended, **ended}
         if len(ended) < self._ranks or not self._ranks or not self.declared:
             return
         over = min(ended.values())
