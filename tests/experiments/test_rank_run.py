@@ -292,8 +292,8 @@ def test_a_hostfile_of_another_size_is_refused(job, tmp_path):
 @pytest.mark.parametrize(
     ("system", "how"),
     [
-        ("gemini", "torchrun"),
-        ("checkmate", "torchrun"),
+        ("gemini", "ssh"),
+        ("checkmate", "ssh"),
         ("pccheck", "torchrun"),
         ("pccheck", "deepspeed"),
         ("pccheck", "openmpi"),

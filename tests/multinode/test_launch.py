@@ -23,7 +23,7 @@ from lastgood.cluster.launch import launch
 from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
-from lastgood.errors import HostError, LaunchError
+from lastgood.errors import ConfigError, HostError, LaunchError
 from tests.multinode.test_slurm import processes_with
 
 pytestmark = pytest.mark.root
@@ -33,6 +33,7 @@ NO_DEEPSPEED = pytest.mark.skipif(
 )
 WAYS = [
     "torchrun",
+    "ssh",
     *(
         pytest.param(
             how,
@@ -106,7 +107,7 @@ def test_ranks_of_three_nodes_are_where_the_hostfile_says(
     for rank, (host, local) in enumerate(places):
         line, folder, python_path = (logs / f"rank-{rank:05d}.log").read_text().splitlines()
         assert (line, folder) == (f"rank {rank} local {local} of 4 on {host}", "/usr")
-        if how != "torchrun":  # DeepSpeed passes it on, with a folder of its own before it
+        if how not in ("torchrun", "ssh"):  # DeepSpeed passes it on, with a folder of its own before it
             assert python_path.split(":")[-1] == "/usr/share/none" and "blanks" not in python_path
 
 
@@ -161,7 +162,7 @@ def test_ranks_outlive_nobody(bed: Testbed, tmp_path: Path, how: How, victim: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [way for way in WAYS if way == "torchrun" or way.values == ("openmpi",)])
+@pytest.mark.parametrize("how", [way for way in WAYS if isinstance(way, str) or way.values == ("openmpi",)])
 def test_a_lost_node_ends_the_job_within_bounds(bed: Testbed, remote: Remote, tmp_path: Path, how: How) -> None:
     mark = f"9123.{secrets.randbelow(10**6)}"
     began = time.monotonic()
@@ -175,7 +176,7 @@ def test_a_lost_node_ends_the_job_within_bounds(bed: Testbed, remote: Remote, tm
     cutter = threading.Thread(target=cut)
     cutter.start()
     try:
-        lost = r"rank 1 on vm2 failed|(torchrun on vm2|deepspeed) ended before rank 1 on vm2"
+        lost = r"rank 1 on vm2 failed|((torchrun|ssh) on vm2|deepspeed) ended before rank 1 on vm2"
         with pytest.raises(LaunchError, match=lost):
             launch(["sleep", mark], hosts_of(bed, 1, 1), how, log_dir=tmp_path, timeout_s=100, env=ENV, remote=remote)
         assert time.monotonic() - began < 90
@@ -204,6 +205,33 @@ def test_hosts_that_are_not_reached_are_named(bed: Testbed, remote: Remote, tmp_
     with pytest.raises(HostError, match=r"vm1.*refuses this key"):
         refused = Remote(SshOptions(config=stranger))
         launch(["true"], hosts_of(bed, 1), "torchrun", log_dir=tmp_path, timeout_s=30, remote=refused)
+
+
+def test_without_a_launcher_ranks_meet_where_they_are_told(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
+    launch(
+        ["sh", "-c", "echo $MASTER_ADDR $MASTER_PORT"],
+        hosts_of(bed, 1, 1),
+        "ssh",
+        log_dir=tmp_path,
+        timeout_s=60,
+        remote=remote,
+        master_addr="vm1",
+        master_port=29778,
+    )
+    assert [(tmp_path / f"rank-0000{rank}.log").read_text() for rank in range(2)] == ["vm1 29778\n"] * 2
+
+
+def test_a_word_for_no_launcher_is_refused(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--launcher-arg --tee: with --how ssh there is no launcher"):
+        launch(
+            ["true"],
+            hosts_of(bed, 1),
+            "ssh",
+            log_dir=tmp_path,
+            timeout_s=30,
+            remote=remote,
+            launcher_args=["--tee"],
+        )
 
 
 def test_a_port_in_use_is_named(bed: Testbed, remote: Remote, tmp_path: Path) -> None:

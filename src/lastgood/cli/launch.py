@@ -18,7 +18,7 @@ def launch(
     hostfile: Annotated[Path, typer.Option(help="Hosts, one a line: NAME slots=N. For srun: Slurm's node names.")],
     logs: Annotated[Path, typer.Option(help="Folder for logs; each rank writes there on its own host.")],
     how: Annotated[
-        str, typer.Option(help="torchrun, deepspeed (pdsh), openmpi (DeepSpeed's, mpirun) or srun.")
+        str, typer.Option(help="torchrun, ssh (nothing else), deepspeed (pdsh), openmpi (DeepSpeed's, mpirun) or srun.")
     ] = "torchrun",
     ssh_config: Annotated[
         Path | None, typer.Option(help="An ssh configuration in place of your own [default: $LASTGOOD_SSH_CONFIG].")

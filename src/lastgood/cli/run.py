@@ -51,7 +51,7 @@ def run(
     ssh_config: Annotated[
         Path | None, typer.Option(help="An ssh configuration in place of your own [default: $LASTGOOD_SSH_CONFIG].")
     ] = None,
-    how: Annotated[str, typer.Option(help="What starts the ranks, as in `lastgood launch`.")] = "torchrun",
+    how: Annotated[str, typer.Option(help="What starts the ranks, as in `lastgood launch`.")] = "ssh",
     rate: Annotated[
         str | None, typer.Option(help="Rate of each host's link, as 1gbit: a testbed's limit; else only noted.")
     ] = None,
@@ -86,7 +86,7 @@ def run(
         command += ["--timeline", str(timeline)]
     for option, value in (("--hostfile", hostfile), ("--ssh-config", ssh_config), ("--rate", rate)):
         command += [] if value is None else [option, str(value)]
-    command += [] if how == "torchrun" else ["--how", how]
+    command += [] if how == "ssh" else ["--how", how]
     sys.stderr.write(shlex.join(command) + "\n")
     try:
         chosen = RunSpec.model_validate_json(spec)

@@ -1,4 +1,4 @@
-"""Starts one program on all slots of a hostfile, through launchers that exist: torchrun, DeepSpeed's, Slurm's srun.
+"""Starts one program on all slots of a hostfile, through torchrun, DeepSpeed's launcher or Slurm's srun, or ssh alone.
 
 Whichever it is: each rank has a log of its own; the first rank that fails ends the job and is named with its host, its
 exit status and its last lines; nothing outlives the call, not even one that is killed; every wait is bounded.
@@ -121,7 +121,8 @@ def launch(
     remote = remote or Remote()
     addresses, address, port = _find_ways(how, hosts, remote, python, master_port)
     token = secrets.token_hex(16)
-    board = Board(token, [host.name for host in hosts.hosts for _ in range(host.slots)])
+    names = [host.name for host in hosts.hosts for _ in range(host.slots)]
+    board = Board(token, names, address=master_addr, port=master_port)
     started: list[Started] = []
     try:
         ticket = Ticket(

@@ -57,12 +57,16 @@ class _Line:
 
 
 class Board:
-    """Listens for the ranks of one launch. `hosts` names the host of each rank. Close it at the end."""
+    """Listens for the ranks of one launch. `hosts` names the host of each rank. Close it at the end.
 
-    def __init__(self, token: str, hosts: Sequence[str]) -> None:
+    Ranks are told to meet at `address` and `port`; where they are not given, where rank 0 is, at a port that it chose.
+    """
+
+    def __init__(self, token: str, hosts: Sequence[str], address: str | None = None, port: int | None = None) -> None:
         self.ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
         self.first_failure: RankState | None = None
         self._token = token
+        self._address, self._port = address, port
         self._stopped = False
         self._gone = False
         self._selector = selectors.DefaultSelector()
@@ -199,7 +203,10 @@ class Board:
             self._send(line, {"stop": True})
         elif not self.missing and not self._gone:
             self._gone = True
-            go = {"address": self._meeting_address(), "port": self.ranks[0]._hello["port"]}
+            go = {
+                "address": self._address or self._meeting_address(),
+                "port": self._port or self.ranks[0]._hello["port"],
+            }
             for other in list(self._lines):
                 if other.rank is not None:
                     self._send(other, {"go": go})

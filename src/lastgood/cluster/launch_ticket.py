@@ -15,8 +15,8 @@ from lastgood.errors import ConfigError, LaunchError
 
 __all__ = ["HOWS", "MAX_MESSAGE_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
 
-How = Literal["torchrun", "deepspeed", "openmpi", "srun"]
-"""What starts the ranks; `openmpi` is DeepSpeed's launcher as well, with mpirun in place of pdsh."""
+How = Literal["torchrun", "ssh", "deepspeed", "openmpi", "srun"]
+"""What starts the ranks; `ssh` nothing else, `openmpi` DeepSpeed's launcher as well, with mpirun in place of pdsh."""
 HOWS: tuple[How, ...] = get_args(How)
 
 MAX_MESSAGE_BYTES = 64 << 10

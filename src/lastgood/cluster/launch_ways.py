@@ -24,6 +24,14 @@ from lastgood.processes import die_with_parent
 __all__ = ["Started", "Way", "deepspeed_env_text", "way"]
 
 _RANK_MAIN: Final = "lastgood.cluster.rank_main"
+_EACH_SLOT: Final = """
+first=$1 slots=$2 world=$3
+shift 3
+for ((slot = 0; slot < slots; slot++)); do
+    RANK=$((first + slot)) LOCAL_RANK=$slot WORLD_SIZE=$world "$@" &
+done
+wait
+"""
 _MAX_ENV_FILE_BYTES: Final = 64 << 10
 _END_S: Final = 10.0
 
@@ -112,8 +120,8 @@ class _Local(Started):
 
 
 class _OnHost(Started):
-    def __init__(self, log: Path, host: str, process: RemoteProcess) -> None:
-        super().__init__(f"torchrun on {host}", log, [host])
+    def __init__(self, name: str, log: Path, host: str, process: RemoteProcess) -> None:
+        super().__init__(f"{name} on {host}", log, [host])
         self._process = process
 
     def ended(self) -> str | None:
@@ -133,27 +141,50 @@ class _OnHost(Started):
 
 def way(how: How, given: Way) -> list[Started]:
     """Start the launcher(s). Raises ConfigError where one is not installed."""
-    return {"torchrun": _torchrun, "deepspeed": _deepspeed, "openmpi": _openmpi, "srun": _srun}[how](given)
+    return {"torchrun": _torchrun, "ssh": _ssh, "deepspeed": _deepspeed, "openmpi": _openmpi, "srun": _srun}[how](given)
 
 
 def _torchrun(given: Way) -> list[Started]:
     hosts = given.hosts.hosts
-    started: list[Started] = []
-    try:
-        for number, host in enumerate(hosts):
-            command = [
+    return _on_hosts(
+        "torchrun",
+        given,
+        [
+            [
                 *(given.python, "-m", "torch.distributed.run", "--max-restarts=0", "--no-python"),
                 *(f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={host.slots}"),
                 *(f"--master-addr={given.address}", f"--master-port={given.port}"),
                 *given.launcher_args,
                 *given.rank_command,
             ]
-            path = given.log_dir / f"torchrun-{host.name}.log"
+            for number, host in enumerate(hosts)
+        ],
+    )
+
+
+def _ssh(given: Way) -> list[Started]:
+    """A shell on each host, and no launcher: each torchrun imports torch for some seconds before its ranks start."""
+    if given.launcher_args:
+        raise ConfigError(f"--launcher-arg {given.launcher_args[0]}: with --how ssh there is no launcher to give it to")
+    commands, first = [], 0
+    for host in given.hosts.hosts:
+        words = ["bash", "-c", _EACH_SLOT, "lastgood-slots", str(first), str(host.slots), str(given.hosts.slots)]
+        commands.append([*words, *given.rank_command])
+        first += host.slots
+    return _on_hosts("ssh", given, commands)
+
+
+def _on_hosts(name: str, given: Way, commands: Sequence[Sequence[str]]) -> list[Started]:
+    """One command for each host, in their order."""
+    started: list[Started] = []
+    try:
+        for host, command in zip(given.hosts.hosts, commands, strict=True):
+            path = given.log_dir / f"{name}-{host.name}.log"
             with path.open("wb") as log:
                 process = given.remote.start(
                     host.name, command, env=given.ticket.env, stdout=log, stderr=log, grace_s=_grace(given)
                 )
-            started.append(_OnHost(path, host.name, process))
+            started.append(_OnHost(name, path, host.name, process))
     except BaseException:
         for one in started:
             one.end()

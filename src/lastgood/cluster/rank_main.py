@@ -2,7 +2,7 @@
 
 It starts the program when all ranks have reported, sends its output to the rank's own log, and says how it ended. It
 ends the program and all that the program started when the launch says so, or is gone, or when the launcher on this host
-(torchrun, DeepSpeed's, Open MPI's, Slurm's) ends: no rank outlives its job. Needs no torch.
+(torchrun, our own shell, DeepSpeed's, Open MPI's, Slurm's) ends: no rank outlives its job. Needs no torch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 20
 _PLACES: Final[Mapping[How, tuple[str, str, str]]] = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "ssh": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     "deepspeed": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),

@@ -112,7 +112,9 @@ def _places(axes: Axes, styles: dict[str, SystemStyle], title: str, unit: str, m
     axes.set_title(title, loc="left", fontsize=LABEL_PT + 0.5)
     axes.set_ylabel(unit)
     axes.set_xlim(-0.6, len(styles) + len(more) - 0.4)
-    axes.set_xticks(range(len(styles) + len(more)), [*([""] * len(styles)), *more])
+    axes.set_xticks(range(len(styles) + len(more)), [""] * (len(styles) + len(more)))
+    for place, name in enumerate(more, len(styles)):
+        _below(axes, place, f"\n{name}")  # a line lower: beside it there are numbers as wide as a bar
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
     axes.set_axisbelow(True)

@@ -37,7 +37,7 @@ class RankHosts:
     hostfile: Path | None = None
     """None: a testbed of the run's own for several nodes, processes of this machine for one."""
     ssh_config: Path | None = None
-    how: How = "torchrun"
+    how: How = "ssh"
     rate: str | None = None
     """Of every host's link, as ``1gbit``: a testbed's limit; of other hosts it is only written down."""
 
