@@ -4,9 +4,10 @@ Both sides are two processes on this machine: over loopback, or with --namespace
 network namespaces that this script makes and removes. iperf3 writes messages as long as our records.
 
 `receive` is the receive path alone: one thread that receives into slots and checks every payload, from a sender that
-repeats one payload, as iperf3 does. `send and receive` has the native sender too, one thread a stream, which reads
-memory as large as the bucket and takes the checksums. Where both ends share the cores of one machine, as here, that
-work is taken from what the kernel has for the path.
+repeats one payload, as iperf3 does. `recv` is one thread that reads the same stream into as much memory, without
+checksums: iperf3 reads into one small buffer, which stays in the cache, and keeps nothing. `send and receive` has the
+native sender too, one thread a stream, which reads memory as large as the bucket and takes the checksums. Where both
+ends share the cores of one machine, as here, that work is taken from what the kernel has for the path.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def veth() -> Iterator[Route]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=START_S)
 
 
-def ours(side: str, path: Route, streams: int, record_bytes: int, seconds: float) -> dict[str, Any]:
+def ours(receiving: str, sending: str, path: Route, streams: int, record_bytes: int, seconds: float) -> dict[str, Any]:
     """Payload bytes per second from the first accepted stream to the end of the last one."""
     run = [sys.executable, str(SIDES)]
     receiver = subprocess.Popen(
-        [*path.receiver, *run, "receive", path.host, str(streams), str(BUCKET_BYTES), "1"],
+        [*path.receiver, *run, receiving, path.host, str(streams), str(BUCKET_BYTES), "1"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -75,7 +76,7 @@ def ours(side: str, path: Route, streams: int, record_bytes: int, seconds: float
         if not port.isdigit():
             cannot("the receiving process did not start; its own message is above")
         arguments = [path.host, port, str(streams), str(BUCKET_BYTES), str(record_bytes), str(seconds)]
-        subprocess.run([*path.sender, *run, side, *arguments], check=True, timeout=seconds + GRACE_S)
+        subprocess.run([*path.sender, *run, sending, *arguments], check=True, timeout=seconds + GRACE_S)
         text, _ = receiver.communicate(timeout=GRACE_S)
     finally:
         receiver.kill()
@@ -134,7 +135,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
 
 
 def _compare(path: Route, options: argparse.Namespace, report: Report) -> None:
-    sides = {"receive": ("blast", GOAL), "send and receive": ("send", None)}
+    sides = {"receive": ("receive", "blast"), "send and receive": ("receive", "send"), "recv": ("keep", "blast")}
     for streams in options.streams:
         rates: dict[str, list[float]] = {name: [] for name in (*sides, "iperf3")}
         shares: dict[str, list[float]] = {name: [] for name in sides}
@@ -142,14 +143,15 @@ def _compare(path: Route, options: argparse.Namespace, report: Report) -> None:
         for number, name in interleaved(list(rates), options.rounds, options.seed):
             say(f"{path.name}, {streams} streams, round {number + 1} of {options.rounds}: {name}")
             if name in sides:
-                found = ours(sides[name][0], *given)
+                found = ours(*sides[name], *given)
                 rates[name].append(found["bytes_per_s"] / MIB)
                 shares[name].append(found["checksum_share"])
             else:
                 rates[name].append(theirs(*given) / MIB)
-        for name, (_, goal) in sides.items():
+        pairs = [("receive", "iperf3", GOAL), ("receive", "recv", None), ("send and receive", "iperf3", None)]
+        for name, other, goal in pairs:
             what = f"{name}, {path.name}, {streams} x {format_bytes(options.record_bytes)}"
-            report.comparisons.append(Comparison(what, "MiB/s", "ours", rates[name], "iperf3", rates["iperf3"], goal))
+            report.comparisons.append(Comparison(what, "MiB/s", "ours", rates[name], other, rates[other], goal))
         report.results[f"{path.name}_{streams}"] = {"checksum_share_of_receiver": shares}
 
 

@@ -1,11 +1,13 @@
 """The two processes of receive.py: one receives gradient records natively, the other one sends them.
 
     python receive_sides.py receive HOST STREAMS BUCKET_BYTES THREADS      (prints its port, then its result as JSON)
+    python receive_sides.py keep HOST STREAMS BUCKET_BYTES THREADS         (the same)
     python receive_sides.py send HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
     python receive_sides.py blast HOST PORT STREAMS BUCKET_BYTES RECORD_BYTES SECONDS
 
-`send` is the native sender, over memory as large as the bucket. `blast` sends one payload again and again, whose
-checksum is known before, as iperf3 does with its message: what it costs is the kernel's work alone.
+`keep` only reads, into memory as large as the slots of `receive`: no records, no checksums, one thread. `send` is the
+native sender, over memory as large as the bucket. `blast` sends one payload again and again, whose checksum is known
+before, as iperf3 does with its message: what it costs is the kernel's work alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import math
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
@@ -26,6 +29,8 @@ from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 
 JOB, EPOCH, SLOTS = 1, 1, 4
 TIMEOUT_S = 60.0
+PIECE_BYTES, TURNS = 256 << 10, 16
+"""Of `keep`, as the native receiver reads."""
 
 
 def mapped(nbytes: int) -> mmap.mmap:
@@ -85,6 +90,40 @@ def receive(host: str, streams: int, bucket_bytes: int, threads: int) -> None:
     result = {"bytes_per_s": counters["bytes"] / seconds, "checksum_share": counters["checksum_s"] / seconds}
     print(json.dumps(result), flush=True)
     receiver.close(TIMEOUT_S)
+
+
+def keep(host: str, streams: int, bucket_bytes: int, threads: int) -> None:
+    """Read all streams into the slots' memory, one piece behind the other, until they have ended."""
+    del threads
+    memory = memoryview(mapped(SLOTS * bucket_bytes))
+    poll = select.epoll()
+    open_streams: dict[int, socket.socket] = {}
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(TIMEOUT_S)
+        print(server.getsockname()[1], flush=True)
+        for _ in range(streams):
+            connection, _ = server.accept()
+            connection.setblocking(False)
+            poll.register(connection, select.EPOLLIN)
+            open_streams[connection.fileno()] = connection
+    begin = time.perf_counter()
+    at = count = 0
+    while open_streams:
+        ready = poll.poll(TIMEOUT_S)
+        if not ready:
+            raise SystemExit(f"nothing has come for {TIMEOUT_S:g} s")
+        for descriptor, _ in ready:
+            for _ in range(TURNS):
+                try:
+                    got = open_streams[descriptor].recv_into(memory[at : at + PIECE_BYTES])
+                except BlockingIOError:
+                    break
+                if got == 0:
+                    open_streams.pop(descriptor).close()
+                    break
+                count += got
+                at = at + got if at + got + PIECE_BYTES <= len(memory) else 0
+    print(json.dumps({"bytes_per_s": count / (time.perf_counter() - begin), "checksum_share": 0.0}), flush=True)
 
 
 def send(host: str, port: int, streams: int, bucket_bytes: int, record_bytes: int, seconds: float) -> None:
@@ -180,7 +219,7 @@ def send_views(connection: socket.socket, views: list[memoryview]) -> None:
 
 if __name__ == "__main__":
     side, where, *numbers = sys.argv[1:]
-    if side == "receive":
-        receive(where, *map(int, numbers))
+    if side in ("receive", "keep"):
+        {"receive": receive, "keep": keep}[side](where, *map(int, numbers))
     else:
         {"send": send, "blast": blast}[side](where, *map(int, numbers[:-1]), float(numbers[-1]))
