@@ -34,14 +34,15 @@ class Lone:
         self.state.seed_landed(bucket)
         self.shadow.flow()
 
-    def iterate(self, iteration, *, saved=True, rule=True, holes=(), spill=False):
+    def iterate(self, iteration, *, saved=True, rule=True, holes=(), spill=False, void=False):
         for bucket in BUCKETS[0]:
             if bucket not in holes:
                 self.shadow.gradient(bucket, iteration, iteration)
         for rank in range(RANKS):
             self.state.ended(rank, iteration)
         step = iteration if saved else None
-        self.state.step(Step(iteration=iteration, rule={} if rule else None, saved=saved, step=step, spill=spill))
+        rules = {} if rule else None
+        self.state.step(Step(iteration=iteration, rule=rules, saved=saved, step=step, spill=spill, void=void))
         if saved and self.state.side(0, iteration):
             self.shadow.sides.add(iteration)
         self.shadow.flow()
@@ -231,3 +232,59 @@ def test_a_fence_ends_a_spill_that_is_not_copied():
     assert isinstance(lone.state.next_work(), Apply)
     lone.state.fence(JOB, 2)
     assert lone.state.spilling == ()
+
+
+def test_gradients_that_the_update_did_not_use_count_as_lost_until_a_seed_comes():
+    lone = Lone()
+    lone.iterate(1)
+    lone.complete(1)
+    lone.work()
+    lone.iterate(2, saved=False, void=True)
+    lone.iterate(3)
+    assert (lone.restorable(), lone.state.have) == ([1], 0), "what comes behind it is not offered either"
+    torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
+    assert torn == [(2, set(BUCKETS[0]))]
+    lone.complete(3)  # the others go on
+    lone.work()
+    assert (lone.at(), lone.restorable()) == ({1}, [1])
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 3)
+    lone.work()
+    assert (lone.at(), lone.restorable(), lone.state.have) == ({3}, [3], 3)
+
+
+def test_an_iteration_that_is_void_is_so_before_one_that_is_torn_already():
+    lone = Lone()
+    for iteration, holes in ((1, ()), (2, {0})):
+        for bucket in BUCKETS[0]:
+            if bucket not in holes:
+                lone.shadow.gradient(bucket, iteration, iteration)
+    for rank in range(RANKS):
+        lone.state.ended(rank, 2)
+    lone.state.step(Step(iteration=1, rule={}, saved=False, step=None, void=True))
+    lone.shadow.flow()
+    torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
+    assert torn == [(2, {0}), (1, set(BUCKETS[0]))]
+    assert not any(slots.placed for slots in lone.shadow.slots.values()), "their slots make nobody wait"
+
+
+def test_gradients_that_come_behind_the_word_that_they_are_void_count_as_lost_as_well():
+    lone = Lone()
+    lone.state.step(Step(iteration=1, rule={}, saved=False, step=None, void=True))
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 1, 1)
+    lone.iterate(2)
+    assert lone.restorable() == []
+    assert [set(m.buckets) for m in lone.shadow.said if m.kind == "torn"] == [set(BUCKETS[0])]
+
+
+def test_void_gradients_that_its_slots_hold_do_not_follow_a_seed():
+    lone = Lone()
+    lone.iterate(1, holes=BUCKETS[0])
+    lone.work()
+    lone.iterate(2, saved=False, void=True)
+    lone.iterate(3)
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 1)
+    lone.work()
+    assert (lone.restorable(), lone.state.have) == ([1], 1)

@@ -211,6 +211,8 @@ class Checkmate(Checkpointer):
         self._update = None
         stream.phase = "closed"
         assert update is not None
+        if fault is not None:
+            self._distrust(life, iteration)
         if event is not None and fault is None:
             self._send_side(life, event, iteration)
         saved = event is not None and fault is None
@@ -224,13 +226,12 @@ class Checkmate(Checkpointer):
                     saved=saved,
                     step=event.step if event is not None and saved else None,
                     absent=update.absent if update.rule is not None else (),
+                    void=fault is not None,
                     spill=bool(saved and every and self._saves % every == 0),
                 )
             )
         else:
             conductor.closed(iteration)
-        if fault is not None:
-            self._distrust(life, iteration)
         self._seed(life, iteration)
         self._verify(life, iteration)
         if event is not None and fault is not None:

@@ -149,6 +149,8 @@ class Step(_Message):
     """The training's own number of the saved step."""
     absent: tuple[_Number, ...] = ()
     """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
+    void: bool = False
+    """The update did not use the gradients that were sent: they count as lost, and all buckets want a Seed."""
     spill: bool = False
     """Make this iteration durable, once applied. Every shadow answers by Spilled before another one is asked for.
 

@@ -22,6 +22,8 @@ class Iterations:
         self.given_up: set[int] = set()
         """Saved iterations that lack a side record for good."""
         self.newest_side: dict[int, int] = {}
+        self.void: set[int] = set()
+        """Iterations whose gradients are not what the update used: nobody holds them, whatever has come."""
 
     def add_step(self, message: Step, epoch: int) -> None:
         """Again said, it changes nothing. Raises CheckpointError where far too many are open."""
@@ -31,6 +33,8 @@ class Iterations:
         if len(self.steps) >= _MAX_STEPS:
             raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {iteration} is one too many")
         self.steps[iteration] = message
+        if message.void:
+            self.void.add(iteration)
         if message.saved and iteration not in self.given_up:
             self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
 
@@ -70,6 +74,7 @@ class Iterations:
         for known in (self.steps, self.saves):
             for iteration in [one for one in known if one > last]:
                 del known[iteration]
+        self.void = {one for one in self.void if one <= last}
         return self._drop_sides([one for one in self.sides if one > last])
 
     def become(self, saved: Saved) -> list[int]:
@@ -83,6 +88,7 @@ class Iterations:
         """Nothing before `oldest` is given back, and all is applied up to `lowest`; returns as `keep_until`."""
         for iteration in [one for one in self.steps if one <= lowest]:
             del self.steps[iteration]
+        self.void = {one for one in self.void if one > lowest}
         for iteration in [one for one in self.saves if one < oldest]:
             del self.saves[iteration]
         self.given_up = {one for one in self.given_up if one >= oldest}

@@ -193,6 +193,9 @@ class ShadowState(ShadowHoldings):
         new = message.iteration > self._lowest()
         if new:
             self._known.add_step(message, self.epoch)
+            if message.void:
+                for bucket in self._buckets.values():
+                    bucket.received.discard(message.iteration)
             self._give_up(self._known.late())
         if message.spill:
             self._spill.ask(message.iteration, message.keep)
@@ -246,7 +249,7 @@ class ShadowState(ShadowHoldings):
         """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
         found = self._buckets[bucket]
         if held is not None:
-            found.received = set(held)
+            found.received = set(held) - self._known.void
         elif found.landing is not None:
             following = found.landing + 1
             found.landing, found.landed, found.windowed, found.opened = None, False, False, True
@@ -278,7 +281,7 @@ class ShadowState(ShadowHoldings):
     def received(self, bucket: int, iteration: int) -> None:
         """All gradients of a bucket and iteration are held."""
         found = self._buckets[bucket]
-        if found.opened and not found.windowed:
+        if (found.opened and not found.windowed) or iteration in self._known.void:
             return
         base = found.landing if found.windowed and found.landing is not None else found.at
         if iteration in found.received or (base is not None and iteration <= base):
@@ -391,15 +394,19 @@ class ShadowState(ShadowHoldings):
         over = min(ended.values())
         torn: dict[int, list[int]] = {}
         for number, bucket in self._buckets.items():
-            if bucket.at is None or bucket.torn is not None or bucket.landing is not None or bucket.opened:
+            if bucket.at is None or bucket.landing is not None or bucket.opened:
                 continue
             # The one that is being applied is still among the received.
             missing = bucket.chain_end(bucket.at) + 1
-            if missing <= over:
+            # One that is void may be found to be so behind one that is torn.
+            if missing <= over and (bucket.torn is None or missing < bucket.torn):
                 bucket.torn = missing
                 torn.setdefault(missing, []).append(number)
         for iteration, numbers in torn.items():
-            self._torn(iteration, numbers, "all ranks have ended this iteration, and bytes of it have not come")
+            why = "all ranks have ended this iteration, and bytes of it have not come"
+            if iteration in self._known.void:
+                why = "the training's update used other gradients than were sent"
+            self._torn(iteration, numbers, why)
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
         self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))
