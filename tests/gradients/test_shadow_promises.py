@@ -288,3 +288,42 @@ def test_void_gradients_that_its_slots_hold_do_not_follow_a_seed():
         lone.seed(bucket, 1)
     lone.work()
     assert (lone.restorable(), lone.state.have) == ([1], 1)
+
+
+@pytest.mark.parametrize("step_first", [True, False])
+def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step_first):
+    lone = Lone()
+    step = Step(iteration=1, rule={}, saved=True, step=1, absent=(4,), apart=True)
+
+    def others(said):
+        for rank in range(1, RANKS):
+            assert lone.restorable() == [] and lone.state.next_work() is None
+            lone.state.absent(rank, 1, said)
+
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 1, 1)
+    lone.state.side(0, 1)
+    lone.shadow.sides.add(1)
+    lone.state.complete(Complete(iteration=1))
+    if not step_first:
+        others((7, 8))
+    lone.state.step(step)
+    if step_first:
+        others((7, 8))
+    lone.state.absent(1, 1, (9,))  # said again, it changes nothing
+    assert lone.restorable() == [1]
+    work = lone.state.next_work()
+    assert isinstance(work, Apply) and work.step.absent == (4, 7, 8)
+    lone.state.absent(1, 2, (6,))
+    lone.state.fence(JOB, 2)
+    lone.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
+    lone.state.step(step.model_copy(update={"iteration": 2}))
+    assert 2 not in lone.state._known.steps, "what was said in another epoch does not count"
+    lone.state.absent(1, 2, (5,))
+    assert lone.state._known.steps[2].absent == (4, 5)
+
+
+def test_nobody_has_to_say_anything_of_a_step_that_was_skipped():
+    lone = Lone()
+    lone.state.step(Step(iteration=1, rule=None, saved=False, step=None, apart=True))
+    assert 1 in lone.state._known.steps

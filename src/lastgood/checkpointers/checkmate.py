@@ -25,7 +25,7 @@ from lastgood.checkpointers.checkmate_life import Life, begin_life
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
-from lastgood.gradients.messages import Side, Step
+from lastgood.gradients.messages import Absent, Side, Step
 from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.updates import Update
@@ -227,10 +227,13 @@ class Checkmate(Checkpointer):
                     step=event.step if event is not None and saved else None,
                     absent=update.absent if update.rule is not None else (),
                     void=fault is not None,
+                    apart=life.apart,
                     spill=bool(saved and every and self._saves % every == 0),
                 )
             )
         else:
+            if life.apart:
+                conductor.absent(Absent(iteration=iteration, parameters=life.left_alone(update)))
             conductor.closed(iteration)
         self._seed(life, iteration)
         self._verify(life, iteration)

@@ -20,6 +20,7 @@ from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.data_link import DataLink, DataSettings
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
+    Absent,
     Complete,
     Declare,
     Hello,
@@ -44,7 +45,7 @@ _SLICE_S = 0.2
 _OUTBOX_BYTES = 512 * MIB
 """A shadow that lets so much wait is not reading."""
 _RESENT = 64
-"""Steps and side records that are kept to be sent again."""
+"""Steps, side records and the like that are kept to be sent again."""
 _END_S = 5.0
 _MAX_EARLY = 1000
 _NOTHING = memoryview(b"")
@@ -137,11 +138,11 @@ class ShadowLink:
         """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
 
         Without a connection it is dropped.
-        Steps and side records are sent again on the next connection, until they are complete.
+        What shadows must hear of an iteration is sent again on the next connection, until it is complete.
         """
         outgoing = _Outgoing(message, iteration, payload, arrives)
         with self._changed:
-            if isinstance(message, (Step, Side)):
+            if isinstance(message, (Step, Absent, Side)):
                 self._resent.append(outgoing)
             elif isinstance(message, Complete):
                 self._complete = message

@@ -18,6 +18,7 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, M
 from lastgood.gradients.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
+    Absent,
     Complete,
     Declare,
     Fence,
@@ -257,6 +258,8 @@ class ShadowService:
         core, epoch = self.core, control.epoch
         if isinstance(message, Step):
             core.step(epoch, message)
+        elif isinstance(message, Absent):
+            core.absent(epoch, control.rank, message)
         elif isinstance(message, Complete):
             core.complete(epoch, message)
         elif isinstance(message, Verify):

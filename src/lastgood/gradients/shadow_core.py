@@ -16,6 +16,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
+    Absent,
     Complete,
     Declare,
     Hello,
@@ -291,6 +292,11 @@ class ShadowCore:
             for bucket in self.layout.buckets_of(self.settings.shadow):
                 if self.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
                     self.state.received(bucket, message.iteration)
+
+    def absent(self, epoch: int, rank: int, message: Absent) -> None:
+        """See `Absent`."""
+        with self._current(epoch):
+            self.state.absent(rank, message.iteration, message.parameters)
 
     def complete(self, epoch: int, message: Complete) -> None:
         """See `Complete`."""

@@ -39,7 +39,6 @@ class ShadowState(ShadowHoldings):
         self.declared = False
         """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
         self.missed_checks = 0
-        self._ranks = 0
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
         self._holding: dict[int, int] = {}
@@ -121,7 +120,7 @@ class ShadowState(ShadowHoldings):
             self._buckets = {number: BucketState() for number in buckets}
             self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
-        self._known.side_ranks, self._ranks = frozenset(side_ranks), ranks
+        self._known.side_ranks, self._known.ranks = frozenset(side_ranks), ranks
         self.completed = adopt if kept and adopt is not None else 0
         self._spill.begin_epoch(self.completed)
         self._known.given_up.clear()
@@ -200,6 +199,12 @@ class ShadowState(ShadowHoldings):
         if message.spill:
             self._spill.ask(message.iteration, message.keep)
         if new or message.spill:
+            self._settle()
+
+    def absent(self, rank: int, iteration: int, parameters: tuple[int, ...]) -> None:
+        """Which of its own parameters a rank left alone. Raises CheckpointError where far too many are open."""
+        if iteration > self._lowest():
+            self._known.add_absent(rank, iteration, parameters)
             self._settle()
 
     def side(self, rank: int, iteration: int) -> bool:
@@ -389,7 +394,7 @@ class ShadowState(ShadowHoldings):
         known = max(self._known.steps, default=0)
         ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
         ended = {**self._ended, **ended}
-        if len(ended) < self._ranks or not self._ranks or not self.declared:
+        if len(ended) < self._known.ranks or not self._known.ranks or not self.declared:
             return
         over = min(ended.values())
         torn: dict[int, list[int]] = {}
