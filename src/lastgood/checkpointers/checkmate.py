@@ -213,9 +213,13 @@ class Checkmate(Checkpointer):
         assert update is not None
         if fault is not None:
             self._distrust(life, iteration)
-        if event is not None and fault is None:
-            self._send_side(life, event, iteration)
-        saved = event is not None and fault is None
+        trouble: Exception | None = None if fault is None else CheckpointError(fault)
+        if event is not None and trouble is None:
+            try:
+                self._send_side(life, event, iteration)
+            except Exception as error:  # shadows must hear of the update all the same, or they can never go on from it
+                trouble = error
+        saved = event is not None and trouble is None
         if life.rank == 0:
             self._saves += saved
             every = self._knobs.spill_every
@@ -235,10 +239,15 @@ class Checkmate(Checkpointer):
             if life.apart:
                 conductor.absent(Absent(iteration=iteration, parameters=life.left_alone(update)))
             conductor.closed(iteration)
-        self._seed(life, iteration)
-        self._verify(life, iteration)
-        if event is not None and fault is not None:
-            self._fail(event, CheckpointError(fault))
+        try:
+            self._seed(life, iteration)
+            self._verify(life, iteration)
+        except Exception:  # what was saved is on its way all the same
+            _log.exception(
+                "checkmate: no seed could be copied behind iteration %d; the next one tries again", iteration
+            )
+        if event is not None and trouble is not None:
+            self._fail(event, trouble)
 
     def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
         record, arrives = life.sides.take()
