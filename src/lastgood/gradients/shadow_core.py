@@ -201,7 +201,10 @@ class ShadowCore:
                 answer(self.welcome())
                 return
             self.settle_memory(layout)
-            restored = self.restored
+            if self.store is not None:
+                # Before anything is declared: where it fails, the trainers come again, and all of this is done again.
+                kept = self.state.keeps(layout.digest, message.adopt)
+                self.store.begin_epoch(epoch, message.adopt, self.restored if kept else None)
             kept = self.state.declare(
                 layout.digest, owned, layout.side_ranks_of(settings.shadow), layout.ranks, message.adopt
             )
@@ -212,8 +215,6 @@ class ShadowCore:
                     self.memory.drop(bucket)
             self.sides.forget_layouts()
             self.receiver.begin(epoch, keep=False)
-            if self.store is not None:
-                self.store.begin_epoch(epoch, message.adopt, restored if kept else None)
             answer(self.welcome())
             self.flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
@@ -228,7 +229,9 @@ class ShadowCore:
         spills = settings.spill_directory is not None
         need = memory_need(layout, settings.shadow, settings.slots, spills=spills)
         if need.total <= min(limit, available_memory_bytes() + taken):
-            self.memory = None  # the old one's memory goes back before the new one's is taken
+            if self.memory is not None:  # the old one's memory goes back before the new one's is taken
+                self.memory = self.layout = None
+                self.state.emptied()
             if self.receiver is not None:
                 self.receiver.close(5.0)
                 self.receiver = None

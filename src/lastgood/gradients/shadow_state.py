@@ -106,7 +106,7 @@ class ShadowState(ShadowHoldings):
 
         The caller's receiver begins anew either way: no gradients are held behind this.
         """
-        kept = adopt is not None and layout == self.layout and self._stands_at(adopt)
+        kept = self.keeps(layout, adopt)
         if kept:
             assert adopt is not None
             for bucket in self._buckets.values():
@@ -132,6 +132,10 @@ class ShadowState(ShadowHoldings):
             bucket.busy = False
         self._settle()
         return kept
+
+    def keeps(self, layout: str, adopt: int | None) -> bool:
+        """Whether a declaration of this layout would keep the state that is here."""
+        return adopt is not None and layout == self.layout and self._stands_at(adopt)
 
     def greet(self) -> None:
         """Rank 0 has (again) connected: tell it how things stand."""
@@ -169,9 +173,9 @@ class ShadowState(ShadowHoldings):
         self._settle()
 
     def emptied(self) -> None:
-        """All values are lost. Only before Declare."""
-        for bucket in self._buckets.values():
-            self._lose(bucket)
+        """All values are lost, and seeds that have landed. Only before Declare."""
+        self._buckets = {}
+        self._ready.clear()
         self._settle()
 
     def saved_at(self, iteration: int) -> Saved:
