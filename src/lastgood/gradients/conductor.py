@@ -138,7 +138,7 @@ class Conductor:
             lambda: all(known.connected and not known.wants for known in self._state.shadows),
             timeout_s,
             "to take their first seeds",
-            lambda number: bool(self._state.shadows[number].wants),
+            lambda number: bool(self._state.shadows[number].wants) or not self._state.shadows[number].connected,
         )
 
     def wait_seeded(self, timeout_s: float) -> None:
