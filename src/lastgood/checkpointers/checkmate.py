@@ -141,9 +141,11 @@ class Checkmate(Checkpointer):
     def _close(self) -> None:
         if self._life is None:
             return
-        with suppress(WaitTimeout):
-            self.drain(min(self._close_s, 2 * self._knobs.behind_s))
-        self._end_life()
+        try:
+            with suppress(WaitTimeout):
+                self.drain(min(self._close_s, 2 * self._knobs.behind_s))
+        finally:
+            self._end_life()
 
     def _end_life(self) -> None:
         life, self._life = self._life, None
@@ -354,8 +356,9 @@ class Checkmate(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fence off every older life of the job, and load the newest step that all shadows hold.
 
-        All ranks call it together. Raises NoCheckpoint; MismatchError for another world size or other parameters;
-        CheckpointError for a shadow that cannot be reached; CorruptCheckpoint, WaitTimeout.
+        All ranks call it together; where one fails, all do, and no state is changed. Raises NoCheckpoint; MismatchError
+        for another world size or other parameters; CheckpointError for a shadow that cannot be reached;
+        CorruptCheckpoint, WaitTimeout.
         """
         running = self._life is not None
         if running:
