@@ -296,14 +296,14 @@ class ShadowService:
     def _receive_side(self, control: _Control, message: Side) -> None:
         if message.rank != control.rank:
             raise MismatchError(f"{control.wire.other} sends a side record of rank {message.rank}")
-        keep = self.core.side_room(message)
         what = f"the side record of iteration {message.iteration}"
-        if keep:
-            content = bytearray(message.nbytes)
-            receive_stream(control.wire, message.iteration, [memoryview(content)], what)
-        else:
-            drain_stream(control.wire, message.nbytes, what)
-        self.core.side(control.epoch, message, bytes(content) if keep else None)
+        with self.core.side_room(message) as keep:
+            if keep:
+                content = bytearray(message.nbytes)
+                receive_stream(control.wire, message.iteration, [memoryview(content)], what)
+            else:
+                drain_stream(control.wire, message.nbytes, what)
+            self.core.side(control.epoch, message, bytes(content) if keep else None)
 
     def _receive_seed(self, control: _Control, message: Seed) -> None:
         what = f"the seed of bucket {message.bucket} behind iteration {message.iteration}"

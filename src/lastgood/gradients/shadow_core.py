@@ -311,10 +311,17 @@ class ShadowCore:
         with self._current(epoch):
             self.state.check(message.bucket, message.iteration, message.checksum)
 
-    def side_room(self, message: Side) -> bool:
-        """Whether a side record of this length can be kept."""
+    @contextlib.contextmanager
+    def side_room(self, message: Side) -> Iterator[bool]:
+        """Room for a side record while it arrives, which others do not get meanwhile; False where there is none."""
         with self.change:
-            return self.sides.has_room(message.nbytes)
+            found = self.sides.reserve(message.nbytes)
+        try:
+            yield found
+        finally:
+            if found:
+                with self.change:
+                    self.sides.release(message.nbytes)
 
     def side(self, epoch: int, message: Side, content: bytes | None) -> None:
         """A side record, or None where it was too long to keep."""
