@@ -27,6 +27,7 @@ from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
 from lastgood.gradients.side import open_side, restored_tree
+from lastgood.gradients.token import read_token as read_token_file
 from lastgood.gradients.tracked import Tracked
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 _JOB_FILE = "checkmate.json"
-_MAX_TOKEN_BYTES = 4096
 _READING_BYTES_PER_S = 50e6
 """A shadow may take as long as a disk of this speed needs before it gives anything back, beyond the usual limit."""
 _TIMES = 8
@@ -91,17 +91,10 @@ def check_shadows(knobs: CheckmateOptions) -> None:
 
 
 def read_token(knobs: CheckmateOptions) -> bytes:
-    """The secret that shadows want to see. Raises ConfigError where there is none."""
+    """The secret that shadows want to see. Raises ConfigError where there is none, or others may read it."""
     if knobs.token_file is None:
         raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
-    try:
-        with Path(knobs.token_file).open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(f"checkmate: the token file cannot be read: {error}") from error
-    if not token:
-        raise ConfigError(f"checkmate: {knobs.token_file} is empty")
-    return token
+    return read_token_file(Path(knobs.token_file))
 
 
 def ranks_together(rank: int, ranks: int) -> Together | None:
