@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate
-from lastgood.errors import StateError
+from lastgood.errors import NoCheckpoint, StateError
+from lastgood.gradients.links import ShadowLink
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -78,3 +81,39 @@ def test_a_seed_that_cannot_be_copied_fails_no_save_and_comes_later(make, monkey
     assert "no seed could be copied" in caplog.text
     assert not [one for one in caplog.messages if "the checkpoint of step" in one and "no room" in one]
     assert len(copies) >= 2
+
+
+def test_an_unexpected_error_in_a_link_costs_a_connection_and_not_the_shadow(make, monkeypatch, caplog):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 1)
+    checkpointer.drain(20)
+    write, calls = ShadowLink._write, []
+
+    def breaks_once(link, wire, outgoing):
+        if link.shadow == 1:
+            calls.append(outgoing)
+            if len(calls) == 1:
+                raise ZeroDivisionError("a fault of the link's own")
+        write(link, wire, outgoing)
+
+    monkeypatch.setattr(ShadowLink, "_write", breaks_once)
+    deadline = time.monotonic() + 60
+    while len(calls) < 2 or outcomes(checkpointer)[-1] is not Outcome.DURABLE:
+        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        steps(training, checkpointer, 1)
+        checkpointer.drain(40)
+    assert "a fault of the link's own" in caplog.text
+
+
+def test_shadows_that_hold_nothing_together_are_said_before_a_training_begins_anew(make, caplog):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)
+    checkpointer.close()
+    with pytest.raises(NoCheckpoint):
+        make().restore(training.state, step=7)
+    assert "no iteration of step 7 is held by all shadows (shadow 0: in memory step 2" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ __all__ = [
     "read_token",
     "restore_together",
 ]
+
+_log = logging.getLogger("lastgood")
 
 _JOB_FILE = "checkmate.json"
 _READING_BYTES_PER_S = 50e6
@@ -236,7 +239,11 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     job = job_of(directory, knobs, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
-    _choose(knobs, token, step)  # nobody is fenced off for nothing
+    try:
+        _choose(knobs, token, step)  # nobody is fenced off for nothing
+    except NoCheckpoint as error:
+        _log.warning("checkmate: %s", error)  # attach() goes on from nothing
+        raise
     statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)

@@ -205,13 +205,15 @@ class ShadowLink:
                 self._listener.fenced_off(self.shadow, error.epoch)
                 self.data.close()
                 return
-            except (LastgoodError, OSError) as error:
-                self._listener.failing(self.shadow, str(error))
+            except Exception as error:  # whatever it is: without this thread the shadow would be lost for good
+                what = str(error) or repr(error)
+                self._listener.failing(self.shadow, what)
                 if isinstance(error.__cause__, ConnectionRefusedError):
                     self._listener.refused(self.shadow)
-                if str(error) != logged:  # not at every try
-                    logged = str(error)
-                    _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, error)
+                if what != logged:  # not at every try
+                    logged = what
+                    strange = None if isinstance(error, (LastgoodError, OSError)) else error
+                    _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, what, exc_info=strange)
             with self._changed:
                 if not self._ended:
                     self._changed.wait(pause_s)
