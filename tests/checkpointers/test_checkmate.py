@@ -224,13 +224,19 @@ def test_options_say_where_shadows_are(tmp_path, shadows):
         Checkmate(tmp_path, shadows=["nowhere"])
     with pytest.raises(ConfigError, match="twice"):
         Checkmate(tmp_path, shadows=["a:1", "a:1"])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="there is no token"):
         Checkmate(tmp_path, shadows=shadows.addresses, token_file=str(tmp_path / "none")).latest()
+    readable = tmp_path / "token"
+    readable.write_bytes((shadows.folder / "token").read_bytes())
+    readable.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Checkmate(tmp_path, shadows=shadows.addresses, token_file=str(readable)).latest()
 
 
 def test_another_token_another_order_and_another_job_are_refused(tmp_path, shadows):
     token = tmp_path / "token"
-    token.write_text("another one")
+    token.touch(mode=0o600)
+    token.write_text("a secret of another test")
     with pytest.raises(CheckpointError, match="token"):
         Checkmate(tmp_path, shadows=shadows.addresses, token_file=str(token)).latest()
     turned = {**shadows.knobs, "shadows": shadows.addresses[::-1]}

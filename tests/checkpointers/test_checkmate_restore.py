@@ -1,15 +1,22 @@
-"""Choosing what to restore while shadows still move on."""
+"""Choosing what to restore while shadows still move on, and what ranks do with it."""
 
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
 from lastgood.checkpointers import checkmate_restore
+from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
-from lastgood.errors import NoCheckpoint
+from lastgood.errors import CheckpointError, NoCheckpoint
+from lastgood.gradients import asking
 from lastgood.gradients.messages import Saved, Status
+from lastgood.gradients.spill import SpillStore
+from tests.checkpointers.small_training import SmallTraining
+from tests.gradients.fault_training import Life, ranks_in_threads, restore_afresh
+from tests.gradients.shadow_processes import shadow_threads
 
 
 def status(shadow, *iterations):
@@ -64,3 +71,63 @@ def test_a_step_that_a_moving_training_never_shows_is_refused_in_the_end(look):
     with pytest.raises(NoCheckpoint, match="step 7"):
         checkmate_restore._choose(CheckmateOptions(), b"", 7)
     assert len(asked) < 40
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def knobs_of(folder, shadows, **more):
+    where = {"shadows": [one.address for one in shadows], "token_file": str(folder / "token")}
+    return {**where, "bucket_bytes": 256, **more}
+
+
+def test_a_rank_that_gets_nothing_leaves_every_rank_as_it_was(tmp_path, monkeypatch):
+    with ranks_in_threads(), shadow_threads(tmp_path, 2) as shadows:
+        knobs = knobs_of(tmp_path, shadows)
+        life = Life("sgd", 0, [knobs, knobs], tmp_path / "job")
+        life.start(restore=False)
+        life.train(2, 0.0)
+        life.join()
+        for checkpointer in life.checkpointers:
+            checkpointer.drain(60)
+        life.bury()
+        fetch = asking.fetch
+
+        def fetch_on_rank_0(*arguments, **options):
+            if checkmate_restore.world_of_torch()[0] == 1:
+                raise CheckpointError("its link is cut")
+            return fetch(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asking, "fetch", fetch_on_rank_0)
+            with pytest.raises(CheckpointError, match="its link is cut"):
+                restore_afresh("sgd", knobs, tmp_path / "job")  # which looks at the states, too
+        assert restore_afresh("sgd", knobs, tmp_path / "job")[0] == 2
+
+
+def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_path, monkeypatch):
+    spills = tmp_path / "spills"
+    training = SmallTraining()
+    with shadow_threads(tmp_path, 2, spill_directory=spills) as shadows:
+        checkpointer = Checkmate(tmp_path / "job", **knobs_of(tmp_path, shadows, spill_every=1))
+        checkpointer.start(training.state)
+        training.step()
+        checkpointer.save(1)
+        checkpointer.drain(60)
+        deadline = time.monotonic() + 60
+        while checkpointer._life.conductor.spilled is None:
+            assert time.monotonic() < deadline, "waited 60 s for the spill"
+            time.sleep(0.01)
+        checkpointer.close()
+    read = SpillStore.read
+
+    def slowly(*arguments):
+        time.sleep(2.5)
+        read(*arguments)
+
+    monkeypatch.setattr(SpillStore, "read", slowly)
+    monkeypatch.setattr(checkmate_restore, "_READING_BYTES_PER_S", 1e4)
+    with shadow_threads(tmp_path, 2, spill_directory=spills) as shadows:
+        fresh = SmallTraining(seed=1)
+        assert Checkmate(tmp_path / "job", **knobs_of(tmp_path, shadows, timeout_s=1.0)).restore(fresh.state) == 1
+        assert fresh.digest() == training.digest()

@@ -311,6 +311,7 @@ def test_what_does_not_go_together_is_refused(options, tracked, reduced, ranks, 
 
 def test_the_ring_needs_the_hook(tmp_path):
     model = torch.nn.Linear(3, 2)
+    (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text("a secret of this test")
     knobs = {"shadows": ["127.0.0.1:9"], "token_file": str(tmp_path / "token"), "tap": "ring"}
     checkpointer = Checkmate(tmp_path, **knobs)

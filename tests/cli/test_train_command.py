@@ -151,6 +151,7 @@ def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tm
             assert "cut off" not in one["said"]  # nobody was: a tidy end is no lost shadow
             if pinned:
                 assert one["cpus"] == CPUS[len(CPUS) * rank // 2 : len(CPUS) * (rank + 1) // 2]
+    assert "begins anew: " in lives[0][0]["said"]
     assert "restored step 3 from the shadows" in lives[1][0]["said"] and not lives[1][1]["said"].count("restored")
     expected = losses_without_lastgood(data_dir, 5)
     assert [lives[0][rank]["losses"] + lives[1][rank]["losses"] for rank in range(2)] == expected
@@ -164,6 +165,25 @@ def test_one_launcher_starts_trainers_and_shadows_as_one_world(tmp_path: Path, d
         job.shadow(RANK=1, **world)
         found = job.trainers(1, ranks=1, **world)
     assert [(one["rank"], one["last_step"], one["durable"]) for one in found] == [(0, 1, 1)]
+
+
+@pytest.mark.parametrize(("words", "why"), [(["--policy", "wait"], "policy"), (["--shadow", "here"], "no HOST:PORT")])
+def test_what_checkmate_cannot_be_is_refused_before_anybody_is_waited_for(
+    tmp_path: Path, words: list[str], why: str
+) -> None:
+    common = [
+        "train",
+        "--model",
+        "resnet18",
+        "--steps",
+        "1",
+        "--token-file",
+        f"{tmp_path}/t",
+        "--directory",
+        f"{tmp_path}",
+    ]
+    found = CliRunner().invoke(app, [*common, *words])
+    assert isinstance(found.exception, ConfigError) and why in str(found.exception)
 
 
 def test_places_of_trainers() -> None:

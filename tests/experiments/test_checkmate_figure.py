@@ -258,6 +258,16 @@ def test_a_life_with_other_losses_is_a_wrong_restore(tmp_path: Path) -> None:
     assert "RESTORE DIFFERS" in texts(draw_checkmate(read_tidy(csv_of(tmp_path, [*records[:2], wrong, *records[3:]]))))
 
 
+def test_a_kill_behind_which_no_loss_was_known_proves_nothing(tmp_path: Path) -> None:
+    records = panel()
+    assert collect("checkmate", "opt", records, make_ceilings()).tidy[2].losses_compared == 2
+    unknown = failure(0).model_copy(update={"losses_checked": 0})
+    records[2] = records[2].model_copy(update={"failures": [unknown]})
+    assert "restore not proved" in texts(draw_checkmate(read_tidy(csv_of(tmp_path / "one", records))))
+    records[2] = records[2].model_copy(update={"failures": [unknown, failure(1)]})
+    assert "restore not proved" not in texts(draw_checkmate(read_tidy(csv_of(tmp_path / "two", records))))
+
+
 @pytest.mark.parametrize("width", ["single", "double"])
 def test_no_text_leaves_the_picture_or_lies_on_the_caption(tmp_path: Path, width: Any) -> None:
     figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())), width)

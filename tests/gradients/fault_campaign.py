@@ -166,6 +166,7 @@ class Bed:
         self.died_s = float("-inf")
         """When the newest one died."""
         self.nets: list[Net] = []
+        (folder / "token").touch(mode=0o600)
         (folder / "token").write_bytes(TOKEN)
 
     def _make(self, number: int, port: int) -> ForkedShadow:

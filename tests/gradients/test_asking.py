@@ -55,6 +55,15 @@ def test_states_of_two_layouts_are_never_mixed():
         choose([status(0, memory=[saved]), status(1, memory=[saved], layout="c" * 64)])
 
 
+def test_a_spill_that_all_hold_is_chosen_though_their_memory_is_of_two_layouts():
+    """A life that brought another layout has ended before every shadow had taken it."""
+    saved, newer = Saved(epoch=1, iteration=1, step=1), Saved(epoch=1, iteration=2, step=2)
+    first = status(0, durable=[saved])
+    second = status(1, memory=[newer], durable=[saved], layout="c" * 64)
+    choice = choose([first, second])
+    assert (choice.source, choice.saved) == ("durable", saved)
+
+
 def test_shadows_must_be_all_and_in_their_order():
     check_set([status(0), status(1)], ["a:1", "b:2"])
     for wrong in ([status(1), status(0)], [status(0), status(0)], [status(0, 3), status(1, 3)]):

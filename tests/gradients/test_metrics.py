@@ -72,6 +72,13 @@ def test_status_and_watch(trained):
     assert shown.exit_code == 0 and "step 20 can be restored" in shown.stdout
 
 
+def test_what_some_shadows_hold_is_not_said_of_all(trained):
+    folder, started, _ = trained
+    found = run("status", started[0].address, "--token-file", folder / "token", "--json")
+    document = json.loads(found.stdout)
+    assert document["step"] is None and "shadow 0 of 2" in document["why"]
+
+
 def test_a_shadow_that_does_not_answer_is_said(trained):
     folder, started, _ = trained
     found = run("status", started[0].address, "127.0.0.1:1", "--token-file", folder / "token", "--json")

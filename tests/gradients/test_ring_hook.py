@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lastgood.errors import ConfigError
+from lastgood.errors import CheckpointError, ConfigError
 from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.ring_hook import RingReducer
 from lastgood.ports import free_ports
@@ -80,5 +80,56 @@ def test_parameters_that_are_not_the_declared_ones_are_refused() -> None:
         reducer._make_plan([wrong], [torch.zeros(15)], torch.zeros(15))
     with pytest.raises(ConfigError, match="int64 on cpu"):
         reducer._make_plan([wrong], [], torch.zeros(15, dtype=torch.int64))
+    reducer.close()
+    comms[1].close()
+
+
+class _Bucket:
+    """What DDP hands to its hook."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter, self._buffer = parameter, torch.zeros(parameter.numel())
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self._parameter]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._buffer]
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_an_unexpected_error_ends_the_ring_and_no_backward_pass_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch, zeros: bool
+) -> None:
+    layout = plan_layout([("a", (3, 4), "float32")], {}, ranks=2, shadows=1)
+    comms = make_ring(2)
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    reducer = RingReducer(comms[0], layout, [parameter])
+
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("a fault of the ring's own")
+
+    monkeypatch.setattr(comms[0], "all_reduce", breaks)
+    bucket: Any = _Bucket(parameter)
+    if zeros:
+        reducer.reduce_zeros(1)
+        reducer._worker.submit(lambda: None).result(20)
+    else:
+        future = reducer.reduce(bucket)
+        reducer._worker.submit(lambda: None).result(20)
+        assert future.done()
+        with pytest.raises(Exception, match="a fault of the ring's own"):
+            future.wait()
+    with pytest.raises(CheckpointError, match=r"the ring cannot go on: .*; restart the ranks"):
+        reducer.reduce(bucket)
     reducer.close()
     comms[1].close()

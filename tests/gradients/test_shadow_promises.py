@@ -34,14 +34,15 @@ class Lone:
         self.state.seed_landed(bucket)
         self.shadow.flow()
 
-    def iterate(self, iteration, *, saved=True, rule=True, holes=(), spill=False):
+    def iterate(self, iteration, *, saved=True, rule=True, holes=(), spill=False, void=False):
         for bucket in BUCKETS[0]:
             if bucket not in holes:
                 self.shadow.gradient(bucket, iteration, iteration)
         for rank in range(RANKS):
             self.state.ended(rank, iteration)
         step = iteration if saved else None
-        self.state.step(Step(iteration=iteration, rule={} if rule else None, saved=saved, step=step, spill=spill))
+        rules = {} if rule else None
+        self.state.step(Step(iteration=iteration, rule=rules, saved=saved, step=step, spill=spill, void=void))
         if saved and self.state.side(0, iteration):
             self.shadow.sides.add(iteration)
         self.shadow.flow()
@@ -255,3 +256,98 @@ def test_a_rank_that_never_came_is_not_waited_for_where_others_need_the_room():
     torn = [message for message in shadow.said if message.kind == "torn"]
     assert torn and {bucket for message in torn for bucket in message.buckets} == set(BUCKETS[0])
     assert not any(shadow.slots[bucket].placed for bucket in BUCKETS[0])  # nobody's gradients wait any more
+
+
+def test_gradients_that_the_update_did_not_use_count_as_lost_until_a_seed_comes():
+    lone = Lone()
+    lone.iterate(1)
+    lone.complete(1)
+    lone.work()
+    lone.iterate(2, saved=False, void=True)
+    lone.iterate(3)
+    assert (lone.restorable(), lone.state.have) == ([1], 0), "what comes behind it is not offered either"
+    torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
+    assert torn == [(2, set(BUCKETS[0]))]
+    lone.complete(3)  # the others go on
+    lone.work()
+    assert (lone.at(), lone.restorable()) == ({1}, [1])
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 3)
+    lone.work()
+    assert (lone.at(), lone.restorable(), lone.state.have) == ({3}, [3], 3)
+
+
+def test_an_iteration_that_is_void_is_so_before_one_that_is_torn_already():
+    lone = Lone()
+    for iteration, holes in ((1, ()), (2, {0})):
+        for bucket in BUCKETS[0]:
+            if bucket not in holes:
+                lone.shadow.gradient(bucket, iteration, iteration)
+    for rank in range(RANKS):
+        lone.state.ended(rank, 2)
+    lone.state.step(Step(iteration=1, rule={}, saved=False, step=None, void=True))
+    lone.shadow.flow()
+    torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
+    assert torn == [(2, {0}), (1, set(BUCKETS[0]))]
+    assert not any(slots.placed for slots in lone.shadow.slots.values()), "their slots make nobody wait"
+
+
+def test_gradients_that_come_behind_the_word_that_they_are_void_count_as_lost_as_well():
+    lone = Lone()
+    lone.state.step(Step(iteration=1, rule={}, saved=False, step=None, void=True))
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 1, 1)
+    lone.iterate(2)
+    assert lone.restorable() == []
+    assert [set(m.buckets) for m in lone.shadow.said if m.kind == "torn"] == [set(BUCKETS[0])]
+
+
+def test_void_gradients_that_its_slots_hold_do_not_follow_a_seed():
+    lone = Lone()
+    lone.iterate(1, holes=BUCKETS[0])
+    lone.work()
+    lone.iterate(2, saved=False, void=True)
+    lone.iterate(3)
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 1)
+    lone.work()
+    assert (lone.restorable(), lone.state.have) == ([1], 1)
+
+
+@pytest.mark.parametrize("step_first", [True, False])
+def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step_first):
+    lone = Lone()
+    step = Step(iteration=1, rule={}, saved=True, step=1, absent=(4,), apart=True)
+
+    def others(said):
+        for rank in range(1, RANKS):
+            assert lone.restorable() == [] and lone.state.next_work() is None
+            lone.state.absent(rank, 1, said)
+
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 1, 1)
+    lone.state.side(0, 1)
+    lone.shadow.sides.add(1)
+    lone.state.complete(Complete(iteration=1))
+    if not step_first:
+        others((7, 8))
+    lone.state.step(step)
+    if step_first:
+        others((7, 8))
+    lone.state.absent(1, 1, (9,))  # said again, it changes nothing
+    assert lone.restorable() == [1]
+    work = lone.state.next_work()
+    assert isinstance(work, Apply) and work.step.absent == (4, 7, 8)
+    lone.state.absent(1, 2, (6,))
+    lone.state.fence(JOB, 2)
+    lone.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
+    lone.state.step(step.model_copy(update={"iteration": 2}))
+    assert 2 not in lone.state._known.steps, "what was said in another epoch does not count"
+    lone.state.absent(1, 2, (5,))
+    assert lone.state._known.steps[2].absent == (4, 5)
+
+
+def test_nobody_has_to_say_anything_of_a_step_that_was_skipped():
+    lone = Lone()
+    lone.state.step(Step(iteration=1, rule=None, saved=False, step=None, apart=True))
+    assert 1 in lone.state._known.steps

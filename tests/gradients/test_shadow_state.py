@@ -140,6 +140,7 @@ class World(RuleBasedStateMachine):
         self.rules = {}
         self.saved = {}
         self.made_in = {}
+        self.void = set()
         self.completed = 0
         self.lost = set()
         self.wanting = set()
@@ -160,6 +161,7 @@ class World(RuleBasedStateMachine):
             rule={} if self.rules[iteration] else None,
             saved=saved,
             step=iteration if saved else None,
+            void=iteration in self.void,
         )
 
     def check_applied(self, shadow, iteration):
@@ -233,23 +235,27 @@ class World(RuleBasedStateMachine):
         spill=st.booleans(),
         step_first=st.booleans(),
         checks=st.booleans(),
+        void=st.integers(0, 7),
     )
-    def train(self, updates, saves, holes, hole_now, order, spill, step_first, checks):
+    def train(self, updates, saves, holes, hole_now, order, spill, step_first, checks, void):
         self.now += 1
         now = self.now
+        self.void.discard(now)
+        if void == 0:  # the update uses other gradients than were sent
+            self.void.add(now)
+            saves = 0
         self.rules[now], self.made_in[now] = updates, self.epoch
         self.saved[now] = bool(saves)
         holes = holes if hole_now == 0 else set()
-        step = Step(
-            iteration=now, rule={} if updates else None, saved=bool(saves), step=now if saves else None, spill=spill
-        )
+        step = self.step_of(now).model_copy(update={"spill": spill})
         for shadow in self.shadows:
             if step_first:
                 shadow.state.step(step)
                 shadow.flow()
             for bucket in order:
                 if bucket in BUCKETS[shadow.number] and bucket not in holes:
-                    shadow.gradient(bucket, now, self.gradient(bucket, now))
+                    sent = ("sent", bucket, now) if now in self.void else self.gradient(bucket, now)
+                    shadow.gradient(bucket, now, sent)
             for rank in range(RANKS):
                 if not shadow.parked:
                     shadow.state.ended(rank, now)
@@ -295,7 +301,7 @@ class World(RuleBasedStateMachine):
         """An undisturbed stretch; with `ahead`, shadows work before rank 0 has said that all hold it."""
         for _ in range(iterations):
             if self.room():
-                self.train(True, int(saves), set(), 1, range(4), False, True, True)
+                self.train(True, int(saves), set(), 1, range(4), False, True, True, 1)
             for both in [self.work, self.conduct] if ahead else [self.conduct, self.work]:
                 if both == self.work:
                     for shadow in range(SHADOWS):
@@ -373,7 +379,7 @@ class World(RuleBasedStateMachine):
             self.wanting.clear()
             # Nothing can be given back from memory: trainers begin anew.
             self.now = self.completed = 0
-            self.rules, self.saved, self.made_in = {}, {}, {}
+            self.rules, self.saved, self.made_in, self.void = {}, {}, {}, set()
             self.restart(adopt=None)
             return
         chosen = data.draw(st.sampled_from(common))
@@ -389,6 +395,7 @@ class World(RuleBasedStateMachine):
         for known in (self.rules, self.saved, self.made_in):
             for iteration in [one for one in known if one > chosen.iteration]:
                 del known[iteration]
+        self.void = {one for one in self.void if one <= chosen.iteration}
         self.now = self.completed = chosen.iteration
         self.restart(adopt=chosen.iteration)
 

@@ -25,7 +25,7 @@ from lastgood.checkpointers.checkmate_life import Life, begin_life
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
-from lastgood.gradients.messages import Side, Step
+from lastgood.gradients.messages import Absent, Side, Step
 from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.updates import Update
@@ -141,9 +141,11 @@ class Checkmate(Checkpointer):
     def _close(self) -> None:
         if self._life is None:
             return
-        with suppress(WaitTimeout):
-            self.drain(min(self._close_s, 2 * self._knobs.behind_s))
-        self._end_life()
+        try:
+            with suppress(WaitTimeout):
+                self.drain(min(self._close_s, 2 * self._knobs.behind_s))
+        finally:
+            self._end_life()
 
     def _end_life(self) -> None:
         life, self._life = self._life, None
@@ -211,9 +213,15 @@ class Checkmate(Checkpointer):
         self._update = None
         stream.phase = "closed"
         assert update is not None
-        if event is not None and fault is None:
-            self._send_side(life, event, iteration)
-        saved = event is not None and fault is None
+        if fault is not None:
+            self._distrust(life, iteration)
+        trouble: Exception | None = None if fault is None else CheckpointError(fault)
+        if event is not None and trouble is None:
+            try:
+                self._send_side(life, event, iteration)
+            except Exception as error:  # shadows must hear of the update all the same, or they can never go on from it
+                trouble = error
+        saved = event is not None and trouble is None
         if life.rank == 0:
             self._saves += saved
             every = self._knobs.spill_every
@@ -224,17 +232,24 @@ class Checkmate(Checkpointer):
                     saved=saved,
                     step=event.step if event is not None and saved else None,
                     absent=update.absent if update.rule is not None else (),
+                    void=fault is not None,
+                    apart=life.apart,
                     spill=bool(saved and every and self._saves % every == 0),
                 )
             )
         else:
+            if life.apart:
+                conductor.absent(Absent(iteration=iteration, parameters=life.left_alone(update)))
             conductor.closed(iteration)
-        if fault is not None:
-            self._distrust(life, iteration)
-        self._seed(life, iteration)
-        self._verify(life, iteration)
-        if event is not None and fault is not None:
-            self._fail(event, CheckpointError(fault))
+        try:
+            self._seed(life, iteration)
+            self._verify(life, iteration)
+        except Exception:  # what was saved is on its way all the same
+            _log.exception(
+                "checkmate: no seed could be copied behind iteration %d; the next one tries again", iteration
+            )
+        if event is not None and trouble is not None:
+            self._fail(event, trouble)
 
     def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
         record, arrives = life.sides.take()
@@ -341,8 +356,9 @@ class Checkmate(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fence off every older life of the job, and load the newest step that all shadows hold.
 
-        All ranks call it together. Raises NoCheckpoint; MismatchError for another world size or other parameters;
-        CheckpointError for a shadow that cannot be reached; CorruptCheckpoint, WaitTimeout.
+        All ranks call it together; where one fails, all do, and no state is changed. Raises NoCheckpoint; MismatchError
+        for another world size or other parameters; CheckpointError for a shadow that cannot be reached;
+        CorruptCheckpoint, WaitTimeout.
         """
         running = self._life is not None
         if running:

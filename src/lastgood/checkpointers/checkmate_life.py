@@ -36,7 +36,7 @@ from lastgood.gradients.step_tap import StepTap
 from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tap import BucketTap, Session
 from lastgood.gradients.tracked import BucketCopy, Tracked
-from lastgood.gradients.updates import UpdateNotes
+from lastgood.gradients.updates import Update, UpdateNotes
 from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.wire.records import ITEM_BYTES
@@ -75,6 +75,16 @@ class Life:
     """That this rank seeds."""
     zeros: list[Span]
     """What this rank sends of an iteration in which nothing was reduced."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each rank has parameters of its own in the layout, and says itself which it left alone."""
+        return self.step_tap is not None and self.layout.ranks > 1
+
+    def left_alone(self, update: Update) -> tuple[int, ...]:
+        """Indices in the layout of this rank's parameters that an update did not change; all where it did none."""
+        count = len(self.tracked.parameters)
+        return tuple(self.first + index for index in (range(count) if update.rule is None else update.absent))
 
     def copy_bucket(self, bucket: int, iteration: int) -> BucketCopy:
         """One of this rank's own buckets as it is now."""
@@ -146,6 +156,7 @@ def begin_life(
         set(own_buckets).__contains__,
         settled,
     )
+    mover: DeviceMover | None = None
     try:
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, copies=1 if buckets else ranks)
@@ -182,6 +193,8 @@ def begin_life(
             else:
                 tap.open(session)
     except BaseException:
+        if mover is not None:
+            mover.close()
         conductor.close()
         raise
     return life

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
 from lastgood.gradients.side import open_side, restored_tree
+from lastgood.gradients.token import read_token as read_token_file
 from lastgood.gradients.tracked import Tracked
-from lastgood.state import apply_tree
+from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
 
 if TYPE_CHECKING:
@@ -47,8 +49,13 @@ __all__ = [
     "restore_together",
 ]
 
+_log = logging.getLogger("lastgood")
+
 _JOB_FILE = "checkmate.json"
-_MAX_TOKEN_BYTES = 4096
+_READING_BYTES_PER_S = 50e6
+"""A shadow may take as long as a disk of this speed needs before it gives anything back, beyond the usual limit."""
+_TIMES = 8
+"""Of a shadow's parameters: with three state tensors of each, all read twice (first it is checked)."""
 _LOOKS = 20
 """At shadows of a training that goes on, until two of them show the same iteration."""
 
@@ -71,6 +78,8 @@ class _Plan:
     epoch: int
     choice: asking.Choice
     ranks: int
+    timeout_s: float
+    """For a shadow's answer, while it applies updates or reads a spill back for all that ask."""
 
 
 # -- where shadows are -------------------------------------------------------------------------------------------------
@@ -85,17 +94,10 @@ def check_shadows(knobs: CheckmateOptions) -> None:
 
 
 def read_token(knobs: CheckmateOptions) -> bytes:
-    """The secret that shadows want to see. Raises ConfigError where there is none."""
+    """The secret that shadows want to see. Raises ConfigError where there is none, or others may read it."""
     if knobs.token_file is None:
         raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
-    try:
-        with Path(knobs.token_file).open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(f"checkmate: the token file cannot be read: {error}") from error
-    if not token:
-        raise ConfigError(f"checkmate: {knobs.token_file} is empty")
-    return token
+    return read_token_file(Path(knobs.token_file))
 
 
 def ranks_together(rank: int, ranks: int) -> Together | None:
@@ -215,18 +217,20 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
             "system restores on as many"
         )
     fault: LastgoodError | None = None
+    tree: dict[str, Any] = {}
     try:
-        _Load(state, knobs, token, plan, rank).run()
+        tree = _Load(state, knobs, token, plan, rank).run()
     except LastgoodError as one:
         if together is None:
             raise
         fault = one
-    if together is not None:
+    if together is not None:  # no rank changes anything before all have got theirs
         faults = [(number, one) for number, one in enumerate(together.tell(fault)) if one is not None]
         if fault is not None:
             raise fault
         if faults:
             raise CheckpointError(f"rank {faults[0][0]} could not restore step {plan.choice.step}: {faults[0][1]}")
+    load_tree(state, tree, f"step {plan.choice.step} of the shadows")
     return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
 
 
@@ -235,13 +239,19 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     job = job_of(directory, knobs, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
-    _choose(knobs, token, step)  # nobody is fenced off for nothing
+    try:
+        _choose(knobs, token, step)  # nobody is fenced off for nothing
+    except NoCheckpoint as error:
+        _log.warning("checkmate: %s", error)  # attach() goes on from nothing
+        raise
     statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)
     side, _ = asking.fetch_side(knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s)
     note_job(directory, job)
-    return _Plan(job, epoch, choice, _layout_in(side.layout, f"step {choice.step}").ranks)
+    layout = _layout_in(side.layout, f"step {choice.step}")
+    most = max(layout.bytes_of(shadow) for shadow in range(layout.shadows))
+    return _Plan(job, epoch, choice, layout.ranks, knobs.timeout_s + _TIMES * most / _READING_BYTES_PER_S)
 
 
 def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayout:
@@ -267,8 +277,8 @@ class _Load:
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
-    def run(self) -> None:
-        """Raises MismatchError before anything is changed where the state is another one."""
+    def run(self) -> dict[str, Any]:
+        """The tree to load. Changes nothing; raises MismatchError where the state is another one."""
         plan, knobs = self._plan, self._knobs
         side, record = asking.fetch_side(
             knobs.shadows,
@@ -277,7 +287,7 @@ class _Load:
             job=plan.job,
             epoch=plan.epoch,
             rank=self._rank,
-            timeout_s=knobs.timeout_s,
+            timeout_s=plan.timeout_s,
         )
         layout = _layout_in(side.layout, self._where)
         first = self._first_of(layout)
@@ -287,14 +297,15 @@ class _Load:
             plan.choice,
             job=plan.job,
             epoch=plan.epoch,
-            timeout_s=knobs.timeout_s,
+            timeout_s=plan.timeout_s,
             take=lambda entry: self._take(entry, first),
         )
         missing = [name for index, name in enumerate(self._tracked.names) if (index, "parameter") not in self._tensors]
         if missing:
             raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
         tree = restored_tree(self._state, self._tracked, open_side(record, self._where), self._tensors, self._where)
-        apply_tree(self._state, tree, self._where)
+        check_tree(self._state, tree, self._where)
+        return tree
 
     def _first_of(self, layout: GradientLayout) -> int:
         """The index of this rank's first parameter, where all of them are as they were declared."""

@@ -125,7 +125,7 @@ def status(
 ) -> None:
     """Show the newest complete step of each shadow, and of all. Exits with 1 where one does not answer."""
     answers = _ask(shadows, token_file)
-    overall = _overall(answers)
+    overall = _overall(shadows, answers)
     if as_json:
         emit_json(
             {"shadows": [_as_data(address, one) for address, one in zip(shadows, answers, strict=True)], **overall}
@@ -169,9 +169,9 @@ def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
     return ask_all(shadows, read_token(token_file), _ASK_S, Asker.status)
 
 
-def _overall(answers: list[Status | LastgoodError]) -> dict[str, Any]:
-    from lastgood.errors import LastgoodError, NoCheckpoint
-    from lastgood.gradients.asking import choose
+def _overall(shadows: list[str], answers: list[Status | LastgoodError]) -> dict[str, Any]:
+    from lastgood.errors import LastgoodError, MismatchError, NoCheckpoint
+    from lastgood.gradients.asking import check_set, choose
 
     reached = [one for one in answers if not isinstance(one, LastgoodError)]
     unreachable = len(answers) - len(reached)
@@ -179,8 +179,9 @@ def _overall(answers: list[Status | LastgoodError]) -> dict[str, Any]:
     if unreachable:
         return {**found, "why": f"{unreachable} of {len(answers)} do not answer; without them nothing can be restored"}
     try:
+        check_set(reached, shadows)
         choice = choose(reached)
-    except NoCheckpoint as error:
+    except (MismatchError, NoCheckpoint) as error:
         return {**found, "why": str(error)}
     return {**found, "step": choice.step, "iteration": choice.iteration, "source": choice.source}
 
@@ -219,7 +220,7 @@ def _as_data(address: str, answer: Status | LastgoodError) -> dict[str, Any]:
 def _live_table(shadows: list[str], answers: list[Status | LastgoodError]) -> Table:
     from rich.table import Table
 
-    overall = _overall(answers)
+    overall = _overall(shadows, answers)
     table = Table(*_COLUMNS, title=f"{time.strftime('%H:%M:%S')}  {overall['why'] or _sentence(overall)}")
     for address, answer in zip(shadows, answers, strict=True):
         table.add_row(*("" if cell is None else str(cell) for cell in _row(address, answer)))

@@ -67,7 +67,6 @@ def train(
     import torch
 
     from lastgood.checkpointers.checkmate import Checkmate
-    from lastgood.checkpointers.checkmate_options import CheckmateOptions
     from lastgood.state import seed_everything
     from lastgood.training.loop import configure_compute
     from lastgood.training.shadowed import join_trainers, leave_trainers, train_with_shadows
@@ -75,10 +74,12 @@ def train(
 
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # What cannot be is said before the other ranks are waited for.
+    Checkmate(directory, shadows=shadow or (), token_file=str(token_file), policy=policy)
     configure_compute(threads or len(pinned) or torch.get_num_threads(), deterministic=settings.device == "cpu")
     join_trainers(place, settings.device, timeout_s)
     addresses = shadow or _ask(shadows_at, place.shadows, timeout_s)
-    knobs = CheckmateOptions.model_validate({"shadows": addresses, "token_file": str(token_file), "policy": policy})
+    checkpointer = Checkmate(directory, shadows=addresses, token_file=str(token_file), policy=policy)
     data = settings.data.of_workload(model)
     seed_everything(settings.seed)
     workload = build_workload(
@@ -94,7 +95,7 @@ def train(
         if place.rank == 0:
             console.print(f"{model}: {text}", markup=False)
 
-    found = train_with_shadows(workload, Checkmate(directory, knobs), place, steps, settings.device, report)
+    found = train_with_shadows(workload, checkpointer, place, steps, settings.device, report)
     leave_trainers()
     if found.losses:
         report(

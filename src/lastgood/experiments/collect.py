@@ -313,6 +313,7 @@ def _row(
         kills=spec.kills,
         lost_steps=";".join(str(failure.lost_steps) for failure in record.failures) or None,
         lives_unlike=sum(not failure.losses_equal for failure in record.failures),
+        losses_compared=sum(failure.losses_checked for failure in record.failures) if record.failures else None,
     )
 
 

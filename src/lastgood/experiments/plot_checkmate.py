@@ -196,7 +196,9 @@ def _hatch(rows: pd.DataFrame) -> str:
     """What a proof of the state, or losses behind a kill, say of the restores of a cell."""
     if rows["proof_equal"].map(is_false).any() or (rows["lives_unlike"] > 0).any():
         return _HATCH_WRONG
-    proved = rows["proof_equal"].map(is_true).any() or rows["lost_steps"].notna().any()
+    # Behind a kill that took nothing there is no loss to compare with. Files without the number are from before it.
+    compared = rows["lost_steps"].notna() & (rows["losses_compared"] != 0)
+    proved = rows["proof_equal"].map(is_true).any() or compared.any()
     return "" if proved else _HATCH_UNPROVED
 
 

@@ -102,6 +102,7 @@ class TidyRow:
     kills: int = 0
     lost_steps: str | None = None
     lives_unlike: int = 0
+    losses_compared: int | None = None
     paper_ranges: str | None = None
 
 

@@ -217,8 +217,10 @@ def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
     layouts = {status.layout for status in statuses if status.layout is not None}
     if step is not None:
         found = [choice for choice in found if choice.step == step]
-    if len(layouts) > 1:
-        raise NoCheckpoint("the shadows hold states of different layouts; they are not one training's")
+    if len(layouts) > 1:  # a life may have ended before all had taken its layout; spills bring their own
+        found = [choice for choice in found if choice.source == "durable"]
+        if not found:
+            raise NoCheckpoint("the shadows' memory is of different layouts, and no spill is held by all of them")
     if not found:
         held = "; ".join(f"shadow {status.shadow}: {describe(status)}" for status in statuses)
         wanted = "no iteration" if step is None else f"no iteration of step {step}"

@@ -21,6 +21,7 @@ from lastgood.gradients.conductor_state import ConductorState
 from lastgood.gradients.data_link import DataSettings
 from lastgood.gradients.links import Identity, ShadowLink
 from lastgood.gradients.messages import (
+    Absent,
     Complete,
     Diverged,
     Have,
@@ -137,7 +138,7 @@ class Conductor:
             lambda: all(known.connected and not known.wants for known in self._state.shadows),
             timeout_s,
             "to take their first seeds",
-            lambda number: bool(self._state.shadows[number].wants),
+            lambda number: bool(self._state.shadows[number].wants) or not self._state.shadows[number].connected,
         )
 
     def wait_seeded(self, timeout_s: float) -> None:
@@ -199,6 +200,11 @@ class Conductor:
         for link in self.links:
             link.post(step, step.iteration)
         self.closed(step.iteration)
+
+    def absent(self, absent: Absent) -> None:
+        """Another rank than 0: say which of its own parameters had no gradient."""
+        for link in self.links:
+            link.post(absent, absent.iteration)
 
     def closed(self, iteration: int) -> None:
         """An iteration's update is done."""

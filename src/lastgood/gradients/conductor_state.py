@@ -100,8 +100,9 @@ class ConductorState:
             seed = known.on_the_way.get(bucket)
             if seed is not None and seed >= iteration:
                 continue  # said before the seed that is on its way had arrived
+            if seed is not None or bucket not in known.wants:  # what is said again tells nothing of a seed
+                known.tries[bucket] = known.tries.get(bucket, -1) + 1
             known.on_the_way.pop(bucket, None)
-            known.tries[bucket] = known.tries.get(bucket, -1) + 1
             known.wants.add(bucket)
 
     def diverged(self, shadow: int, bucket: int) -> None:

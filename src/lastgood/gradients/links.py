@@ -20,6 +20,7 @@ from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.data_link import DataLink, DataSettings
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
+    Absent,
     Complete,
     Declare,
     Hello,
@@ -44,7 +45,7 @@ _SLICE_S = 0.2
 _OUTBOX_BYTES = 512 * MIB
 """A shadow that lets so much wait is not reading."""
 _RESENT = 64
-"""Steps and side records that are kept to be sent again."""
+"""Steps, side records and the like that are kept to be sent again."""
 _END_S = 5.0
 _MAX_EARLY = 1000
 _NOTHING = memoryview(b"")
@@ -137,11 +138,11 @@ class ShadowLink:
         """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
 
         Without a connection it is dropped.
-        Steps and side records are sent again on the next connection, until they are complete.
+        What shadows must hear of an iteration is sent again on the next connection, until it is complete.
         """
         outgoing = _Outgoing(message, iteration, payload, arrives)
         with self._changed:
-            if isinstance(message, (Step, Side)):
+            if isinstance(message, (Step, Absent, Side)):
                 self._resent.append(outgoing)
             elif isinstance(message, Complete):
                 self._complete = message
@@ -204,13 +205,15 @@ class ShadowLink:
                 self._listener.fenced_off(self.shadow, error.epoch)
                 self.data.close()
                 return
-            except (LastgoodError, OSError) as error:
-                self._listener.failing(self.shadow, str(error))
+            except Exception as error:  # whatever it is: without this thread the shadow would be lost for good
+                what = str(error) or repr(error)
+                self._listener.failing(self.shadow, what)
                 if isinstance(error.__cause__, ConnectionRefusedError):
                     self._listener.refused(self.shadow)
-                if str(error) != logged:  # not at every try
-                    logged = str(error)
-                    _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, error)
+                if what != logged:  # not at every try
+                    logged = what
+                    strange = None if isinstance(error, (LastgoodError, OSError)) else error
+                    _log.warning("checkmate: shadow %d: %s; trying again", self.shadow, what, exc_info=strange)
             with self._changed:
                 if not self._ended:
                     self._changed.wait(pause_s)

@@ -18,6 +18,7 @@ __all__ = [
     "CHUNK_BYTES",
     "GREETING",
     "MAX_MESSAGE_BYTES",
+    "Absent",
     "Applied",
     "Complete",
     "Declare",
@@ -149,6 +150,10 @@ class Step(_Message):
     """The training's own number of the saved step."""
     absent: tuple[_Number, ...] = ()
     """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
+    void: bool = False
+    """The update did not use the gradients that were sent: they count as lost, and all buckets want a Seed."""
+    apart: bool = False
+    """Each rank has parameters of its own: `absent` are rank 0's, and all other ranks say theirs by Absent."""
     spill: bool = False
     """Make this iteration durable, once applied. Every shadow answers by Spilled before another one is asked for.
 
@@ -204,6 +209,17 @@ class Verify(_Message):
 
 
 # -- from every rank ---------------------------------------------------------------------------------------------------
+
+
+class Absent(_Message):
+    """This rank's parameters that had no gradient in an iteration; from all but rank 0, where its Step is `apart`.
+
+    Nothing is made of that iteration before all of them have said so, none included.
+    """
+
+    kind: Literal["absent"] = "absent"
+    iteration: _Number
+    parameters: tuple[_Number, ...]
 
 
 class Side(_Message):
@@ -355,6 +371,7 @@ Message = (
     | Complete
     | Seed
     | Verify
+    | Absent
     | Side
     | Have
     | Applied

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lastgood import _native
-from lastgood.errors import ConfigError, LastgoodError
+from lastgood.errors import CheckpointError, ConfigError, LastgoodError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.wire.records import ITEM_BYTES, DType
 from lastgood.wire.ring_comm import Divide, Place, RingComm
@@ -77,9 +77,9 @@ class RingReducer:
                 self._comm.all_reduce(plan, buffer.data_ptr(), number)
                 if last:
                     self._comm.end(number)
-            except LastgoodError as error:
-                self._failure = error
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's own types say tensor
+            except Exception as error:  # whatever it is: a future without an end is waited for without one
+                self._failure = _told(error)
+                future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's own types say tensor
             else:
                 future.set_result(buffer)
 
@@ -104,8 +104,8 @@ class RingReducer:
                     )
                     self._comm.all_reduce(plan, zeros.data_ptr(), iteration)
                 self._comm.end(iteration)
-            except LastgoodError as error:
-                self._failure = error
+            except Exception as error:
+                self._failure = _told(error)
 
         self._worker.submit(run)
 
@@ -148,6 +148,14 @@ class RingReducer:
             start = gradient.data_ptr() - buffer.data_ptr()
             places.append(Place(start, nbytes, declared.bucket, declared.offset))
         return self._comm.plan(buffer.numel(), dtype, places, self._divide)
+
+
+def _told(error: Exception) -> LastgoodError:
+    if isinstance(error, LastgoodError):
+        return error
+    found = CheckpointError(f"the ring cannot go on: {error!r}; restart the ranks from their last good state")
+    found.__cause__ = error
+    return found
 
 
 def ring_all_reduce(

@@ -18,6 +18,7 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, M
 from lastgood.gradients.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
+    Absent,
     Complete,
     Declare,
     Fence,
@@ -148,12 +149,21 @@ class ShadowService:
             self.core.refuse("too many connections")
             connection.close()
             return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        wire = Wire(connection, where, min(_PROOF_S, self.settings.timeout_s), MAX_MESSAGE_BYTES)
-        self._connections.add(wire)
-        threading.Thread(target=self._serve, args=(wire, connection), daemon=True).start()
+        wire: Wire | None = None
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            wire = Wire(connection, where, min(_PROOF_S, self.settings.timeout_s), MAX_MESSAGE_BYTES)
+            self._connections.add(wire)
+            threading.Thread(target=self._serve, args=(wire, connection), daemon=True).start()
+        except (OSError, RuntimeError) as error:  # no thread can be had, say: what is kept here must not end with that
+            _log.error("the connection from %s was not taken: %s", where, error)
+            self.core.refuse("too many connections")
+            if wire is not None:
+                self._connections.discard(wire)
+            connection.close()
+            self._unproved.release()
 
     def _serve(self, wire: Wire, connection: socket.socket) -> None:
         try:
@@ -257,6 +267,8 @@ class ShadowService:
         core, epoch = self.core, control.epoch
         if isinstance(message, Step):
             core.step(epoch, message)
+        elif isinstance(message, Absent):
+            core.absent(epoch, control.rank, message)
         elif isinstance(message, Complete):
             core.complete(epoch, message)
         elif isinstance(message, Verify):
@@ -284,14 +296,14 @@ class ShadowService:
     def _receive_side(self, control: _Control, message: Side) -> None:
         if message.rank != control.rank:
             raise MismatchError(f"{control.wire.other} sends a side record of rank {message.rank}")
-        keep = self.core.side_room(message)
         what = f"the side record of iteration {message.iteration}"
-        if keep:
-            content = bytearray(message.nbytes)
-            receive_stream(control.wire, message.iteration, [memoryview(content)], what)
-        else:
-            drain_stream(control.wire, message.nbytes, what)
-        self.core.side(control.epoch, message, bytes(content) if keep else None)
+        with self.core.side_room(message) as keep:
+            if keep:
+                content = bytearray(message.nbytes)
+                receive_stream(control.wire, message.iteration, [memoryview(content)], what)
+            else:
+                drain_stream(control.wire, message.nbytes, what)
+            self.core.side(control.epoch, message, bytes(content) if keep else None)
 
     def _receive_seed(self, control: _Control, message: Seed) -> None:
         what = f"the seed of bucket {message.bucket} behind iteration {message.iteration}"
@@ -319,8 +331,10 @@ class ShadowService:
                 self._answer(wire, hello, message)
             except _StreamBegunError as error:
                 raise error.reason from error
-            except CheckpointError as error:
+            except LastgoodError as error:
                 _refuse(wire, error)
+            except Exception as error:
+                _refuse(wire, self._unexpected(wire.other, error))
 
     def _answer(self, wire: Wire, hello: Hello, message: Message) -> None:
         core = self.core
@@ -381,7 +395,7 @@ class ShadowService:
 class _StreamBegunError(Exception):
     """A failure in the midst of a stream: nothing can be said on that connection any more."""
 
-    def __init__(self, reason: CheckpointError) -> None:
+    def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
         self.reason = reason
 
@@ -390,7 +404,7 @@ class _StreamBegunError(Exception):
 def _streaming() -> Any:
     try:
         yield
-    except CheckpointError as error:
+    except Exception as error:
         raise _StreamBegunError(error) from error
 
 

@@ -16,6 +16,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
+    Absent,
     Complete,
     Declare,
     Hello,
@@ -200,7 +201,10 @@ class ShadowCore:
                 answer(self.welcome())
                 return
             self.settle_memory(layout)
-            restored = self.restored
+            if self.store is not None:
+                # Before anything is declared: where it fails, the trainers come again, and all of this is done again.
+                kept = self.state.keeps(layout.digest, message.adopt)
+                self.store.begin_epoch(epoch, message.adopt, self.restored if kept else None)
             kept = self.state.declare(
                 layout.digest, owned, layout.side_ranks_of(settings.shadow), layout.ranks, message.adopt
             )
@@ -211,8 +215,6 @@ class ShadowCore:
                     self.memory.drop(bucket)
             self.sides.forget_layouts()
             self.receiver.begin(epoch, keep=False)
-            if self.store is not None:
-                self.store.begin_epoch(epoch, message.adopt, restored if kept else None)
             answer(self.welcome())
             self.flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
@@ -227,7 +229,9 @@ class ShadowCore:
         spills = settings.spill_directory is not None
         need = memory_need(layout, settings.shadow, settings.slots, spills=spills)
         if need.total <= min(limit, available_memory_bytes() + taken):
-            self.memory = None  # the old one's memory goes back before the new one's is taken
+            if self.memory is not None:  # the old one's memory goes back before the new one's is taken
+                self.memory = self.layout = None
+                self.state.emptied()
             if self.receiver is not None:
                 self.receiver.close(5.0)
                 self.receiver = None
@@ -292,6 +296,11 @@ class ShadowCore:
                 if self.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
                     self.state.received(bucket, message.iteration)
 
+    def absent(self, epoch: int, rank: int, message: Absent) -> None:
+        """See `Absent`."""
+        with self._current(epoch):
+            self.state.absent(rank, message.iteration, message.parameters)
+
     def complete(self, epoch: int, message: Complete) -> None:
         """See `Complete`."""
         with self._current(epoch):
@@ -302,10 +311,17 @@ class ShadowCore:
         with self._current(epoch):
             self.state.check(message.bucket, message.iteration, message.checksum)
 
-    def side_room(self, message: Side) -> bool:
-        """Whether a side record of this length can be kept."""
+    @contextlib.contextmanager
+    def side_room(self, message: Side) -> Iterator[bool]:
+        """Room for a side record while it arrives, which others do not get meanwhile; False where there is none."""
         with self.change:
-            return self.sides.has_room(message.nbytes)
+            found = self.sides.reserve(message.nbytes)
+        try:
+            yield found
+        finally:
+            if found:
+                with self.change:
+                    self.sides.release(message.nbytes)
 
     def side(self, epoch: int, message: Side, content: bytes | None) -> None:
         """A side record, or None where it was too long to keep."""

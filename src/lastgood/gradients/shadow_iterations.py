@@ -14,25 +14,56 @@ class Iterations:
     """A part of `ShadowState`, which changes it."""
 
     def __init__(self) -> None:
+        self.ranks = 0
+        """How many train."""
         self.side_ranks: frozenset[int] = frozenset()
         """Ranks whose side records this shadow keeps."""
         self.steps: dict[int, Step] = {}
+        """Those of which all is known."""
         self.saves: dict[int, Saved] = {}
         self.sides: dict[int, set[int]] = {}
         self.given_up: set[int] = set()
         """Saved iterations that lack a side record for good."""
         self.newest_side: dict[int, int] = {}
+        self.void: set[int] = set()
+        """Iterations whose gradients are not what the update used: nobody holds them, whatever has come."""
+        self._early: dict[int, Step] = {}
+        """Steps that want the word of other ranks."""
+        self._absent: dict[int, dict[int, tuple[int, ...]]] = {}
+        """Parameters without a gradient of those ranks, by iteration and rank."""
 
     def add_step(self, message: Step, epoch: int) -> None:
         """Again said, it changes nothing. Raises CheckpointError where far too many are open."""
         iteration = message.iteration
-        if iteration in self.steps:
+        if iteration in self.steps or iteration in self._early:
             return
-        if len(self.steps) >= _MAX_STEPS:
-            raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {iteration} is one too many")
-        self.steps[iteration] = message
+        _check_room(len(self.steps) + len(self._early), iteration)
+        self._early[iteration] = message
+        self._join(iteration)
+        if message.void:
+            self.void.add(iteration)
         if message.saved and iteration not in self.given_up:
             self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
+
+    def add_absent(self, rank: int, iteration: int, parameters: tuple[int, ...]) -> None:
+        """A rank's parameters without a gradient. Raises CheckpointError where far too many iterations are open."""
+        if iteration not in self.steps:
+            _check_room(len(self._absent), iteration)
+            self._absent.setdefault(iteration, {})[rank] = parameters
+            self._join(iteration)
+
+    def _join(self, iteration: int) -> None:
+        """All is known of a step once every rank has said which of its own parameters it left alone."""
+        step = self._early.get(iteration)
+        if step is None:
+            return
+        told = self._absent.get(iteration, {})
+        others = range(1, self.ranks) if step.apart and step.rule is not None else ()
+        if all(rank in told for rank in others):
+            absent = (*step.absent, *(parameter for rank in others for parameter in told[rank]))
+            self.steps[iteration] = step.model_copy(update={"absent": absent})
+            del self._early[iteration]
+            self._absent.pop(iteration, None)
 
     def add_side(self, rank: int, iteration: int, oldest: int) -> bool:
         """Whether this side record is to be kept; not that of an iteration before `oldest`."""
@@ -67,9 +98,10 @@ class Iterations:
 
     def keep_until(self, last: int) -> list[int]:
         """Forget all behind an iteration; returns those whose side records go."""
-        for known in (self.steps, self.saves):
+        for known in (self.steps, self.saves, self._early, self._absent):
             for iteration in [one for one in known if one > last]:
                 del known[iteration]
+        self.void = {one for one in self.void if one <= last}
         return self._drop_sides([one for one in self.sides if one > last])
 
     def become(self, saved: Saved) -> list[int]:
@@ -81,8 +113,10 @@ class Iterations:
 
     def forget(self, oldest: int, lowest: int) -> list[int]:
         """Nothing before `oldest` is given back, and all is applied up to `lowest`; returns as `keep_until`."""
-        for iteration in [one for one in self.steps if one <= lowest]:
-            del self.steps[iteration]
+        for known in (self.steps, self._early, self._absent):
+            for iteration in [one for one in known if one <= lowest]:
+                del known[iteration]
+        self.void = {one for one in self.void if one > lowest}
         for iteration in [one for one in self.saves if one < oldest]:
             del self.saves[iteration]
         self.given_up = {one for one in self.given_up if one >= oldest}
@@ -92,3 +126,8 @@ class Iterations:
         for iteration in iterations:
             del self.sides[iteration]
         return iterations
+
+
+def _check_room(count: int, iteration: int) -> None:
+    if count >= _MAX_STEPS:
+        raise CheckpointError(f"{_MAX_STEPS} iterations are open; iteration {iteration} is one too many")

@@ -67,8 +67,11 @@ class MemoryNeed:
 
 
 def memory_need(layout: GradientLayout, shadow: int, slots: int, *, spills: bool) -> MemoryNeed:
-    """What shadow number `shadow` needs for a layout. Raises CorruptCheckpoint where it names no optimizer."""
+    """What shadow number `shadow` needs for a layout. Raises CorruptCheckpoint where it names no optimizer of it."""
     spec = OptimizerSpec.from_data(layout.optimizer)
+    named = sorted(index for group in spec.groups for index in group.parameters)
+    if named != list(range(len(layout.parameters))):
+        raise CorruptCheckpoint("the optimizer's groups do not name each parameter of the layout once")
     copies = _STATE_TENSORS[spec.kind] + any(group.amsgrad for group in spec.groups)
     sizes = {
         bucket: (layout.buckets[bucket].nbytes, len(layout.buckets[bucket].parameters) * _PER_PARAMETER)
@@ -179,9 +182,6 @@ class ShadowMemory:
         self.layout = layout
         self.owned = layout.buckets_of(shadow)
         self.spec = OptimizerSpec.from_data(layout.optimizer)
-        named = sorted(index for group in self.spec.groups for index in group.parameters)
-        if named != list(range(len(layout.parameters))):
-            raise CorruptCheckpoint("the optimizer's groups do not name each parameter of the layout once")
         self._threads = threads
         self._limit_bytes = limit_bytes
         self._values: dict[int, BucketValue] = {}

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lastgood.errors import MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.messages import Entry, Saved
 from lastgood.gradients.shadow_memory import BucketValue, tensor_bytes
 from lastgood.gradients.spill import SideRecord
@@ -35,12 +35,21 @@ def fetched(core: ShadowCore, epoch: int, saved: Saved, source: str) -> Iterator
             core.state.restore_to(saved)
             core.flow()
             done = core.change.wait_for(
-                lambda: core.state.restored(saved) or core.state.epoch != epoch or core.state.declared,
+                lambda: (
+                    core.state.restored(saved)
+                    or saved not in core.state.restorable()
+                    or core.state.epoch != epoch
+                    or core.state.declared
+                ),
                 _LOAD_S,
             )
             core.check_fenced(epoch)
             if not done:
                 raise WaitTimeout(f"waited {_LOAD_S:g} s for iteration {saved.iteration} to be applied")
+            if not core.state.restored(saved):
+                raise CheckpointError(
+                    f"iteration {saved.iteration} could not be applied here; the shadow's log says why"
+                )
         core.restored = saved
         core.readers += 1
     try:

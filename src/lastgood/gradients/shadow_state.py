@@ -39,7 +39,6 @@ class ShadowState(ShadowHoldings):
         self.declared = False
         """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
         self.missed_checks = 0
-        self._ranks = 0
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unseen: set[int] = set()
@@ -109,7 +108,7 @@ class ShadowState(ShadowHoldings):
 
         The caller's receiver begins anew either way: no gradients are held behind this.
         """
-        kept = adopt is not None and layout == self.layout and self._stands_at(adopt)
+        kept = self.keeps(layout, adopt)
         if kept:
             assert adopt is not None
             for bucket in self._buckets.values():
@@ -123,7 +122,7 @@ class ShadowState(ShadowHoldings):
             self._buckets = {number: BucketState() for number in buckets}
             self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
-        self._known.side_ranks, self._ranks = frozenset(side_ranks), ranks
+        self._known.side_ranks, self._known.ranks = frozenset(side_ranks), ranks
         self._unseen = set(range(ranks))
         self.completed = adopt if kept and adopt is not None else 0
         self._spill.begin_epoch(self.completed)
@@ -136,6 +135,10 @@ class ShadowState(ShadowHoldings):
             bucket.busy = False
         self._settle()
         return kept
+
+    def keeps(self, layout: str, adopt: int | None) -> bool:
+        """Whether a declaration of this layout would keep the state that is here."""
+        return adopt is not None and layout == self.layout and self._stands_at(adopt)
 
     def greet(self) -> None:
         """Rank 0 has (again) connected: tell it how things stand."""
@@ -173,9 +176,9 @@ class ShadowState(ShadowHoldings):
         self._settle()
 
     def emptied(self) -> None:
-        """All values are lost. Only before Declare."""
-        for bucket in self._buckets.values():
-            self._lose(bucket)
+        """All values are lost, and seeds that have landed. Only before Declare."""
+        self._buckets = {}
+        self._ready.clear()
         self._settle()
 
     def saved_at(self, iteration: int) -> Saved:
@@ -196,10 +199,19 @@ class ShadowState(ShadowHoldings):
         new = message.iteration > self._lowest()
         if new:
             self._known.add_step(message, self.epoch)
+            if message.void:
+                for bucket in self._buckets.values():
+                    bucket.received.discard(message.iteration)
             self._give_up(self._known.late())
         if message.spill:
             self._spill.ask(message.iteration, message.keep)
         if new or message.spill:
+            self._settle()
+
+    def absent(self, rank: int, iteration: int, parameters: tuple[int, ...]) -> None:
+        """Which of its own parameters a rank left alone. Raises CheckpointError where far too many are open."""
+        if iteration > self._lowest():
+            self._known.add_absent(rank, iteration, parameters)
             self._settle()
 
     def side(self, rank: int, iteration: int) -> bool:
@@ -249,7 +261,7 @@ class ShadowState(ShadowHoldings):
         """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
         found = self._buckets[bucket]
         if held is not None:
-            found.received = set(held)
+            found.received = set(held) - self._known.void
         elif found.landing is not None:
             following = found.landing + 1
             found.landing, found.landed, found.windowed, found.opened = None, False, False, True
@@ -281,7 +293,7 @@ class ShadowState(ShadowHoldings):
     def received(self, bucket: int, iteration: int) -> None:
         """All gradients of a bucket and iteration are held."""
         found = self._buckets[bucket]
-        if found.opened and not found.windowed:
+        if (found.opened and not found.windowed) or iteration in self._known.void:
             return
         base = found.landing if found.windowed and found.landing is not None else found.at
         if iteration in found.received or (base is not None and iteration <= base):
@@ -391,20 +403,24 @@ class ShadowState(ShadowHoldings):
         ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
         # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
         ended = {**dict.fromkeys(self._unseen, known - self.slots), **self._ended, **ended}
-        if len(ended) < self._ranks or not self._ranks or not self.declared:
+        if len(ended) < self._known.ranks or not self._known.ranks or not self.declared:
             return
         over = min(ended.values())
         torn: dict[int, list[int]] = {}
         for number, bucket in self._buckets.items():
-            if bucket.at is None or bucket.torn is not None or bucket.landing is not None or bucket.opened:
+            if bucket.at is None or bucket.landing is not None or bucket.opened:
                 continue
             # The one that is being applied is still among the received.
             missing = bucket.chain_end(bucket.at) + 1
-            if missing <= over:
+            # One that is void may be found to be so behind one that is torn.
+            if missing <= over and (bucket.torn is None or missing < bucket.torn):
                 bucket.torn = missing
                 torn.setdefault(missing, []).append(number)
         for iteration, numbers in torn.items():
-            self._torn(iteration, numbers, "all ranks have ended this iteration, and bytes of it have not come")
+            why = "all ranks have ended this iteration, and bytes of it have not come"
+            if iteration in self._known.void:
+                why = "the training's update used other gradients than were sent"
+            self._torn(iteration, numbers, why)
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
         self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))

@@ -82,23 +82,26 @@ class ShadowWorker:
                     return f"its checksum is {found:08x}, the trainers' is {work.checksum:08x}; it is not their model"
             else:
                 self._copy_bucket(memory, work)
-        except (LastgoodError, RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # whatever it is, this thread must go on: trainers send the bucket anew
+            if not isinstance(error, (LastgoodError, RuntimeError, ValueError, MemoryError)):
+                _log.exception("bucket %d, iteration %d: unexpected", work.bucket, work.iteration)
             return str(error) or repr(error)
         return None
 
     def _copy_bucket(self, memory: ShadowMemory, work: Copy) -> None:
         core = self._core
         core.spills()
-        if self._copy is None or self._copy.saved.iteration != work.iteration:
-            with core.change:
-                saved = core.state.saved_at(work.iteration)
+        with core.change:
+            saved = core.state.saved_at(work.iteration)
+            if self._copy is None or self._copy.saved != saved:  # another life has an iteration of this number as well
                 self._copy = SpillCopy(saved, core.state.spill_keeps, sides=core.sides.all_of(work.iteration))
+            copy = self._copy
         held = list(memory.value(work.bucket).tensors())
         content = bytearray()
         for entry, tensor in held:
             if entry.nbytes:
                 content += tensor_bytes(tensor)
-        self._copy.buckets[work.bucket] = (tuple(entry for entry, _ in held), content)
+        copy.buckets[work.bucket] = (tuple(entry for entry, _ in held), content)
 
     def _spill_if_whole(self) -> None:
         core = self._core

@@ -18,9 +18,16 @@ class SideShelf:
         self._layouts: dict[int, Side] = {}
         self._bytes = 0
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a record of this length can be kept."""
-        return self._bytes + nbytes <= self._limit_bytes
+    def reserve(self, nbytes: int) -> bool:
+        """Set room aside for a record that is arriving, until `release`; False where there is none."""
+        if self._bytes + nbytes > self._limit_bytes:
+            return False
+        self._bytes += nbytes
+        return True
+
+    def release(self, nbytes: int) -> None:
+        """What was set aside is put, or did not come."""
+        self._bytes -= nbytes
 
     def described(self, message: Side) -> Side | None:
         """The message with its layout, which a rank sends when it changes; None if it was never sent."""
@@ -34,7 +41,7 @@ class SideShelf:
         self._layouts.clear()
 
     def put(self, record: SideRecord) -> None:
-        """Keep a record, in place of an older one of the same rank and iteration."""
+        """Keep a record, in place of an older one of the same rank and iteration. Its room is the caller's affair."""
         held = self._held.setdefault(record.message.iteration, {})
         older = held.get(record.message.rank)
         held[record.message.rank] = record

@@ -6,12 +6,13 @@ shadows hold (`SpillPlan`); that one is not overwritten, so that there always is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,7 @@ class SpillStore:
         """
         if not self.wait(0.0):
             raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
-        with self._lock:
-            gone = [spill for spill in self._durable if is_left_behind(spill.saved, epoch, adopt, restored)]
-            self._durable = [spill for spill in self._durable if spill not in gone]
-        self._disown(gone)
+        self._disown([spill for spill in self.durable() if is_left_behind(spill.saved, epoch, adopt, restored)])
         self._store.incarnation = epoch
 
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
@@ -181,7 +179,9 @@ class SpillStore:
         """They belong to a life that was left, and must not come back when this process is started anew."""
         for spill in spills:
             self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, "made by a life that was left"))
-        self._drop(spills)
+            with self._lock:
+                self._durable = [one for one in self._durable if one is not spill]
+            self._drop([spill])
 
     def _drop(self, spills: Sequence[Spill]) -> None:
         for spill in spills:
@@ -249,12 +249,12 @@ class SpillStore:
                     address, keep = _address(view)
                     held.append(keep)
                     ranges.append((address, len(view)))
-        with self._store.hold(spill.info):
+        with self._reading(spill):
             self._store.read_into(spill.info, ranges)
 
     def verify(self, spill: Spill) -> None:
         """Read and check all of it. Raises CorruptCheckpoint, StorageError."""
-        with self._store.hold(spill.info):
+        with self._reading(spill):
             self._store.verify(spill.info)
 
     def read_side(self, spill: Spill, rank: int) -> SideRecord:
@@ -265,12 +265,24 @@ class SpillStore:
                 content = bytearray(side.nbytes)
                 if content:
                     address, keep = _address(content)
-                    with self._store.hold(spill.info):
+                    with self._reading(spill):
                         self._store.read_into(spill.info, [(address, len(content))], offset=offset)
                     del keep
                 return SideRecord(side, bytes(content))
             offset += side.nbytes
         raise NoCheckpoint(f"{self.directory}: iteration {spill.saved.iteration} holds no side record of rank {rank}")
+
+    @contextlib.contextmanager
+    def _reading(self, spill: Spill) -> Iterator[None]:
+        """Nobody overwrites it meanwhile. One that is found damaged is not offered again: an older one may be whole."""
+        try:
+            with self._store.hold(spill.info):
+                yield
+        except CorruptCheckpoint as error:
+            with self._lock:
+                self._durable = [one for one in self._durable if one is not spill]
+            _log.error("%s; this spill is not offered any more", error)
+            raise
 
     def _read_spill(self, info: SlotInfo) -> Spill:
         where = f"{info.path}, step {info.step}"

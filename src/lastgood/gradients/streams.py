@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from lastgood.errors import CorruptCheckpoint
 from lastgood.gradients.messages import CHUNK_BYTES
 from lastgood.wire.frames import Kind, Wire, chunk_checksum
@@ -24,11 +26,11 @@ def receive_stream(wire: Wire, sequence: int, views: list[memoryview], what: str
 
     Raises CorruptCheckpoint for a wrong checksum or place, at once; CheckpointError, WaitTimeout as `Wire` does.
     """
-    rest = [view for view in views if len(view)]
+    rest = deque(view for view in views if len(view))
+    room = sum(map(len, rest))
     offset = 0
     while rest:
         frame = wire.receive_frame(what)
-        room = sum(len(view) for view in rest)
         if frame.kind is not Kind.CHUNK or frame.offset != offset or not 0 < frame.length <= room:
             raise CorruptCheckpoint(
                 f"{wire.other}: {what}: {frame.length} bytes at {frame.offset}, where up to {room} at {offset} were due"
@@ -39,7 +41,7 @@ def receive_stream(wire: Wire, sequence: int, views: list[memoryview], what: str
             part = rest[0][:left]
             rest[0] = rest[0][len(part) :]
             if not len(rest[0]):
-                rest.pop(0)
+                rest.popleft()
             wire.read_into(part, what)
             filled.append(part)
             left -= len(part)
@@ -47,6 +49,7 @@ def receive_stream(wire: Wire, sequence: int, views: list[memoryview], what: str
         if chunk_checksum(content, sequence, offset) != frame.checksum:
             raise CorruptCheckpoint(f"{wire.other}: {what}: the chunk at byte {offset} is damaged")
         offset += frame.length
+        room -= frame.length
 
 
 def drain_stream(wire: Wire, nbytes: int, what: str) -> None:

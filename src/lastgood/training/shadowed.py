@@ -75,7 +75,8 @@ def train_with_shadows(
     try:
         first = loop.restore()
         report(f"restored step {first} from the shadows")
-    except NoCheckpoint:
+    except NoCheckpoint as error:
+        report(f"begins anew: {error}")
         first = 0
     loop.start()
     try:

@@ -1,0 +1,42 @@
+"""Ranks that send gradients of their own parameters: which of them had none is each rank's own to say."""
+
+from __future__ import annotations
+
+from tests.gradients.fault_training import Life, on_all_ranks, raise_first, ranks_in_threads, restore_afresh
+from tests.gradients.shadow_processes import shadow_threads
+
+
+def without_gradients(step: int, rank: int) -> set[int]:
+    """Parameters, by index: other ones on each rank, and in each step."""
+    return {(step + rank) % 6} if step % 2 else {0, 3} if rank else set()
+
+
+def test_parameters_without_gradients_stay_as_they_are_on_every_rank(tmp_path):
+    with ranks_in_threads(), shadow_threads(tmp_path, 2) as shadows:
+        knobs = {
+            "shadows": [one.address for one in shadows],
+            "token_file": str(tmp_path / "token"),
+            "bucket_bytes": 256,
+            "tap": "step",
+            "verify_every": 1,
+        }
+        life = Life("adamw", 0, [knobs, knobs], tmp_path / "job")
+        life.start(restore=False)
+
+        def run(rank: int) -> str:
+            training, checkpointer = life.trainings[rank], life.checkpointers[rank]
+            for step in range(1, 7):
+                training.backward(life.data)
+                for index in without_gradients(step, rank):
+                    training.parameters[index].grad = None
+                training.update(checkpointer.clip_grad_norm_)
+                if step != 3:  # that one is not saved
+                    checkpointer.save(training.plain["step"])
+            checkpointer.drain(60)
+            assert [event.outcome.value for event in checkpointer.events] == ["durable"] * 5
+            assert checkpointer.storage_facts()["diverged"] == 0
+            return training.digest()
+
+        raise_first(digests := on_all_ranks(run, life.meeting))
+        assert restore_afresh("adamw", knobs, tmp_path / "job") == (6, digests)
+        life.bury()

@@ -1,0 +1,119 @@
+"""Errors in the training's own process: the save they are in fails, and nothing behind it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.errors import NoCheckpoint, StateError
+from lastgood.gradients.links import ShadowLink
+from tests.checkpointers.small_training import SmallTraining
+from tests.gradients.shadow_processes import shadow_threads
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+    with shadow_threads(tmp_path, 2) as shadows:
+
+        def checkpointer(**knobs):
+            where = {"shadows": [one.address for one in shadows], "token_file": str(tmp_path / "token")}
+            one = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096, **knobs})
+            made.append(one)
+            return one
+
+        yield checkpointer
+        for one in made:
+            one.close()
+
+
+def outcomes(checkpointer):
+    return [event.outcome for event in checkpointer.events]
+
+
+def steps(training, checkpointer, count):
+    for _ in range(count):
+        training.step()
+        checkpointer.save(training.step_number)
+
+
+def test_a_state_that_cannot_be_stored_fails_that_save_and_shadows_go_on(make):
+    training = SmallTraining()
+    checkpointer = make(verify_every=1)
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    training.plain["strange"] = object()
+    steps(training, checkpointer, 2)
+    del training.plain["strange"]
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED] * 2 + [Outcome.DURABLE] * 2
+    assert checkpointer.events[2].error.startswith(StateError.__name__)
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == 6
+    assert fresh.digest() == training.digest()
+
+
+def test_a_seed_that_cannot_be_copied_fails_no_save_and_comes_later(make, monkeypatch, caplog):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 1)
+    life = checkpointer._life
+    copies = []
+    copy = type(life).copy_bucket
+
+    def broken(life, bucket, iteration):
+        copies.append(iteration)
+        if len(copies) == 1:
+            raise MemoryError("no room for a copy")
+        return copy(life, bucket, iteration)
+
+    monkeypatch.setattr(type(life), "copy_bucket", broken)
+    with life.conductor._changed:
+        life.conductor._state.diverged(0, 0)
+    steps(training, checkpointer, 3)
+    checkpointer.drain(20)
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+    assert "no seed could be copied" in caplog.text
+    assert not [one for one in caplog.messages if "the checkpoint of step" in one and "no room" in one]
+    assert len(copies) >= 2
+
+
+def test_an_unexpected_error_in_a_link_costs_a_connection_and_not_the_shadow(make, monkeypatch, caplog):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 1)
+    checkpointer.drain(20)
+    write, calls = ShadowLink._write, []
+
+    def breaks_once(link, wire, outgoing):
+        if link.shadow == 1:
+            calls.append(outgoing)
+            if len(calls) == 1:
+                raise ZeroDivisionError("a fault of the link's own")
+        write(link, wire, outgoing)
+
+    monkeypatch.setattr(ShadowLink, "_write", breaks_once)
+    deadline = time.monotonic() + 60
+    while len(calls) < 2 or outcomes(checkpointer)[-1] is not Outcome.DURABLE:
+        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        steps(training, checkpointer, 1)
+        checkpointer.drain(40)
+    assert "a fault of the link's own" in caplog.text
+
+
+def test_shadows_that_hold_nothing_together_are_said_before_a_training_begins_anew(make, caplog):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)
+    checkpointer.close()
+    with pytest.raises(NoCheckpoint):
+        make().restore(training.state, step=7)
+    assert "no iteration of step 7 is held by all shadows (shadow 0: in memory step 2" in caplog.text
