@@ -138,8 +138,12 @@ class DataLink:
             )
             if ticket is None:
                 return None
-        if borrowed:
-            self._borrowed = ticket
+        if borrowed and ticket is not None:
+            with self._lock:
+                # Threads come back from the sender in another order than that of their tickets.
+                last = self._borrowed
+                if last is None or last.sender is not ticket.sender or last.number < ticket.number:
+                    self._borrowed = ticket
         return ticket
 
     def end(self, iteration: int) -> None:

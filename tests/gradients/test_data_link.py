@@ -1,0 +1,91 @@
+"""A rank's data connection to a shadow, with the native sender on real sockets."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lastgood.gradients.data_link import DataLink, DataSettings, Ticket
+from lastgood.gradients.pieces import Span
+from lastgood.wire.records import DType
+
+WAIT_S = 20.0
+SETTINGS = DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 18, patience_s=WAIT_S, stall_s=WAIT_S)
+LARGE = ctypes.create_string_buffer(64 << 20)
+"""More than the kernel takes for a connection that nobody reads."""
+
+
+def span(nbytes: int) -> Span:
+    return Span(0, DType.float32, 0, 0, nbytes)
+
+
+def connected(settings: DataSettings) -> tuple[DataLink, socket.socket]:
+    """A link whose first iteration has begun, and the shadow's end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), WAIT_S)
+        far, _ = server.accept()
+    near.setblocking(False)
+    far.settimeout(WAIT_S)
+    link = DataLink("10.9.8.7:6", 1, 1, 0, settings)
+    link.connect(near.detach())
+    link.begin_iteration(1)
+    return link, far
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[DataLink, socket.socket]]:
+    """Of a shadow that reads nothing."""
+    link, far = connected(SETTINGS)
+    yield link, far
+    link.cut("the test has ended")
+    far.close()
+
+
+class Overtaken:
+    """A real sender whose first `put` comes back only once a later one has."""
+
+    def __init__(self, sender: object) -> None:
+        self._sender = sender
+        self.entered = threading.Event()
+        self.overtaken = threading.Event()
+
+    def put(self, *what: object, **how: object) -> int:
+        first = not self.entered.is_set()
+        self.entered.set()
+        ticket = self._sender.put(*what, **how)
+        if first:
+            assert self.overtaken.wait(WAIT_S)
+        return ticket
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sender, name)
+
+
+def test_lent_memory_is_waited_for_whichever_thread_comes_back_last(stuck: tuple[DataLink, socket.socket]) -> None:
+    # Two reductions end at once in threads of torch's, and each lends its bucket.
+    link, far = stuck
+    sender = link._sender = Overtaken(link._sender)
+    small = threading.Thread(target=lambda: link.put(1, span(4), ctypes.addressof(LARGE), borrowed=True))
+    small.start()
+    assert sender.entered.wait(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while sender.last_ticket < 2:  # the end of iteration 0, and the small one
+        assert time.monotonic() < deadline
+    large = link.put(1, span(len(LARGE)), ctypes.addressof(LARGE), borrowed=True)
+    assert isinstance(large, Ticket)
+    sender.overtaken.set()
+    small.join(WAIT_S)
+    waiter = threading.Thread(target=link.wait_returned)
+    waiter.start()
+    waiter.join(0.3)
+    assert waiter.is_alive() and not large.returned, "memory that is still to be read may not be overwritten"
+    left = len(LARGE)
+    while left > 0:
+        left -= len(far.recv(1 << 20))
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive() and large.returned
