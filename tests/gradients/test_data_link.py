@@ -89,3 +89,33 @@ def test_lent_memory_is_waited_for_whichever_thread_comes_back_last(stuck: tuple
         left -= len(far.recv(1 << 20))
     waiter.join(WAIT_S)
     assert not waiter.is_alive() and large.returned
+
+
+def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
+    stuck: tuple[DataLink, socket.socket],
+) -> None:
+    # As where another life fences this one off, in the midst of an optimizer's step: the training goes on.
+    link, far = stuck
+    assert link.put(1, span(len(LARGE)), ctypes.addressof(LARGE), borrowed=True)
+    caught: list[object] = []
+
+    def fill() -> None:
+        try:
+            caught.append([link.put(1, span(1 << 18), ctypes.addressof(LARGE), borrowed=False) for _ in range(6)][-1])
+            link.end(1)
+        except Exception as error:
+            caught.append(error)
+
+    full = threading.Thread(target=fill)
+    full.start()
+    deadline = time.monotonic() + WAIT_S
+    while not link.waits:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ending = threading.Thread(target=link.close)
+    ending.start()
+    full.join(WAIT_S)
+    assert caught == [None]
+    far.close()
+    ending.join(WAIT_S)
+    assert link.cuts == 0 and not ending.is_alive()

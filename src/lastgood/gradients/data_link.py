@@ -165,6 +165,10 @@ class DataLink:
         except OSError as error:
             self._cut(sender, str(error))
             return None
+        except RuntimeError:
+            if sender is self._sender:
+                raise
+            return None  # another thread has closed it meanwhile
         if not ticket:
             self._cut(sender, f"its queue stayed full for {patience_s:g} s")
         return Ticket(sender, ticket) if ticket else None
