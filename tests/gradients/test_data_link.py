@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.gradients.data_link import DataLink, DataSettings, Ticket
 from lastgood.gradients.pieces import Span
 from lastgood.wire.records import DType
@@ -119,3 +120,24 @@ def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
     far.close()
     ending.join(WAIT_S)
     assert link.cuts == 0 and not ending.is_alive()
+
+
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_a_bucket_without_elements_needs_no_record(stuck: tuple[DataLink, socket.socket], borrowed: bool) -> None:
+    link, _ = stuck
+    assert link.put(1, span(0), ctypes.addressof(LARGE), borrowed=borrowed) is None
+
+
+@pytest.mark.parametrize("queue_bytes", [1 << 20, (1 << 20) + 10, 1_100_010, 3_333_333])
+def test_long_runs_are_cut_between_elements_whatever_the_queue_s_size(queue_bytes: int) -> None:
+    settings = CheckmateOptions(queue_bytes=queue_bytes).data_settings()
+    link, far = connected(settings)
+    try:
+        longest = Span(0, DType.float64, 0, 0, 1 << 20)
+        reader = threading.Thread(target=lambda: all(iter(lambda: far.recv(1 << 20), b"")), daemon=True)
+        reader.start()
+        assert link.put(1, longest, ctypes.addressof(LARGE), borrowed=False)
+    finally:
+        link.close()
+        reader.join(WAIT_S)
+        far.close()

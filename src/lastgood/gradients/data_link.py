@@ -28,7 +28,7 @@ class DataSettings:
     pool_bytes: int
     """Memory for gradients that are copied."""
     copied_bytes: int
-    """A longer run is copied in pieces of this size."""
+    """A longer run is copied in pieces of this size, a multiple of every element's."""
     patience_s: float
     """How long one gradient waits for room in it, before this shadow is cut off; 0: not at all."""
     stall_s: float
@@ -126,6 +126,8 @@ class DataLink:
 
         Borrowed memory must stay as it is until the ticket has returned.
         """
+        if not span.nbytes:
+            return None
         whole = span.nbytes if borrowed else self._settings.copied_bytes
         ticket: Ticket | None = None
         for at in range(0, span.nbytes, whole):
