@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lastgood import _native
-from lastgood.errors import ConfigError, LastgoodError
+from lastgood.errors import ConfigError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.wire.records import ITEM_BYTES, DType
 from lastgood.wire.ring_comm import Divide, Place, RingComm
@@ -46,7 +46,7 @@ class RingReducer:
         self._plans: dict[tuple[int, ...], _native.RingPlan] = {}
         self._iteration = first_iteration - 1
         self._worker = ThreadPoolExecutor(1, "ring-reduce")
-        self._failure: LastgoodError | None = None
+        self._failure: Exception | None = None
 
     @property
     def iteration(self) -> int:
@@ -77,8 +77,8 @@ class RingReducer:
                 self._comm.all_reduce(plan, buffer.data_ptr(), number)
                 if last:
                     self._comm.end(number)
-            except LastgoodError as error:
-                self._failure = error
+            except Exception as error:  # whatever it is: DDP waits for the future without a limit
+                self._fail(error)
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's own types say tensor
             else:
                 future.set_result(buffer)
@@ -104,10 +104,15 @@ class RingReducer:
                     )
                     self._comm.all_reduce(plan, zeros.data_ptr(), iteration)
                 self._comm.end(iteration)
-            except LastgoodError as error:
-                self._failure = error
+            except Exception as error:  # nobody looks at what this call comes to
+                self._fail(error)
 
         self._worker.submit(run)
+
+    def _fail(self, error: Exception) -> None:
+        """End the ring for all ranks. What fails behind the first error only says that the ring was closed."""
+        self._failure = self._failure or error
+        self._comm.close()
 
     def close(self) -> None:
         """End the ring and the thread; what is under way fails."""
