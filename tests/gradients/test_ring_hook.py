@@ -124,7 +124,7 @@ def failure_of(future: torch.futures.Future[torch.Tensor]) -> BaseException:
     while not future.done():
         assert time.monotonic() < deadline, "DDP would wait for this future for ever"
         time.sleep(0.01)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the caller looks at it
+    with pytest.raises(Exception) as caught:
         future.value()
     return caught.value
 
@@ -179,3 +179,13 @@ def test_the_first_error_is_the_one_that_is_raised_again() -> None:
         reducers[0].reduce(Bucket(0, parameters, last=True))
     assert str(caught.value) == why
     reducers[0].close()
+
+
+def test_parameters_without_elements_are_reduced_with_the_others() -> None:
+    reducers, parameters = two_reducers([(2, 3), (0, 4), (5,)])
+    buckets = [Bucket(0, parameters, last=True) for _ in reducers]
+    futures = [reducer.reduce(bucket) for reducer, bucket in zip(reducers, buckets, strict=True)]
+    for future in futures:
+        assert torch.equal(future.wait(), torch.ones(11))
+    for reducer in reducers:
+        reducer.close()

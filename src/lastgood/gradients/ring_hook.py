@@ -150,6 +150,8 @@ class RingReducer:
                     f"{declared.name} is declared with {declared.nbytes} bytes of {declared.dtype.name}, and DDP "
                     f"reduces {nbytes} bytes of {name}"
                 )
+            if not nbytes:
+                continue  # it lies nowhere: its address is 0
             start = gradient.data_ptr() - buffer.data_ptr()
             places.append(Place(start, nbytes, declared.bucket, declared.offset))
         return self._comm.plan(buffer.numel(), dtype, places, self._divide)
