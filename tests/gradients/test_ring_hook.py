@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -69,6 +71,9 @@ def test_ddp_trains_to_the_bit_as_without_it_and_the_links_carry_every_gradient(
         for index, declared in enumerate(layout.parameters):
             sent = held[step + 1, declared.bucket][declared.offset : declared.offset + declared.nbytes]
             assert bytes(sent) == by_ring["gradients"][step][index].numpy().tobytes()
+    # Behind the last step rank 1 left, and rank 0 went on.
+    error = by_ring["error"]
+    assert re.search(f"HostError: rank 0: (sending to|receiving from) rank 1 on {os.uname().nodename} ", error), error
 
 
 def test_parameters_that_are_not_the_declared_ones_are_refused() -> None:

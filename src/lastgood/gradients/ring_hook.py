@@ -162,4 +162,9 @@ def ring_all_reduce(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all ranks by the ring, as DDP's own hooks are called."""
-    return reducer.reduce(bucket)
+    return reducer.reduce(bucket).then(result_of)
+
+
+def result_of(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """For `then`: the future that follows fails as this one has. DDP would take an exception in it for a tensor."""
+    return done.value()

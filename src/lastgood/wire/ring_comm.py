@@ -167,9 +167,9 @@ class RingComm:
         except TimeoutError as error:
             raise WaitTimeout(f"rank {self.rank}: {error}") from error
         except OSError as error:
-            raise HostError(
-                f"rank {self.rank}: {error.args[-1]}; restart the ranks from their last good state"
-            ) from error
+            # The error's own text speaks of bytes at an offset, as of a file.
+            what = f"{getattr(error, 'operation', 'the ring')}: {os.strerror(error.errno or 0)}"
+            raise HostError(f"rank {self.rank}: {what}; restart the ranks from their last good state") from error
         except _native.OutOfStep as error:
             raise MismatchError(f"rank {self.rank}: {error}") from error
         except _native.DamagedRecord as error:
