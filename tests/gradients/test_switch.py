@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lastgood import _native
 from lastgood.errors import ConfigError, HostError, LastgoodError
-from lastgood.gradients.copies import CopySettings
+from lastgood.gradients import messages
+from lastgood.gradients.copies import Copier, CopySettings
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.link_parser import LinkParser
@@ -470,3 +472,30 @@ def test_no_fault_gives_a_shadow_wrong_bytes(stack: ExitStack, fault: str) -> No
         assert found == whole
     if fault == "corrupt":
         assert any(shadow.refused() for shadow in bed.shadows)
+
+
+def test_more_small_copies_than_one_call_takes_arrive_when_a_shadow_is_back(stack: ExitStack) -> None:
+    # The kernel takes 1024 pieces of memory at once.
+    count = 5000
+    layout = plan_layout([("p", (count,), "float32")], {}, ranks=1, shadows=1)
+    shadow = ReceivingShadow(0, layout, TOKEN, JOB)
+    stack.callback(shadow.close)
+    shadow.refusing = True
+    greeting = messages.Hello(role="data", job=JOB, epoch=1, rank=0, layout=layout.digest)
+    copier = Copier(0, 1, shadow.address, greeting, SETTINGS)
+    stack.callback(copier.finish, 0.0)
+    job = int.from_bytes(bytes.fromhex(JOB)[:8], "little")
+    values = np.arange(count, dtype=np.float32)
+    for number, value in enumerate(values):
+        payload = value.tobytes()
+        record = Record(
+            RecordKind.GRADIENT, job, 1, 0, 1, 0, DType.float32, 4 * number, 4, _native.crc32c(payload), FINAL
+        )
+        copier.offer(record, pack_header(record) + payload)
+    end = Record(RecordKind.END, job, 1, 0, 1)
+    copier.offer(end, pack_header(end))
+    shadow.refusing = False
+    assert shadow.wait(1), copier.counters()
+    assert shadow.bytes_of(0, 1) == values.tobytes()
+    assert eventually(lambda: copier.counters().get("sent_records") == count + 1)
+    assert not copier.counters().get("lost_records")

@@ -52,6 +52,8 @@ _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 _NONCE_BYTES = _PROOF_BYTES = 32
+_MAX_PIECES = 1024
+"""Of one call: the kernel's own limit (IOV_MAX)."""
 
 
 class Kind(enum.IntEnum):
@@ -154,12 +156,15 @@ class Wire:
         """Send the pieces one after another, without copying them together."""
         deadline = time.monotonic() + self.timeout_s
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        while views:
-            count = self._bounded(partial(self._socket.sendmsg, views), select.POLLOUT, deadline, what)
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
+        first = 0
+        while first < len(views):
+            next_ones = views[first : first + _MAX_PIECES]
+            count = self._bounded(partial(self._socket.sendmsg, next_ones), select.POLLOUT, deadline, what)
+            while first < len(views) and count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
             if count:
-                views[0] = views[0][count:]
+                views[first] = views[first][count:]
 
     def _bounded(self, operation: Callable[[], int], event: int, deadline: float, what: str) -> int:
         while True:
