@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lastgood import _native
 from lastgood.errors import ConfigError, HostError, LastgoodError
 from lastgood.gradients import messages
+from lastgood.gradients import switch as switch_module
 from lastgood.gradients.copies import Copier, CopySettings
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
@@ -321,6 +322,20 @@ def test_a_next_rank_that_is_not_there_yet_closes_the_connection(stack: ExitStac
     assert switch.counters()["relay"]["unreachable_connections"] == 1
 
 
+def test_a_copy_that_cannot_begin_leaves_the_training_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(switch_module, "Copier", no_thread)
+    bed = Bed(stack)
+    bed.step(1)
+    bed.step(2)
+    assert bed.switch.counters()["relay"]["blind_links"] == RANKS
+    assert "relayed, and not copied any more" in caplog.text and "can't start new thread" in caplog.text
+
+
 def test_an_address_in_use_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -385,6 +400,11 @@ def test_records_are_found_however_the_bytes_are_cut(records: list[Record], cuts
         opening(b"another token"),
         opening()[:80] + bytes(28),
         opening()[:80] + message_frame({"kind": "ring"}),
+        opening()[:80] + message_frame({**GREETED.content(), "job": list(JOB)}),
+        opening()[:80] + message_frame({**GREETED.content(), "layout": list("ab" * 32)}),
+        opening()[:80] + message_frame({**GREETED.content(), "host": "h" * 300}),
+        opening()[:80] + message_frame({**GREETED.content(), "rank": 3}),
+        opening()[:80] + message_frame({**GREETED.content(), "epoch": 1.0}),
         opening() + bytes(64),
         opening() + pack_header(Record(RecordKind.GRADIENT, 1, 1, 1, 1))[:-1] + b"\0",
     ],

@@ -262,10 +262,8 @@ class Switch:
 
     def _greeted(self, mine: list[Copier], hello: RingHello) -> None:
         greeting = Hello(role="data", job=hello.job, epoch=hello.epoch, rank=hello.rank, layout=hello.layout)
-        mine += [
-            Copier(shadow, len(self._shadows), address, greeting, self._settings)
-            for shadow, address in enumerate(self._shadows)
-        ]
+        for shadow, address in enumerate(self._shadows):  # one by one, so that those that began also end
+            mine.append(Copier(shadow, len(self._shadows), address, greeting, self._settings))
         with self._lock:
             # Those of a connection, or a life of the job, that is over.
             former = self._copiers.pop(hello.rank, [])
@@ -284,7 +282,7 @@ class Switch:
 
 
 class _Reading:
-    """Reads along until something cannot be read; the relay goes on, without copies."""
+    """Reads along until something cannot be read or copied; the relay goes on, without copies."""
 
     def __init__(self, parser: LinkParser, name: str, blind: Callable[[], None]) -> None:
         self._parser: LinkParser | None = parser
@@ -295,8 +293,9 @@ class _Reading:
             return
         try:
             self._parser.feed(data)
-        except LastgoodError as error:
-            _log.warning("switch: %s is relayed, and not copied any more: %s", self._name, error)
+        except Exception as error:  # whatever it is (no thread or memory for a copy, say), the training needs the relay
+            what = error if isinstance(error, LastgoodError) else repr(error)
+            _log.warning("switch: %s is relayed, and not copied any more: %s", self._name, what)
             self._parser = None
             self._blind()
 

@@ -62,7 +62,7 @@ def parse_hello(content: dict[str, Any], other: str) -> Hello:
         hello = Hello(**content)
         texts = {"job": (hello.job, 32), "layout": (hello.layout, 64)}
         for what, (text, length) in texts.items():
-            if len(text) != length or set(text) - set("0123456789abcdef"):
+            if not isinstance(text, str) or len(text) != length or set(text) - set("0123456789abcdef"):
                 raise ValueError(f"{what} is not {length} hex digits")
         numbers = {
             "epoch": (hello.epoch, 1 << 32),
