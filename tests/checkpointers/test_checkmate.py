@@ -133,6 +133,29 @@ def test_a_save_without_an_update_keeps_what_else_has_changed(make):
     assert fresh.digest() == training.digest()
 
 
+def test_an_update_that_no_shadow_can_repeat_fails_its_save_and_not_the_training(make):
+    training = SmallTraining()
+    checkpointer = make(verify_every=1)
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    group = training.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], float("nan")
+    kept = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.step()
+    group["lr"] = rate
+    with torch.no_grad():
+        for parameter, old in zip(training.model.parameters(), kept, strict=True):
+            parameter.copy_(old)
+    checkpointer.save(training.step_number)
+    steps(training, checkpointer, 6)
+    assert outcomes(checkpointer)[:3] == [Outcome.DURABLE] * 2 + [Outcome.FAILED]
+    assert "lr of a parameter group is nan" in checkpointer.events[2].error
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
+    assert fresh.digest() == training.digest()
+
+
 class TwoBranches(torch.nn.Module):
     """In odd steps one branch gets no gradient; convolutions lie in memory as channels_last."""
 

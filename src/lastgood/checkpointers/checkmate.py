@@ -169,10 +169,14 @@ class Checkmate(Checkpointer):
                 self._begin_empty(life)
             what = "has begun twice" if twice else "has begun with no gradients reduced for it"
             stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
-        self._update, fault = life.notes.take()
-        stream.fault = stream.fault or fault
-        if life.step_tap is not None:
-            life.step_tap.send()
+        try:
+            self._update, fault = life.notes.take()
+            stream.fault = stream.fault or fault
+            if life.step_tap is not None:
+                life.step_tap.send()
+        except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
+            self._update = Update(None, ())
+            stream.fault = f"{type(error).__name__}: {error}"
         stream.end()
         stream.phase = "updated"
 
