@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from lastgood import _native
 from lastgood.errors import ConfigError, HostError, LastgoodError
-from lastgood.gradients import messages
 from lastgood.gradients import switch as switch_module
-from lastgood.gradients.copies import Copier, CopySettings
+from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.link_parser import LinkParser
 from lastgood.gradients.switch import Switch, SwitchLink, parse_link
-from lastgood.wire.frames import message_frame, proof
+from lastgood.wire.frames import Wire, message_frame, proof, prove_peer, prove_trainer
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_comm import Divide, Place, RingComm
 from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
@@ -244,6 +243,39 @@ def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
     # Their records would be refused, and their memory is wanted for the new one's: nobody waits two minutes for them.
     assert eventually(lambda: bed.switch.counters()["copies"].get("lost_records", 0) > 0)
     assert eventually(lambda: bed.switch.counters()["copies"]["queued_bytes"] == 0)
+
+
+def test_a_straggler_of_an_older_life_takes_nobody_s_place(stack: ExitStack) -> None:
+    # A rank of the older life was still on its way into its ring when the new one had begun.
+    layout = plan_layout([("p", (4,), "float32")], {}, ranks=1, shadows=1)
+    shadow = ReceivingShadow(0, layout, TOKEN, JOB, epoch=2)
+    stack.callback(shadow.close)
+    following = stack.enter_context(listen_ring("127.0.0.1"))
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{following.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link], [shadow.address], SETTINGS))
+
+    def greet(epoch: int) -> Wire:
+        near = socket.create_connection(("127.0.0.1", int(switch.addresses[0].rpartition(":")[2])), 10)
+        rank = Wire(near, "the switch", 10.0)
+        stack.callback(rank.close)
+        far = Wire(following.accept()[0], "the rank", 10.0)
+        stack.callback(far.close)
+        together([lambda: prove_trainer(rank, TOKEN, RING_GREETING), lambda: prove_peer(far, TOKEN, RING_GREETING)])
+        rank.send_message(**Hello(JOB, epoch, 0, 2, layout.digest, "host").content())
+        far.receive_message("a hello")
+        return rank
+
+    new = greet(2)
+    assert eventually(lambda: len(shadow.hellos) == 1)
+    greet(1)
+    time.sleep(0.3)
+    payload = bytes(range(16))
+    job = int.from_bytes(bytes.fromhex(JOB)[:8], "little")
+    record = Record(RecordKind.GRADIENT, job, 2, 0, 1, 0, DType.float32, 0, 16, _native.crc32c(payload), FINAL)
+    end = Record(RecordKind.END, job, 2, 0, 1)
+    new.write("a gradient", pack_header(record), payload, pack_header(end))
+    assert shadow.wait(1), switch.counters()
+    assert [hello.epoch for hello in shadow.hellos] == [2]
 
 
 def test_a_shadow_in_the_place_of_another_one_gets_nothing(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
@@ -492,30 +524,3 @@ def test_no_fault_gives_a_shadow_wrong_bytes(stack: ExitStack, fault: str) -> No
         assert found == whole
     if fault == "corrupt":
         assert any(shadow.refused() for shadow in bed.shadows)
-
-
-def test_more_small_copies_than_one_call_takes_arrive_when_a_shadow_is_back(stack: ExitStack) -> None:
-    # The kernel takes 1024 pieces of memory at once.
-    count = 5000
-    layout = plan_layout([("p", (count,), "float32")], {}, ranks=1, shadows=1)
-    shadow = ReceivingShadow(0, layout, TOKEN, JOB)
-    stack.callback(shadow.close)
-    shadow.refusing = True
-    greeting = messages.Hello(role="data", job=JOB, epoch=1, rank=0, layout=layout.digest)
-    copier = Copier(0, 1, shadow.address, greeting, SETTINGS)
-    stack.callback(copier.finish, 0.0)
-    job = int.from_bytes(bytes.fromhex(JOB)[:8], "little")
-    values = np.arange(count, dtype=np.float32)
-    for number, value in enumerate(values):
-        payload = value.tobytes()
-        record = Record(
-            RecordKind.GRADIENT, job, 1, 0, 1, 0, DType.float32, 4 * number, 4, _native.crc32c(payload), FINAL
-        )
-        copier.offer(record, pack_header(record) + payload)
-    end = Record(RecordKind.END, job, 1, 0, 1)
-    copier.offer(end, pack_header(end))
-    shadow.refusing = False
-    assert shadow.wait(1), copier.counters()
-    assert shadow.bytes_of(0, 1) == values.tobytes()
-    assert eventually(lambda: copier.counters().get("sent_records") == count + 1)
-    assert not copier.counters().get("lost_records")
