@@ -201,7 +201,7 @@ class Copier:
         """
         with self._changed:
             past = self._queue[0][0].iteration - 1 if self._queue else self._ended
-        if past is None:
+        if past is None or past < 0:
             return b""
         job = int.from_bytes(bytes.fromhex(self._hello.job or "")[:8], "little")
         return pack_header(Record(RecordKind.END, job, self._hello.epoch, self._hello.rank, past))
