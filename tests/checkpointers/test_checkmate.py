@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 
 import pytest
 import torch
 
+from lastgood.checkpointers import checkmate_life
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.device_mover import DeviceMover
 from lastgood.state import state_digest
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.small_training import SmallTraining
@@ -235,6 +238,22 @@ def test_what_shadows_cannot_follow_is_refused_at_the_start(make, tmp_path):
         make().start(frozen.state)
     with pytest.raises(ConfigError, match="no hook is registered"):
         make(tap="bucket").start(training.state)
+
+
+def test_a_life_that_cannot_begin_leaves_no_thread(make, monkeypatch):
+    def refuse(*_, **__):
+        raise CheckpointError("the first seeds were not taken")
+
+    def mover_for(tracked, stream, knobs):
+        return DeviceMover(stream, torch.device("cpu"), 1 << 20, 0.0)
+
+    # No GPU is here: the mover's own thread needs none.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(checkmate_life, "_mover_for", mover_for)
+    monkeypatch.setattr(checkmate_life, "_seed_first", refuse)
+    with pytest.raises(CheckpointError, match="were not taken"):
+        make().start(SmallTraining().state)
+    assert [one.name for one in threading.enumerate() if one.name.startswith("checkmate-")] == []
 
 
 def test_options_say_where_shadows_are(tmp_path, shadows):

@@ -146,6 +146,7 @@ def begin_life(
         set(own_buckets).__contains__,
         settled,
     )
+    mover: DeviceMover | None = None
     try:
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, copies=1 if buckets else ranks)
@@ -182,6 +183,8 @@ def begin_life(
             else:
                 tap.open(session)
     except BaseException:
+        if mover is not None:
+            mover.close()
         conductor.close()
         raise
     return life
