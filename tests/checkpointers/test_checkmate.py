@@ -93,6 +93,8 @@ def test_every_step_is_durable_and_comes_back_to_the_bit(make):
     checkpointer.start(training.state)
     steps(training, checkpointer, 6)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 6
+    gradients = sum(one.nbytes for one in training.model.parameters())
+    assert [event.bytes_written // gradients for event in checkpointer.events] == [1] * 6, "side records are small"
     digest = training.digest()
     expected = [training.step() for _ in range(4)]
     fresh = SmallTraining(seed=1)

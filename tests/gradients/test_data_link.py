@@ -21,6 +21,10 @@ LARGE = ctypes.create_string_buffer(64 << 20)
 """More than the kernel takes for a connection that nobody reads."""
 
 
+def address_of(memory: ctypes.Array[ctypes.c_char]) -> int:
+    return ctypes.addressof(memory)
+
+
 def span(nbytes: int) -> Span:
     return Span(0, DType.float32, 0, 0, nbytes)
 
@@ -71,13 +75,13 @@ def test_lent_memory_is_waited_for_whichever_thread_comes_back_last(stuck: tuple
     # Two reductions end at once in threads of torch's, and each lends its bucket.
     link, far = stuck
     sender = link._sender = Overtaken(link._sender)
-    small = threading.Thread(target=lambda: link.put(1, span(4), ctypes.addressof(LARGE), borrowed=True))
+    small = threading.Thread(target=lambda: link.put(1, span(4), address_of(LARGE), borrowed=True))
     small.start()
     assert sender.entered.wait(WAIT_S)
     deadline = time.monotonic() + WAIT_S
     while sender.last_ticket < 2:  # the end of iteration 0, and the small one
         assert time.monotonic() < deadline
-    large = link.put(1, span(len(LARGE)), ctypes.addressof(LARGE), borrowed=True)
+    large = link.put(1, span(len(LARGE)), address_of(LARGE), borrowed=True)
     assert isinstance(large, Ticket)
     sender.overtaken.set()
     small.join(WAIT_S)
@@ -97,12 +101,12 @@ def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
 ) -> None:
     # As where another life fences this one off, in the midst of an optimizer's step: the training goes on.
     link, far = stuck
-    assert link.put(1, span(len(LARGE)), ctypes.addressof(LARGE), borrowed=True)
+    assert link.put(1, span(len(LARGE)), address_of(LARGE), borrowed=True)
     caught: list[object] = []
 
     def fill() -> None:
         try:
-            caught.append([link.put(1, span(1 << 18), ctypes.addressof(LARGE), borrowed=False) for _ in range(6)][-1])
+            caught.append([link.put(1, span(1 << 18), address_of(LARGE), borrowed=False) for _ in range(6)][-1])
             link.end(1)
         except Exception as error:
             caught.append(error)
@@ -125,7 +129,7 @@ def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
 @pytest.mark.parametrize("borrowed", [True, False])
 def test_a_bucket_without_elements_needs_no_record(stuck: tuple[DataLink, socket.socket], borrowed: bool) -> None:
     link, _ = stuck
-    assert link.put(1, span(0), ctypes.addressof(LARGE), borrowed=borrowed) is None
+    assert link.put(1, span(0), address_of(LARGE), borrowed=borrowed) is None
 
 
 @pytest.mark.parametrize("queue_bytes", [1 << 20, (1 << 20) + 10, 1_100_010, 3_333_333])
@@ -136,7 +140,7 @@ def test_long_runs_are_cut_between_elements_whatever_the_queue_s_size(queue_byte
         longest = Span(0, DType.float64, 0, 0, 1 << 20)
         reader = threading.Thread(target=lambda: all(iter(lambda: far.recv(1 << 20), b"")), daemon=True)
         reader.start()
-        assert link.put(1, longest, ctypes.addressof(LARGE), borrowed=False)
+        assert link.put(1, longest, address_of(LARGE), borrowed=False)
     finally:
         link.close()
         reader.join(WAIT_S)
