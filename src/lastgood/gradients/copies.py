@@ -60,6 +60,17 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name=f"copies-{hello.rank}-{shadow}", daemon=True)
         self._thread.start()
 
+    @property
+    def epoch(self) -> int:
+        """Of the life whose copies these are."""
+        return self._hello.epoch
+
+    @property
+    def open(self) -> bool:
+        """Whether it was not told to finish: its rank's connection goes on."""
+        with self._changed:
+            return self._deadline is None
+
     # -- the relay's side ----------------------------------------------------------------------------------------------
 
     def offer(self, record: Record, content: bytes) -> None:

@@ -72,7 +72,6 @@ class Switch:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._hellos: dict[int, RingHello] = {}
         self._copiers: dict[int, list[Copier]] = {}
         self._leaving: list[Copier] = []
         self._ended: Counter[str] = Counter()
@@ -262,23 +261,19 @@ class Switch:
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def _greeted(self, mine: list[Copier], hello: RingHello) -> None:
-        with self._lock:
-            newest = self._hellos.get(hello.rank)
-            if newest is not None and newest.job == hello.job and newest.epoch > hello.epoch:
-                _log.warning(
-                    "switch: rank %d on %s is of epoch %d, and epoch %d has begun: it is relayed, and not copied",
-                    *(hello.rank, hello.host, hello.epoch, newest.epoch),
-                )
-                return
-            self._hellos[hello.rank] = hello
         greeting = Hello(role="data", job=hello.job, epoch=hello.epoch, rank=hello.rank, layout=hello.layout)
         for shadow, address in enumerate(self._shadows):  # one by one, so that those that began also end
             mine.append(Copier(shadow, len(self._shadows), address, greeting, self._settings))
         with self._lock:
-            # Those of a connection, or a life of the job, that is over.
-            former = self._copiers.pop(hello.rank, [])
-            self._copiers[hello.rank] = mine
-            self._leaving += former
+            former = self._copiers.get(hello.rank, [])
+            if any(copier.open and copier.epoch > hello.epoch for copier in former):
+                # Most likely a straggler of an older life, whose copies no shadow takes. The others must go on.
+                former = []
+                self._leaving += mine
+            else:
+                # Those of a connection, or a life of the job, that is over.
+                self._copiers[hello.rank] = mine
+                self._leaving += former
             self._sweep()
         for copier in former:
             copier.finish(0.0)
