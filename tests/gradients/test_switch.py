@@ -369,6 +369,17 @@ def test_a_copy_that_cannot_begin_leaves_the_training_alone(
     assert "relayed, and not copied any more" in caplog.text and "can't start new thread" in caplog.text
 
 
+def test_a_host_that_is_cut_off_does_not_keep_its_link_for_ever(stack: ExitStack) -> None:
+    # A host that goes without a word sends no end; nothing else would tell, and a link has eight places.
+    bed = Bed(stack)
+    bed.step(1)
+    assert len(bed.switch._sockets) == 2 * RANKS
+    for one in bed.switch._sockets:
+        waits = [one.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        tries = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and waits[0] + waits[1] * tries <= 60
+
+
 def test_an_address_in_use_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

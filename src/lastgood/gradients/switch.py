@@ -24,6 +24,7 @@ from lastgood.errors import ConfigError, LastgoodError
 from lastgood.gradients.copies import Copier, CopySettings
 from lastgood.gradients.link_parser import LinkParser
 from lastgood.gradients.messages import Hello
+from lastgood.wire.frames import keep_alive
 from lastgood.wire.records import Record, RecordKind
 from lastgood.wire.ring_link import Hello as RingHello
 from lastgood.wire.ring_link import listen_ring, parse_address
@@ -195,6 +196,7 @@ class Switch:
         for one in (inner, outer):
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(one)
         mine: list[Copier] = []
         parser = LinkParser(name, self._settings.token, partial(self._greeted, mine), partial(self._copy, mine))
         with self._lock:

@@ -35,6 +35,7 @@ __all__ = [
     "Wire",
     "available_memory_bytes",
     "chunk_checksum",
+    "keep_alive",
     "message_frame",
     "parse_header",
     "parse_message",
@@ -52,6 +53,7 @@ _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 _NONCE_BYTES = _PROOF_BYTES = 32
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024
 """Of one call: the kernel's own limit (IOV_MAX)."""
 
@@ -73,6 +75,13 @@ class Frame:
     checksum: int
     offset: int
     length: int
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end a TCP connection within a minute of its host being cut off, though nothing is sent on it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def chunk_checksum(data: memoryview, sequence: int, offset: int) -> int:
