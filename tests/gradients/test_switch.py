@@ -369,6 +369,36 @@ def test_a_copy_that_cannot_begin_leaves_the_training_alone(
     assert "relayed, and not copied any more" in caplog.text and "can't start new thread" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["switch", "switch-back"])
+def test_a_moment_without_threads_ends_no_link(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    stack.callback(server.close)
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link], [], SETTINGS))
+    where = ("127.0.0.1", int(switch.addresses[0].rpartition(":")[2]))
+
+    start = threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    for _ in range(10):  # more than a link has places
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            with socket.create_connection(where, 10) as refused:
+                assert refused.recv(1) == b""
+                if name == "switch-back":
+                    server.accept()[0].close()
+    assert not switch._sockets
+    with socket.create_connection(where, 10) as rank:
+        following, _ = server.accept()
+        with following:
+            rank.sendall(b"word")
+            assert following.recv(4) == b"word"
+
+
 def test_a_host_that_is_cut_off_does_not_keep_its_link_for_ever(stack: ExitStack) -> None:
     # A host that goes without a word sends no end; nothing else would tell, and a link has eight places.
     bed = Bed(stack)

@@ -151,8 +151,9 @@ class Switch:
 
         thread = threading.Thread(target=run, name="switch", daemon=True)
         with self._lock:
+            # Under the lock, so that `close` joins none that has not begun.
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _count(self, name: str, value: int = 1) -> None:
         with self._lock:
@@ -175,7 +176,12 @@ class Switch:
                     self._count("refused_connections")
                     inner.close()
                     continue
-                self._start(partial(self._relay, inner, f"{address[0]}:{address[1]}", link, room))
+                try:
+                    self._start(partial(self._relay, inner, f"{address[0]}:{address[1]}", link, room))
+                except RuntimeError as error:  # no thread can be started, which may pass as well
+                    _log.warning("switch: %s: %s", link.listen, error)
+                    inner.close()
+                    room.release()
 
     def _relay(self, inner: socket.socket, name: str, link: SwitchLink, room: threading.BoundedSemaphore) -> None:
         try:
@@ -189,6 +195,8 @@ class Switch:
                     return
                 with outer:
                     self._pass_on(inner, outer, f"{name} on {link.listen}")
+        except RuntimeError as error:  # as in `_accept`
+            _log.warning("switch: %s: %s", link.listen, error)
         finally:
             room.release()
 
@@ -208,11 +216,12 @@ class Switch:
             name="switch-back",
             daemon=True,
         )
-        back.start()
         try:
+            back.start()
             self._pump(inner, outer, None, _Reading(parser, name, partial(self._count, "blind_links")), "forward_bytes")
         finally:
-            back.join(self._stall_s)
+            if back.ident is not None:
+                back.join(self._stall_s)
             with self._lock:
                 self._sockets -= {inner, outer}
             for copier in mine:
