@@ -60,7 +60,8 @@ class RingReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to average a bucket. The future holds its buffer, or the error that ended the ring for good.
 
-        A caller that numbers iterations itself gives this one's, the same on all ranks.
+        A caller that numbers iterations itself gives this one's, the same on all ranks. Raises the first error of the
+        ring once it has ended, and ConfigError for a bucket that the ring cannot reduce, or of undeclared parameters.
         """
         if self._failure is not None:
             raise self._failure

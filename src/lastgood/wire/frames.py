@@ -162,7 +162,10 @@ class Wire:
             filled += count
 
     def write(self, what: str, *pieces: bytes | memoryview) -> None:
-        """Send the pieces one after another, without copying them together."""
+        """Send the pieces one after another, without copying them together.
+
+        Raises WaitTimeout, or CheckpointError where the connection breaks; some of them may have gone out then.
+        """
         deadline = time.monotonic() + self.timeout_s
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
         first = 0
