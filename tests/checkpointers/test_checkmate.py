@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 
 import pytest
 import torch
 
+from lastgood.checkpointers import checkmate_life
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.device_mover import DeviceMover
 from lastgood.state import state_digest
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.small_training import SmallTraining
@@ -90,6 +93,8 @@ def test_every_step_is_durable_and_comes_back_to_the_bit(make):
     checkpointer.start(training.state)
     steps(training, checkpointer, 6)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 6
+    gradients = sum(one.nbytes for one in training.model.parameters())
+    assert [event.bytes_written // gradients for event in checkpointer.events] == [1] * 6, "side records are small"
     digest = training.digest()
     expected = [training.step() for _ in range(4)]
     fresh = SmallTraining(seed=1)
@@ -130,6 +135,29 @@ def test_a_save_without_an_update_keeps_what_else_has_changed(make):
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 2
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == 7
+    assert fresh.digest() == training.digest()
+
+
+def test_an_update_that_no_shadow_can_repeat_fails_its_save_and_not_the_training(make):
+    training = SmallTraining()
+    checkpointer = make(verify_every=1)
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    group = training.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], float("nan")
+    kept = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.step()
+    group["lr"] = rate
+    with torch.no_grad():
+        for parameter, old in zip(training.model.parameters(), kept, strict=True):
+            parameter.copy_(old)
+    checkpointer.save(training.step_number)
+    steps(training, checkpointer, 6)
+    assert outcomes(checkpointer)[:3] == [Outcome.DURABLE] * 2 + [Outcome.FAILED]
+    assert "lr of a parameter group is nan" in checkpointer.events[2].error
+    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
     assert fresh.digest() == training.digest()
 
 
@@ -212,6 +240,22 @@ def test_what_shadows_cannot_follow_is_refused_at_the_start(make, tmp_path):
         make().start(frozen.state)
     with pytest.raises(ConfigError, match="no hook is registered"):
         make(tap="bucket").start(training.state)
+
+
+def test_a_life_that_cannot_begin_leaves_no_thread(make, monkeypatch):
+    def refuse(*_, **__):
+        raise CheckpointError("the first seeds were not taken")
+
+    def mover_for(tracked, stream, knobs):
+        return DeviceMover(stream, torch.device("cpu"), 1 << 20, 0.0)
+
+    # No GPU is here: the mover's own thread needs none.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(checkmate_life, "_mover_for", mover_for)
+    monkeypatch.setattr(checkmate_life, "_seed_first", refuse)
+    with pytest.raises(CheckpointError, match="were not taken"):
+        make().start(SmallTraining().state)
+    assert [one.name for one in threading.enumerate() if one.name.startswith("checkmate-")] == []
 
 
 def test_options_say_where_shadows_are(tmp_path, shadows):

@@ -145,6 +145,10 @@ def test_check_goes_through_a_running_switch(token_file: Path, shadow: Receiving
         (["--link", "a:1=b:2", "--queue", "4KiB"], "at least 1 MiB"),
         (["--link", "a:1=b:2", "--faults", "loss=3"], "from 0 to 1"),
         (["--link", "a:1=b:2", "--timeout", "0"], "--timeout"),
+        (["--link", "a:1=b:2", "--timeout", "nan"], "--timeout"),
+        (["--link", "a:1=b:2", "--timeout", "inf"], "--timeout"),
+        (["--link", "a:1=b:2", "--report", "nan"], "--report"),
+        (["--link", "a:1=b:2", "--report", "-1"], "--report"),
     ],
 )
 def test_refuses(token_file: Path, arguments: list[str], words: str) -> None:

@@ -6,6 +6,7 @@ ring_rank.py FOLDER RANK RANKS PORT NEXT_ADDRESS SHADOWS STEPS
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,22 @@ def train(hook: str, comm: RingComm, layout: GradientLayout, steps: int) -> dict
         ddp(inputs.flip(0) + 1).square().mean().backward()
         gradients.append([one.grad.clone() for one in updated if one.grad is not None])
         optimizer.step()
+    results: dict[str, Any] = {"parameters": list(model.parameters()), "gradients": gradients}
     if reducer is not None:
         assert reducer.iteration == steps
+        if comm.rank == 0:
+            results["error"] = error_of(lambda: ddp(inputs).square().mean().backward())
         reducer.close()
-    return {"parameters": list(model.parameters()), "gradients": gradients}
+    return results
+
+
+def error_of(call: Callable[[], None]) -> str:
+    """What is said to rank 0 when the other one has left the ring."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return "nothing"
 
 
 def main() -> None:

@@ -1,22 +1,153 @@
-"""A rank's connection for gradients, with a socket in place of the shadow."""
+"""A rank's data connection to a shadow, with the native sender on real sockets."""
 
+from __future__ import annotations
+
+import ctypes
 import socket
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
-from lastgood.gradients.data_link import DataLink, DataSettings
-from lastgood.wire.records import HEADER_BYTES, RecordKind, parse_header
+from lastgood.checkpointers.checkmate_options import CheckmateOptions
+from lastgood.gradients.data_link import DataLink, DataSettings, Ticket
+from lastgood.gradients.pieces import Span
+from lastgood.wire.records import HEADER_BYTES, DType, Record, RecordKind, parse_header
+
+WAIT_S = 20.0
+SETTINGS = DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 18, patience_s=WAIT_S, stall_s=WAIT_S)
+LARGE = ctypes.create_string_buffer(64 << 20)
+"""More than the kernel takes for a connection that nobody reads."""
+
+
+def address_of(memory: ctypes.Array[ctypes.c_char]) -> int:
+    return ctypes.addressof(memory)
+
+
+def span(nbytes: int) -> Span:
+    return Span(0, DType.float32, 0, 0, nbytes)
+
+
+def connected(settings: DataSettings) -> tuple[DataLink, socket.socket]:
+    """A link whose first iteration has begun, and the shadow's end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), WAIT_S)
+        far, _ = server.accept()
+    near.setblocking(False)
+    far.settimeout(WAIT_S)
+    link = DataLink("10.9.8.7:6", 1, 1, 0, settings)
+    link.connect(near.detach())
+    link.begin_iteration(1)
+    return link, far
 
 
 @pytest.fixture
-def ends():
-    mine, theirs = socket.socketpair()
-    theirs.settimeout(20)
-    yield mine, theirs
-    theirs.close()
+def stuck() -> Iterator[tuple[DataLink, socket.socket]]:
+    """Of a shadow that reads nothing."""
+    link, far = connected(SETTINGS)
+    yield link, far
+    link.cut("the test has ended")
+    far.close()
 
 
-def record_from(connection):
+class Overtaken:
+    """A real sender whose first `put` comes back only once a later one has."""
+
+    def __init__(self, sender: object) -> None:
+        self._sender = sender
+        self.entered = threading.Event()
+        self.overtaken = threading.Event()
+
+    def put(self, *what: object, **how: object) -> int:
+        first = not self.entered.is_set()
+        self.entered.set()
+        ticket = self._sender.put(*what, **how)
+        if first:
+            assert self.overtaken.wait(WAIT_S)
+        return ticket
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sender, name)
+
+
+def test_lent_memory_is_waited_for_whichever_thread_comes_back_last(stuck: tuple[DataLink, socket.socket]) -> None:
+    # Two reductions end at once in threads of torch's, and each lends its bucket.
+    link, far = stuck
+    sender = link._sender = Overtaken(link._sender)
+    small = threading.Thread(target=lambda: link.put(1, span(4), address_of(LARGE), borrowed=True))
+    small.start()
+    assert sender.entered.wait(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while sender.last_ticket < 3:  # twice the end of iteration 0, and the small one
+        assert time.monotonic() < deadline
+    large = link.put(1, span(len(LARGE)), address_of(LARGE), borrowed=True)
+    assert isinstance(large, Ticket)
+    sender.overtaken.set()
+    small.join(WAIT_S)
+    waiter = threading.Thread(target=link.wait_returned)
+    waiter.start()
+    waiter.join(0.3)
+    assert waiter.is_alive() and not large.returned, "memory that is still to be read may not be overwritten"
+    left = len(LARGE)
+    while left > 0:
+        left -= len(far.recv(1 << 20))
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive() and large.returned
+
+
+def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
+    stuck: tuple[DataLink, socket.socket],
+) -> None:
+    # As where another life fences this one off, in the midst of an optimizer's step: the training goes on.
+    link, far = stuck
+    assert link.put(1, span(len(LARGE)), address_of(LARGE), borrowed=True)
+    caught: list[object] = []
+
+    def fill() -> None:
+        try:
+            caught.append([link.put(1, span(1 << 18), address_of(LARGE), borrowed=False) for _ in range(6)][-1])
+            link.end(1)
+        except Exception as error:
+            caught.append(error)
+
+    full = threading.Thread(target=fill)
+    full.start()
+    deadline = time.monotonic() + WAIT_S
+    while not link.waits:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ending = threading.Thread(target=link.close)
+    ending.start()
+    full.join(WAIT_S)
+    assert caught == [None]
+    far.close()
+    ending.join(WAIT_S)
+    assert link.cuts == 0 and not ending.is_alive()
+
+
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_a_bucket_without_elements_needs_no_record(stuck: tuple[DataLink, socket.socket], borrowed: bool) -> None:
+    link, _ = stuck
+    assert link.put(1, span(0), address_of(LARGE), borrowed=borrowed) is None
+
+
+@pytest.mark.parametrize("queue_bytes", [1 << 20, (1 << 20) + 10, 1_100_010, 3_333_333])
+def test_long_runs_are_cut_between_elements_whatever_the_queue_s_size(queue_bytes: int) -> None:
+    settings = CheckmateOptions(queue_bytes=queue_bytes).data_settings()
+    link, far = connected(settings)
+    try:
+        longest = Span(0, DType.float64, 0, 0, 1 << 20)
+        reader = threading.Thread(target=lambda: all(iter(lambda: far.recv(1 << 20), b"")), daemon=True)
+        reader.start()
+        assert link.put(1, longest, address_of(LARGE), borrowed=False)
+    finally:
+        link.close()
+        reader.join(WAIT_S)
+        far.close()
+
+
+def record_from(connection: socket.socket) -> Record:
     content = b""
     while len(content) < HEADER_BYTES:
         got = connection.recv(HEADER_BYTES - len(content))
@@ -25,27 +156,29 @@ def record_from(connection):
     return parse_header(content, "the link")
 
 
-def test_a_new_connection_says_at_once_what_goes_without_it(ends):
+def test_a_new_connection_says_at_once_what_goes_without_it() -> None:
     """The next iteration may never begin: another rank can wait in this one for what the shadow waits for."""
-    mine, theirs = ends
-    link = DataLink("shadow", 1, 1, 3, DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 16, patience_s=1, stall_s=5))
-    try:
-        link.begin_iteration(7)
-        link.connect(mine.detach())
-        said = record_from(theirs)
-        assert (said.kind, said.rank, said.iteration) == (RecordKind.END, 3, 7)
-        link.begin_iteration(8)
-        assert record_from(theirs).iteration == 7
-        link.end(8)
-        assert record_from(theirs).iteration == 8
-    finally:
-        link.close()
+    mine, theirs = socket.socketpair()
+    link = DataLink("shadow", 1, 1, 3, SETTINGS)
+    with theirs:
+        theirs.settimeout(WAIT_S)
+        try:
+            link.begin_iteration(7)
+            link.connect(mine.detach())
+            said = record_from(theirs)
+            assert (said.kind, said.rank, said.iteration) == (RecordKind.END, 3, 7)
+            link.begin_iteration(8)
+            assert record_from(theirs).iteration == 7
+            link.end(8)
+            assert record_from(theirs).iteration == 8
+        finally:
+            link.close()
 
 
-def test_a_connection_that_is_gone_already_does_no_harm(ends):
-    mine, theirs = ends
+def test_a_connection_that_is_gone_already_does_no_harm() -> None:
+    mine, theirs = socket.socketpair()
     theirs.close()
-    link = DataLink("shadow", 1, 1, 0, DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 16, patience_s=1, stall_s=5))
+    link = DataLink("shadow", 1, 1, 0, SETTINGS)
     try:
         link.connect(mine.detach())
         link.begin_iteration(1)

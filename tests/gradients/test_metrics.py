@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
+from lastgood.errors import HostError
 from lastgood.gradients.metrics import MetricsServer
 from lastgood.gradients.token import read_token
 from tests.gradients.scripted_trainer import Trainer
@@ -86,3 +87,10 @@ def test_a_shadow_that_does_not_answer_is_said(trained):
     assert found.exit_code == 1
     assert document["step"] is None and "do not answer" in document["why"]
     assert "cannot be reached" in document["shadows"][1]["error"]
+
+
+@pytest.mark.parametrize("port", [70000, -1])
+def test_a_port_that_is_none_is_said_so(trained, port):
+    _, (shadow, _), _ = trained
+    with pytest.raises(HostError, match=rf"127\.0\.0\.1:{port}"):
+        MetricsServer(shadow.service.core, "127.0.0.1", port)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.pieces import piece_of, spans_of
+from lastgood.wire.records import DType
 
 
 @given(st.integers(0, 200), st.integers(1, 9), st.sampled_from(["balanced", "artefact"]))
@@ -73,7 +74,8 @@ def test_every_byte_arrives_where_the_layout_says(training, ranks, shadows, cove
                 expected[index] = buffer[begin * itemsize : (begin + count) * itemsize]
             begin += count
         for rank in range(ranks):
-            spans = spans_of(layout, reduced, itemsize, piece_of(elements, rank, ranks, cover))
+            dtype = DType[dtypes[reduced[1][0]]]
+            spans = spans_of(layout, reduced, dtype, piece_of(elements, rank, ranks, cover))
             for span in spans:
                 assert span.nbytes > 0
                 assert span.dtype is layout.buckets[span.bucket].dtype
@@ -95,8 +97,15 @@ def test_every_byte_arrives_where_the_layout_says(training, ranks, shadows, cove
 
 def test_a_gradient_of_another_size_is_refused():
     layout = plan_layout([("p", (4,), "float32")], {}, ranks=1, shadows=1)
-    with pytest.raises(ValueError, match="p has 16 bytes, its gradient 12"):
-        spans_of(layout, [(0, 3)], 4, (0, 3))
+    with pytest.raises(ValueError, match="p has 16 bytes of float32, its gradient 12 of float32"):
+        spans_of(layout, [(0, 3)], DType.float32, (0, 3))
+
+
+def test_a_gradient_of_another_type_of_the_same_size_is_refused():
+    # As with DDP's mixed precision, which may reduce in another type than the parameters'.
+    layout = plan_layout([("p", (4,), "float16")], {}, ranks=1, shadows=1)
+    with pytest.raises(ValueError, match="p has 8 bytes of float16, its gradient 8 of bfloat16"):
+        spans_of(layout, [(0, 4)], DType.bfloat16, (0, 4))
 
 
 def test_buckets_end_where_another_owner_begins():

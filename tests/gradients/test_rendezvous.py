@@ -6,7 +6,7 @@ import pytest
 
 from lastgood.errors import ConfigError, HostError
 from lastgood.gradients.placement import Place
-from lastgood.gradients.rendezvous import Rendezvous
+from lastgood.gradients.rendezvous import Rendezvous, ask_addresses
 from lastgood.ports import free_ports
 
 
@@ -40,3 +40,24 @@ def test_without_a_store_it_is_refused():
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "WORLD_SIZE": "3"}
     with pytest.raises(HostError, match="no store"):
         Rendezvous(environment, Place(0, 1, 2), 1.0)
+
+
+@pytest.mark.parametrize("port", ["70000", "0x10"])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        Rendezvous({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, Place(0, 1, None), 1.0)
+
+
+def test_trainers_are_told_so_too():
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:70000"):
+        ask_addresses("127.0.0.1", 70000, 1, 1.0)
+
+
+def test_a_store_that_goes_away_is_named():
+    port = free_ports()[0]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    first = Rendezvous(environment, Place(0, 2, None), 5.0)
+    second = Rendezvous(environment, Place(1, 2, None), 2.0)
+    del first
+    with pytest.raises(HostError, match=f"127.0.0.1:{port}"):
+        second.exchange(1, "host1:1")

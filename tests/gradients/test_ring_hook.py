@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lastgood.errors import CheckpointError, ConfigError
+from lastgood.errors import ConfigError, HostError
 from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.ring_hook import RingReducer
 from lastgood.ports import free_ports
@@ -67,6 +71,9 @@ def test_ddp_trains_to_the_bit_as_without_it_and_the_links_carry_every_gradient(
         for index, declared in enumerate(layout.parameters):
             sent = held[step + 1, declared.bucket][declared.offset : declared.offset + declared.nbytes]
             assert bytes(sent) == by_ring["gradients"][step][index].numpy().tobytes()
+    # Behind the last step rank 1 left, and rank 0 went on.
+    error = by_ring["error"]
+    assert re.search(f"HostError: rank 0: (sending to|receiving from) rank 1 on {os.uname().nodename} ", error), error
 
 
 def test_parameters_that_are_not_the_declared_ones_are_refused() -> None:
@@ -84,52 +91,106 @@ def test_parameters_that_are_not_the_declared_ones_are_refused() -> None:
     comms[1].close()
 
 
-class _Bucket:
-    """What DDP hands to its hook."""
+class Bucket:
+    """As DDP gives one to its hook: parameters one after another in a buffer."""
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter, self._buffer = parameter, torch.zeros(parameter.numel())
+    def __init__(self, index: int, parameters: list[torch.nn.Parameter], *, last: bool) -> None:
+        self._index, self._parameters, self._last = index, parameters, last
+        self._buffer = torch.ones(sum(one.numel() for one in parameters))
+        sizes = [one.numel() for one in parameters]
+        views = self._buffer.split(sizes)
+        self._gradients = [view.view_as(one) for view, one in zip(views, parameters, strict=True)]
 
     def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
+        return self._index
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [self._parameter]
+        return self._parameters
 
     def gradients(self) -> list[torch.Tensor]:
-        return [self._buffer]
+        return self._gradients
 
     def buffer(self) -> torch.Tensor:
         return self._buffer
 
+    def is_last(self) -> bool:
+        return self._last
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_an_unexpected_error_ends_the_ring_and_no_backward_pass_waits_for_ever(
-    monkeypatch: pytest.MonkeyPatch, zeros: bool
-) -> None:
-    layout = plan_layout([("a", (3, 4), "float32")], {}, ranks=2, shadows=1)
-    comms = make_ring(2)
-    parameter = torch.nn.Parameter(torch.zeros(3, 4))
-    reducer = RingReducer(comms[0], layout, [parameter])
 
-    def breaks(*_: object) -> None:
-        raise ZeroDivisionError("a fault of the ring's own")
+def two_reducers(shapes: list[tuple[int, ...]]) -> tuple[list[RingReducer], list[torch.nn.Parameter]]:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    named = [(str(number), shape, "float32") for number, shape in enumerate(shapes)]
+    layout = plan_layout(named, {}, ranks=2, shadows=1)
+    return [RingReducer(comm, layout, parameters) for comm in make_ring(2)], parameters
 
-    monkeypatch.setattr(comms[0], "all_reduce", breaks)
-    bucket: Any = _Bucket(parameter)
-    if zeros:
-        reducer.reduce_zeros(1)
-        reducer._worker.submit(lambda: None).result(20)
-    else:
-        future = reducer.reduce(bucket)
-        reducer._worker.submit(lambda: None).result(20)
-        assert future.done()
-        with pytest.raises(Exception, match="a fault of the ring's own"):
-            future.wait()
-    with pytest.raises(CheckpointError, match=r"the ring cannot go on: .*; restart the ranks"):
-        reducer.reduce(bucket)
-    reducer.close()
-    comms[1].close()
+
+def failure_of(future: torch.futures.Future[torch.Tensor]) -> BaseException:
+    deadline = time.monotonic() + 20
+    while not future.done():
+        assert time.monotonic() < deadline, "DDP would wait for this future for ever"
+        time.sleep(0.01)
+    with pytest.raises(Exception) as caught:
+        future.value()
+    return caught.value
+
+
+def test_whatever_goes_wrong_comes_out_of_the_future_and_ends_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducers, parameters = two_reducers([(5,), (3,)])
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no memory for what is received")
+
+    monkeypatch.setattr(reducers[0]._comm, "all_reduce", out_of_memory)
+    future = reducers[0].reduce(Bucket(0, parameters, last=True))
+    assert isinstance(failure_of(future), MemoryError)
+    with pytest.raises(MemoryError):
+        reducers[0].reduce(Bucket(0, parameters, last=True))
+    # The other rank learns of it at once, not by its timeout.
+    begin = time.monotonic()
+    assert isinstance(failure_of(reducers[1].reduce(Bucket(0, parameters, last=True))), HostError)
+    assert time.monotonic() - begin < 9
+    for reducer in reducers:
+        reducer.close()
+
+
+def test_what_goes_wrong_with_zeros_is_raised_by_the_next_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducers, parameters = two_reducers([(5,)])
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError("no memory for zeros")
+
+    monkeypatch.setattr(reducers[0]._comm, "plan", out_of_memory)
+    reducers[0].reduce_zeros(1)
+    reducers[0]._worker.submit(int).result(20)
+    monkeypatch.undo()
+    with pytest.raises(MemoryError):
+        reducers[0].reduce(Bucket(0, parameters, last=True))
+    for reducer in reducers:
+        reducer.close()
+
+
+def test_the_first_error_is_the_one_that_is_raised_again() -> None:
+    reducers, parameters = two_reducers([(5,), (3,)])
+    reducers[1].close()
+    both_are_asked_for = threading.Event()
+    reducers[0]._worker.submit(both_are_asked_for.wait, 20)
+    first = reducers[0].reduce(Bucket(0, parameters[1:], last=False))
+    second = reducers[0].reduce(Bucket(1, parameters[:1], last=True))
+    both_are_asked_for.set()
+    why = str(failure_of(first))
+    assert "rank 1 on" in why
+    failure_of(second)
+    with pytest.raises(HostError) as caught:
+        reducers[0].reduce(Bucket(0, parameters, last=True))
+    assert str(caught.value) == why
+    reducers[0].close()
+
+
+def test_parameters_without_elements_are_reduced_with_the_others() -> None:
+    reducers, parameters = two_reducers([(2, 3), (0, 4), (5,)])
+    buckets = [Bucket(0, parameters, last=True) for _ in reducers]
+    futures = [reducer.reduce(bucket) for reducer, bucket in zip(reducers, buckets, strict=True)]
+    for future in futures:
+        assert torch.equal(future.wait(), torch.ones(11))
+    for reducer in reducers:
+        reducer.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from lastgood.errors import CheckpointError
 from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.messages import Hello, Seeded, parse_message
 from lastgood.gradients.token import read_token
@@ -43,3 +46,17 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
             wire.close()
             teller[0].join(20)
         assert isinstance(told, Seeded) and told.iteration == 7
+
+
+def test_an_epoch_that_no_record_can_carry_is_refused(tmp_path):
+    """One frame of it, and no training could ever use this shadow again."""
+    with shadow_threads(tmp_path, 1) as (shadow,):
+        token = read_token(tmp_path / "token")
+        wire, _ = connect_shadow(shadow.address, token, Hello(role="asker", job=JOB), 20.0)
+        wire.send_message(kind="fence", epoch=1 << 32)
+        with pytest.raises(CheckpointError):
+            wire.receive_message("an answer")
+        wire.close()
+        with Asker(shadow.address, token, 20.0, JOB) as asker:
+            assert asker.status().epoch == 0
+            assert asker.fence((1 << 32) - 1).epoch == (1 << 32) - 1

@@ -7,20 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lastgood.errors import ConfigError, HostError, LastgoodError
+from lastgood import _native
+from lastgood.errors import ConfigError, HostError
+from lastgood.gradients import switch as switch_module
 from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
-from lastgood.gradients.link_parser import LinkParser
 from lastgood.gradients.switch import Switch, SwitchLink, parse_link
-from lastgood.wire.frames import message_frame, proof
+from lastgood.wire.frames import Wire, prove_peer, prove_trainer
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_comm import Divide, Place, RingComm
 from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
@@ -213,21 +211,23 @@ def test_the_last_copies_arrive_behind_the_ranks_end(stack: ExitStack) -> None:
     assert eventually(lambda: all(row["queued_bytes"] == 0 for row in bed.switch.counters()["now"]))
 
 
-def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack) -> None:
-    bed = Bed(stack)
+@pytest.mark.parametrize("epochs", [(1, 2), (7, 1)], ids=["the next one", "the first one of shadows that began anew"])
+def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack, epochs: tuple[int, int]) -> None:
+    bed = Bed(stack, epoch=epochs[0])
     bed.step(1)
     assert all(shadow.wait(1) for shadow in bed.shadows)
     for comm in bed.comms:
         comm.close()
     host_ports = [address.rpartition(":") for address in bed.addresses]
     listeners = [listen_ring(host, int(port)) for host, _, port in host_ports]
-    again = bed.open(listeners, epoch=2)
+    again = bed.open(listeners, epoch=epochs[1])
     for comm in again:
         stack.callback(comm.close)
-    assert eventually(lambda: {hello.epoch for shadow in bed.shadows for hello in shadow.hellos} == {1, 2})
+    assert eventually(lambda: {hello.epoch for shadow in bed.shadows for hello in shadow.hellos} == set(epochs))
     # What the old one's copies came to is kept.
     assert eventually(lambda: bed.switch.counters()["copies"]["connections"] == 2 * RANKS * SHADOWS)
     assert eventually(lambda: bed.switch.counters()["copies"]["sent_bytes"] >= ELEMENTS * 4)
+    assert all(row["connections"] == 1 for row in bed.switch.counters()["now"])
 
 
 def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
@@ -241,6 +241,38 @@ def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
     # Their records would be refused, and their memory is wanted for the new one's: nobody waits two minutes for them.
     assert eventually(lambda: bed.switch.counters()["copies"].get("lost_records", 0) > 0)
     assert eventually(lambda: bed.switch.counters()["copies"]["queued_bytes"] == 0)
+
+
+def test_a_straggler_of_an_older_life_takes_nobody_s_place(stack: ExitStack) -> None:
+    # A rank of the older life was still on its way into its ring when the new one had begun.
+    layout = plan_layout([("p", (4,), "float32")], {}, ranks=1, shadows=1)
+    shadow = ReceivingShadow(0, layout, TOKEN, JOB, epoch=2)
+    stack.callback(shadow.close)
+    following = stack.enter_context(listen_ring("127.0.0.1"))
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{following.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link], [shadow.address], SETTINGS))
+
+    def greet(epoch: int) -> Wire:
+        near = socket.create_connection(("127.0.0.1", int(switch.addresses[0].rpartition(":")[2])), 10)
+        rank = Wire(near, "the switch", 10.0)
+        stack.callback(rank.close)
+        far = Wire(following.accept()[0], "the rank", 10.0)
+        stack.callback(far.close)
+        together([lambda: prove_trainer(rank, TOKEN, RING_GREETING), lambda: prove_peer(far, TOKEN, RING_GREETING)])
+        rank.send_message(**Hello(JOB, epoch, 0, 2, layout.digest, "host").content())
+        far.receive_message("a hello")
+        return rank
+
+    new = greet(2)
+    assert eventually(lambda: len(shadow.hellos) == 1)
+    greet(1)
+    time.sleep(0.3)
+    payload = bytes(range(16))
+    job = int.from_bytes(bytes.fromhex(JOB)[:8], "little")
+    record = Record(RecordKind.GRADIENT, job, 2, 0, 1, 0, DType.float32, 0, 16, _native.crc32c(payload), FINAL)
+    end = Record(RecordKind.END, job, 2, 0, 1)
+    new.write("a gradient", pack_header(record), payload, pack_header(end))
+    assert shadow.wait(1), switch.counters()
 
 
 def test_a_shadow_in_the_place_of_another_one_gets_nothing(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,6 +351,61 @@ def test_a_next_rank_that_is_not_there_yet_closes_the_connection(stack: ExitStac
     assert switch.counters()["relay"]["unreachable_connections"] == 1
 
 
+def test_a_copy_that_cannot_begin_leaves_the_training_alone(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(switch_module, "Copier", no_thread)
+    bed = Bed(stack)
+    bed.step(1)
+    bed.step(2)
+    assert bed.switch.counters()["relay"]["blind_links"] == RANKS
+    assert "relayed, and not copied any more" in caplog.text and "can't start new thread" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["switch", "switch-back"])
+def test_a_moment_without_threads_ends_no_link(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    stack.callback(server.close)
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link], [], SETTINGS))
+    where = ("127.0.0.1", int(switch.addresses[0].rpartition(":")[2]))
+
+    start = threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    for _ in range(10):  # more than a link has places
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            with socket.create_connection(where, 10) as refused:
+                assert refused.recv(1) == b""
+                if name == "switch-back":
+                    server.accept()[0].close()
+    assert not switch._sockets
+    with socket.create_connection(where, 10) as rank:
+        following, _ = server.accept()
+        with following:
+            rank.sendall(b"word")
+            assert following.recv(4) == b"word"
+
+
+def test_a_host_that_is_cut_off_does_not_keep_its_link_for_ever(stack: ExitStack) -> None:
+    # A host that goes without a word sends no end; nothing else would tell, and a link has eight places.
+    bed = Bed(stack)
+    bed.step(1)
+    assert len(bed.switch._sockets) == 2 * RANKS
+    for one in bed.switch._sockets:
+        waits = [one.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        tries = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and waits[0] + waits[1] * tries <= 60
+
+
 def test_an_address_in_use_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -330,70 +417,6 @@ def test_an_address_in_use_is_refused_by_name() -> None:
 def test_what_is_no_link_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_link(text)
-
-
-# -- reading along -----------------------------------------------------------------------------------------------------
-
-GREETED = Hello(JOB, 1, 2, 3, "ab" * 32, "host")
-NONCE, ANSWER_NONCE = bytes(range(32)), bytes(range(32, 64))
-
-
-def opening(token: bytes = TOKEN) -> bytes:
-    return RING_GREETING + NONCE + proof(token, b"trainer", NONCE, ANSWER_NONCE) + message_frame(GREETED.content())
-
-
-records = st.lists(
-    st.builds(
-        lambda kind, flags, bucket, length: Record(
-            RecordKind(kind), 1, 1, 2, 9, bucket, DType.float32, 0, 0 if kind == 2 else 4 * length, flags=flags
-        ),
-        st.sampled_from([1, 1, 2]),
-        st.sampled_from([0, FINAL]),
-        st.integers(0, 5),
-        st.integers(0, 40),
-    ),
-    max_size=12,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(records=records, cuts=st.lists(st.integers(0, 4000), max_size=30))
-def test_records_are_found_however_the_bytes_are_cut(records: list[Record], cuts: list[int]) -> None:
-    pieces = [pack_header(record) + bytes([index]) * record.length for index, record in enumerate(records)]
-    stream = opening() + b"".join(pieces)
-    hellos: list[Hello] = []
-    found: list[tuple[Record, bytes]] = []
-    parser = LinkParser("a test", TOKEN, hellos.append, lambda record, content: found.append((record, content)))
-    parser.feed_back(memoryview(ANSWER_NONCE[:7]))
-    parser.feed_back(memoryview(ANSWER_NONCE[7:] + bytes(32) + b"and more"))
-    borders = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    for begin, end in pairwise(borders):
-        parser.feed(memoryview(stream)[begin:end])
-    assert hellos == [GREETED]
-    wanted = [
-        piece for record, piece in zip(records, pieces, strict=True) if record.kind is RecordKind.END or record.flags
-    ]
-    assert [content for _, content in found] == wanted
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        b"GET / HTTP/1.1\r\n" + bytes(100),
-        opening(b"another token"),
-        opening()[:80] + bytes(28),
-        opening()[:80] + message_frame({"kind": "ring"}),
-        opening() + bytes(64),
-        opening() + pack_header(Record(RecordKind.GRADIENT, 1, 1, 1, 1))[:-1] + b"\0",
-    ],
-)
-def test_nothing_is_copied_for_those_who_do_not_speak_properly(stream: bytes) -> None:
-    seen: list[object] = []
-    parser = LinkParser("a test", TOKEN, lambda hello: None, lambda record, content: seen.append(record))
-    parser.feed_back(memoryview(ANSWER_NONCE + bytes(32)))
-    with pytest.raises(LastgoodError, match="a test"):
-        parser.feed(memoryview(stream))
-    assert not seen
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -495,6 +495,24 @@ def test_a_length_over_the_limit_ends_the_connection() -> None:
     receiver.close(TIMEOUT_S)
 
 
+def test_as_many_records_as_elements_may_be_on_their_way_at_once() -> None:
+    """A small bucket that many ranks share out: each sends one element, and none has come whole yet."""
+    slots = Slots([(0, 16, 1)], 2)
+    receiver = make(slots)
+    receiver.set_first(0, 1)
+    ranks = [connect(receiver, rank)[0] for rank in range(4)]
+    records = [gradient(1, 0, 4 * rank, bytes([rank] * 4), rank=rank) for rank in range(4)]
+    for near, record in zip(ranks, records, strict=True):
+        near.sendall(record[:-1])
+    counter(receiver, "read_bytes", sum(map(len, records)) - 4)
+    for near, record in zip(ranks, records, strict=True):
+        near.sendall(record[-1:])
+    wait_until(lambda: receiver.complete(0, 1) or receiver.refused() != {}, "the bucket, or a refusal")
+    assert receiver.refused() == {}
+    assert slots.content(0, 1) == b"".join(bytes([rank] * 4) for rank in range(4))
+    receiver.close(TIMEOUT_S)
+
+
 def test_too_many_separate_ranges_are_refused_until_they_join() -> None:
     most = 4096
     slots = Slots([(0, 8 * (most + 1), 1)], 1)

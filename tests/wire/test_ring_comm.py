@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -11,17 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, HostError, MismatchError, WaitTimeout
+from lastgood.wire import ring_comm
 from lastgood.wire.records import FINAL, DType, RecordKind
 from lastgood.wire.ring import Cover, one_channel
 from lastgood.wire.ring_comm import NO_BUCKET, Divide, Place, RingComm
-from lastgood.wire.ring_link import listen_ring
+from lastgood.wire.ring_link import Link, connect_ring, listen_ring
 from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WireTap, make_ring, together
 
 TORCH = {
@@ -314,7 +318,7 @@ import sys
 import numpy as np
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import RingComm
-from lastgood.wire.ring_link import listen_ring
+from lastgood.wire.ring_link import Link, connect_ring, listen_ring
 rank, ranks, port, following = map(int, sys.argv[1:])
 comm = RingComm(rank, ranks, listener=listen_ring("127.0.0.1", port), next_address=f"127.0.0.1:{following}",
                 token=b"a token of thirty-two bytes long", job="0123456789abcdef" * 2, epoch=3, layout="ab" * 32,
@@ -431,10 +435,36 @@ def test_garbage_before_the_neighbour_does_no_harm() -> None:
         stranger.close()
 
 
-def test_what_no_ring_is() -> None:
-    with pytest.raises(ConfigError, match="ranks, not 1"):
-        RingComm(
-            0, 1, listener=listen_ring("127.0.0.1"), next_address="x:1", token=b"", job=JOB, epoch=1, layout=LAYOUT
-        )
-    with pytest.raises(ConfigError, match="not an address"):
-        RingComm(0, 2, listener=listen_ring("127.0.0.1"), next_address="x", token=b"", job=JOB, epoch=1, layout=LAYOUT)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"ranks": 1}, "ranks, not 1"),
+        ({"rank": 2}, "rank 2 is not one of 2"),
+        ({"chunk_bytes": 100}, "multiple of 16"),
+        ({"next_address": "x"}, "not an address"),
+    ],
+)
+def test_what_no_ring_is(other: dict[str, object], words: str) -> None:
+    listener = listen_ring("127.0.0.1")
+    settings: dict[str, object] = {"rank": 0, "ranks": 2, "next_address": "x:1", "timeout_s": 2.0, **other}
+    with pytest.raises(ConfigError, match=words):
+        RingComm(listener=listener, token=b"", job=JOB, epoch=1, layout=LAYOUT, **settings)  # type: ignore[arg-type]
+    assert listener.fileno() == -1, "it is closed, as in every other case"
+
+
+def test_connections_end_where_the_ring_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    links: list[Link] = []
+
+    def connect(*what: Any) -> tuple[Link, Link]:
+        found = connect_ring(*what)
+        links.extend(found)
+        return found
+
+    def too_many_files(*_: object) -> None:
+        raise OSError(errno.EMFILE, "dup: too many open files")
+
+    monkeypatch.setattr(ring_comm, "connect_ring", connect)
+    monkeypatch.setattr(_native, "Ring", too_many_files)
+    with pytest.raises(HostError, match=r"rank \d: its ring cannot begin: .*too many open files"):
+        make_ring(2)
+    assert len(links) == 4 and all(link.socket.fileno() == -1 for link in links)

@@ -28,7 +28,8 @@ Windows::Windows(std::uint32_t epoch, const std::vector<DeclaredBucket>& buckets
                                         " bytes");
         if (!places_.emplace(declared.index, buckets_.size()).second)
             throw std::invalid_argument("Receiver: bucket " + std::to_string(declared.index) + " is there twice");
-        const auto ranges = std::size_t(std::min(kMostRanges, declared.nbytes / (2 * item) + 1));
+        // Records on their way are ranges of their own until they are held, so there may be one for each element.
+        const auto ranges = std::size_t(std::min(kMostRanges, declared.nbytes / item));
         Bucket bucket{declared, {}, false, std::nullopt};
         for (const auto& slot : slots)
             bucket.slots.push_back(

@@ -27,6 +27,7 @@ from lastgood.checkpointers.checkmate_restore import Restored, find_newest, rest
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.messages import Absent, Side, Step
 from lastgood.gradients.ring_tap import RingTap
+from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.updates import Update
 from lastgood.state import flatten
@@ -75,7 +76,7 @@ class Checkmate(Checkpointer):
         self._life: Life | None = None
         self._restored: Restored | None = None
         self._update: Update | None = None
-        self._pending: dict[int, CheckpointEvent] = {}
+        self._pending: dict[int, tuple[CheckpointEvent, GradientStream]] = {}
         self._settling = threading.Condition()
         self._saves = 0
         self._distrusted = 0
@@ -171,10 +172,14 @@ class Checkmate(Checkpointer):
                 self._begin_empty(life)
             what = "has begun twice" if twice else "has begun with no gradients reduced for it"
             stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
-        self._update, fault = life.notes.take()
-        stream.fault = stream.fault or fault
-        if life.step_tap is not None:
-            life.step_tap.send()
+        try:
+            self._update, fault = life.notes.take()
+            stream.fault = stream.fault or fault
+            if life.step_tap is not None:
+                life.step_tap.send()
+        except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
+            self._update = Update(None, ())
+            stream.fault = f"{type(error).__name__}: {error}"
         stream.end()
         stream.phase = "updated"
 
@@ -254,9 +259,9 @@ class Checkmate(Checkpointer):
     def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
         record, arrives = life.sides.take()
         event.copied_s = time.perf_counter()
-        event.bytes_written = life.stream.sent_bytes + len(record)
+        event.bytes_written = len(record)
         with self._settling:
-            self._pending[iteration] = event
+            self._pending[iteration] = event, life.stream
         side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
         life.conductor.side(side, record, arrives)
 
@@ -297,7 +302,7 @@ class Checkmate(Checkpointer):
         now = time.perf_counter()
         with self._settling:
             for number in [one for one in self._pending if one <= iteration]:
-                event = self._pending.pop(number)
+                event = self._take_pending(number)
                 if lost:
                     names = ", ".join(self._knobs.shadows[shadow] for shadow in lost)
                     self._fail(
@@ -310,10 +315,16 @@ class Checkmate(Checkpointer):
                     event.finished_s, event.outcome = now, Outcome.DURABLE
             self._settling.notify_all()
 
+    def _take_pending(self, iteration: int) -> CheckpointEvent:
+        """It is known what became of this save, and by now what was sent for it."""
+        event, stream = self._pending.pop(iteration)
+        event.bytes_written += stream.take_sent(iteration)
+        return event
+
     def _fail_pending(self, why: str) -> None:
         with self._settling:
             while self._pending:
-                self._fail(self._pending.popitem()[1], CheckpointError(why))
+                self._fail(self._take_pending(next(iter(self._pending))), CheckpointError(why))
             self._settling.notify_all()
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -325,7 +336,7 @@ class Checkmate(Checkpointer):
             with self._settling:
                 if not self._pending:
                     return
-                steps = [event.step for event in self._pending.values()]
+                steps = [event.step for event, _ in self._pending.values()]
                 self._settling.wait(0.05)
             now = time.monotonic()
             if life is None or life.conductor.fenced is not None:

@@ -11,11 +11,13 @@ from lastgood.gradients.data_link import DataSettings
 from lastgood.gradients.layout import BUCKET_BYTES
 from lastgood.gradients.pieces import Cover
 from lastgood.units import MIB
+from lastgood.wire.records import ITEM_BYTES
 
 __all__ = ["CheckmateOptions"]
 
 _DROP_PATIENCE_S = 0.25
 _COPIED_BYTES = 4 * MIB
+_LONGEST_ITEM = max(ITEM_BYTES.values())
 
 
 class CheckmateOptions(BaseOptions):
@@ -89,7 +91,7 @@ class CheckmateOptions(BaseOptions):
     def data_settings(self) -> DataSettings:
         """Of data connections. A shadow that is behind is given up before a connection to another one is."""
         patience_s = 0.0 if self.policy == "drop" else 2 * self.behind_s
-        copied = min(_COPIED_BYTES, self.queue_bytes // 4)
+        copied = min(_COPIED_BYTES, self.queue_bytes // 4 // _LONGEST_ITEM * _LONGEST_ITEM)
         return DataSettings(
             self.queue_bytes, copied, patience_s, 4 * max(self.behind_s, self.timeout_s), self.tap == "ring"
         )

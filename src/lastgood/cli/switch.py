@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["switch"]
 
 _MIN_QUEUE_BYTES = 1 << 20
+_MOST_SECONDS = 86400
 
 
 def switch(
@@ -59,8 +60,8 @@ def switch(
     from lastgood.wire.ring_link import parse_address
 
     token = read_token(token_file)
-    if timeout <= 0 or report < 0:
-        raise ConfigError("--timeout is above 0, and --report not below")
+    if not 0 < timeout <= _MOST_SECONDS or not 0 <= report <= _MOST_SECONDS:
+        raise ConfigError(f"--timeout is above 0, and --report not below; both are {_MOST_SECONDS} seconds at most")
     stop = threading.Event()
     if answer is not None:
         from lastgood.gradients.switch_check import answer_checks

@@ -34,7 +34,7 @@ from lastgood.gradients.messages import (
     parse_message,
 )
 from lastgood.gradients.streams import receive_stream
-from lastgood.wire.frames import Wire, prove_trainer
+from lastgood.wire.frames import Wire, keep_alive, prove_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,7 +78,7 @@ def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise CheckpointError(f"the shadow at {address} cannot be reached: {error}") from error
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(connection)
     wire = Wire(connection, f"the shadow at {address}", timeout_s, MAX_MESSAGE_BYTES)
     try:
         prove_trainer(wire, token, GREETING)

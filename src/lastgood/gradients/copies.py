@@ -60,6 +60,17 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name=f"copies-{hello.rank}-{shadow}", daemon=True)
         self._thread.start()
 
+    @property
+    def epoch(self) -> int:
+        """Of the life whose copies these are."""
+        return self._hello.epoch
+
+    @property
+    def open(self) -> bool:
+        """Whether it was not told to finish: its rank's connection goes on."""
+        with self._changed:
+            return self._deadline is None
+
     # -- the relay's side ----------------------------------------------------------------------------------------------
 
     def offer(self, record: Record, content: bytes) -> None:
@@ -201,7 +212,7 @@ class Copier:
         """
         with self._changed:
             past = self._queue[0][0].iteration - 1 if self._queue else self._ended
-        if past is None:
+        if past is None or past < 0:
             return b""
         job = int.from_bytes(bytes.fromhex(self._hello.job or "")[:8], "little")
         return pack_header(Record(RecordKind.END, job, self._hello.epoch, self._hello.rank, past))

@@ -12,6 +12,9 @@ from lastgood.wire.records import Record, RecordKind
 __all__ = ["CopyFaults", "FaultPlan", "Faulty", "parse_faults"]
 
 
+_LONGEST_DELAY_S = 3600.0
+
+
 @dataclass(frozen=True)
 class FaultPlan:
     """How often each fault befalls a copy (0 to 1 each, of one record each time)."""
@@ -39,7 +42,7 @@ class Faulty:
 
 
 def parse_faults(text: str) -> FaultPlan:
-    """Read ``loss=0.01,corrupt=0.001,seed=7``. Raises ConfigError for unknown names and for rates above 1."""
+    """Read ``loss=0.01,corrupt=0.001,seed=7``. Raises ConfigError for unknown names and numbers out of range."""
     known = {field.name for field in fields(FaultPlan)}
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -50,6 +53,8 @@ def parse_faults(text: str) -> FaultPlan:
             equals = ""
         if not equals or name not in known:
             raise ConfigError(f"not a fault: {part!r} (NAME=NUMBER, of {', '.join(sorted(known))})")
+        if name == "delay_s" and not 0 <= values[name] <= _LONGEST_DELAY_S:
+            raise ConfigError(f"delay_s is from 0 to {_LONGEST_DELAY_S:g} seconds, not {value}")
         if name not in ("seed", "delay_s") and not 0 <= values[name] <= 1:
             raise ConfigError(f"{name} is how often, from 0 to 1, not {value}")
     return FaultPlan(**values)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ class DataSettings:
     pool_bytes: int
     """Memory for gradients that are copied."""
     copied_bytes: int
-    """A longer run is copied in pieces of this size."""
+    """A longer run is copied in pieces of this size, a multiple of every element's."""
     patience_s: float
     """How long one gradient waits for room in it, before this shadow is cut off; 0: not at all."""
     stall_s: float
@@ -133,6 +133,8 @@ class DataLink:
 
         Borrowed memory must stay as it is until the ticket has returned.
         """
+        if not span.nbytes:
+            return None
         whole = span.nbytes if borrowed else self._settings.copied_bytes
         ticket: Ticket | None = None
         for at in range(0, span.nbytes, whole):
@@ -145,8 +147,12 @@ class DataLink:
             )
             if ticket is None:
                 return None
-        if borrowed:
-            self._borrowed = ticket
+        if borrowed and ticket is not None:
+            with self._lock:
+                # Threads come back from the sender in another order than that of their tickets.
+                last = self._borrowed
+                if last is None or last.sender is not ticket.sender or last.number < ticket.number:
+                    self._borrowed = ticket
         return ticket
 
     def end(self, iteration: int) -> None:
@@ -168,6 +174,10 @@ class DataLink:
         except OSError as error:
             self._cut(sender, str(error))
             return None
+        except RuntimeError:
+            if sender is self._sender:
+                raise
+            return None  # another thread has closed it meanwhile
         if not ticket:
             self._cut(sender, f"its queue stayed full for {patience_s:g} s")
         return Ticket(sender, ticket) if ticket else None

@@ -337,6 +337,7 @@ class ShadowLink:
         self.sent_bytes += len(outgoing.payload)
 
     def _read(self, wire: Wire) -> None:
+        """Until the connection ends; at this link's own end that is once all that was posted has gone out."""
         try:
             while True:
                 if wire.wait_readable(_SLICE_S):
@@ -344,8 +345,6 @@ class ShadowLink:
                         return
                     message = parse_message(wire.receive_message("a message"), wire.other)
                     self._listener.heard(self.shadow, message)
-                elif self._ended:
-                    return
         except (LastgoodError, OSError, ValueError) as error:
             if not self._ended:
                 _log.warning("checkmate: shadow %d: %s", self.shadow, error)

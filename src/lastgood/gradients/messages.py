@@ -53,6 +53,8 @@ MAX_MESSAGE_BYTES = 64 * MIB
 CHUNK_BYTES = 4 * MIB
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""Of a request: as records carry it."""
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Job = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Text = Annotated[str, Field(max_length=10_000)]
@@ -87,7 +89,7 @@ class Hello(_Message):
     """`data` carries records from here on; `control` is a rank of the training; `asker` only asks (status, restore)."""
     job: _Job | None = None
     """None: whatever job the shadow has (an asker)."""
-    epoch: _Number = 0
+    epoch: _Epoch = 0
     rank: _Number = 0
     layout: _Digest | None = None
     """What `data` records refer to; must be the declared one."""
@@ -298,7 +300,7 @@ class Fence(_Message):
     """Begin a new epoch: connections and partial iterations of older ones end. Answered by Status."""
 
     kind: Literal["fence"] = "fence"
-    epoch: _Number
+    epoch: _Epoch
 
 
 class StatusAsked(_Message):

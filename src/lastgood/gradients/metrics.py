@@ -90,8 +90,8 @@ class MetricsServer:
 
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
-            raise HostError(f"metrics cannot be served at {host}:{port}: {error}") from error
+        except (OSError, OverflowError) as error:
+            raise HostError(f"metrics cannot be served at {host}:{port}: {error}; name another port") from error
         self._server.daemon_threads = True
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)

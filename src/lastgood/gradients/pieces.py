@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lastgood.gradients.layout import GradientLayout
-from lastgood.wire.records import DType
+from lastgood.wire.records import ITEM_BYTES, DType
 
 __all__ = ["Cover", "Span", "piece_of", "spans_of"]
 
@@ -42,23 +42,27 @@ def piece_of(elements: int, rank: int, ranks: int, cover: Cover) -> tuple[int, i
 def spans_of(
     layout: GradientLayout,
     reduced: Sequence[tuple[int | None, int]],
-    itemsize: int,
+    dtype: DType | None,
     piece: tuple[int, int],
 ) -> list[Span]:
     """The runs of `piece` (an element range of a buffer) that belong to the layout, in the buffer's order.
 
     `reduced` says what lies in the buffer, without gaps: for each tensor the parameter's index in the layout, or None
-    for one that no optimizer updates, and its elements. Raises ValueError where a parameter is not of the size and
-    dtype that was declared.
+    for one that no optimizer updates, and its elements. `dtype` is the buffer's (None: one that no record can carry).
+    Raises ValueError where a parameter is not of the size and dtype that was declared.
     """
     found: list[Span] = []
     begin = 0
+    itemsize = 0 if dtype is None else ITEM_BYTES[dtype]
     for index, elements in reduced:
         end = begin + elements
         if index is not None:
             declared = layout.parameters[index]
-            if declared.nbytes != elements * itemsize:
-                raise ValueError(f"{declared.name} has {declared.nbytes} bytes, its gradient {elements * itemsize}")
+            if declared.nbytes != elements * itemsize or declared.dtype is not dtype:
+                raise ValueError(
+                    f"{declared.name} has {declared.nbytes} bytes of {declared.dtype.name}, its gradient "
+                    f"{elements * itemsize} of {'another type' if dtype is None else dtype.name}"
+                )
             low, high = max(piece[0], begin), min(piece[1], end)
             if low < high:
                 offset = declared.offset + (low - begin) * itemsize

@@ -18,6 +18,7 @@ else:
 __all__ = ["Rendezvous", "ask_addresses"]
 
 _KEY = "lastgood/shadow/{}"
+_PORTS = 1 << 16
 
 
 class Rendezvous:
@@ -39,8 +40,14 @@ class Rendezvous:
         self._store = _open_store(host, int(port), alone and not agent and place.shadow == 0, timeout_s, self._where)
 
     def exchange(self, shadow: int, address: str) -> list[str]:
-        """Tell this shadow's address; return those of all. Raises HostError where one does not come in time."""
-        self._store.set(_KEY.format(shadow), address)
+        """Tell this shadow's address; return those of all.
+
+        Raises HostError where one does not come in time, or the store has gone.
+        """
+        try:
+            self._store.set(_KEY.format(shadow), address)
+        except RuntimeError as error:
+            raise HostError(f"the store at {self._where} takes no address of shadow {shadow}: {error}") from error
         return _addresses(self._store, self._where, self._shadows, self._timeout_s)
 
 
@@ -54,6 +61,8 @@ def ask_addresses(host: str, port: int, shadows: int, timeout_s: float) -> list[
 
 
 def _open_store(host: str, port: int, is_master: bool, timeout_s: float, where: str) -> Any:
+    if port >= _PORTS:
+        raise ConfigError(f"no store can be at {where}: a port (MASTER_PORT) is below {_PORTS}")
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch has it where it has distributed
             host, port, is_master=is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lastgood import _native
-from lastgood.errors import CheckpointError, ConfigError, LastgoodError
+from lastgood.errors import ConfigError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.wire.records import ITEM_BYTES, DType
 from lastgood.wire.ring_comm import Divide, Place, RingComm
@@ -46,7 +46,7 @@ class RingReducer:
         self._plans: dict[tuple[int, ...], _native.RingPlan] = {}
         self._iteration = first_iteration - 1
         self._worker = ThreadPoolExecutor(1, "ring-reduce")
-        self._failure: LastgoodError | None = None
+        self._failure: Exception | None = None
 
     @property
     def iteration(self) -> int:
@@ -60,7 +60,8 @@ class RingReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to average a bucket. The future holds its buffer, or the error that ended the ring for good.
 
-        A caller that numbers iterations itself gives this one's, the same on all ranks.
+        A caller that numbers iterations itself gives this one's, the same on all ranks. Raises the first error of the
+        ring once it has ended, and ConfigError for a bucket that the ring cannot reduce, or of undeclared parameters.
         """
         if self._failure is not None:
             raise self._failure
@@ -77,9 +78,9 @@ class RingReducer:
                 self._comm.all_reduce(plan, buffer.data_ptr(), number)
                 if last:
                     self._comm.end(number)
-            except Exception as error:  # whatever it is: a future without an end is waited for without one
-                self._failure = _told(error)
-                future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's own types say tensor
+            except Exception as error:  # whatever it is: DDP waits for the future without a limit
+                self._fail(error)
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's own types say tensor
             else:
                 future.set_result(buffer)
 
@@ -104,10 +105,15 @@ class RingReducer:
                     )
                     self._comm.all_reduce(plan, zeros.data_ptr(), iteration)
                 self._comm.end(iteration)
-            except Exception as error:
-                self._failure = _told(error)
+            except Exception as error:  # nobody looks at what this call comes to
+                self._fail(error)
 
         self._worker.submit(run)
+
+    def _fail(self, error: Exception) -> None:
+        """End the ring for all ranks. What fails behind the first error only says that the ring was closed."""
+        self._failure = self._failure or error
+        self._comm.close()
 
     def close(self) -> None:
         """End the ring and the thread; what is under way fails."""
@@ -145,17 +151,11 @@ class RingReducer:
                     f"{declared.name} is declared with {declared.nbytes} bytes of {declared.dtype.name}, and DDP "
                     f"reduces {nbytes} bytes of {name}"
                 )
+            if not nbytes:
+                continue  # it lies nowhere: its address is 0
             start = gradient.data_ptr() - buffer.data_ptr()
             places.append(Place(start, nbytes, declared.bucket, declared.offset))
         return self._comm.plan(buffer.numel(), dtype, places, self._divide)
-
-
-def _told(error: Exception) -> LastgoodError:
-    if isinstance(error, LastgoodError):
-        return error
-    found = CheckpointError(f"the ring cannot go on: {error!r}; restart the ranks from their last good state")
-    found.__cause__ = error
-    return found
 
 
 def ring_all_reduce(
@@ -163,4 +163,9 @@ def ring_all_reduce(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all ranks by the ring, as DDP's own hooks are called."""
-    return reducer.reduce(bucket)
+    return reducer.reduce(bucket).then(result_of)
+
+
+def result_of(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """For `then`: the future that follows fails as this one has. DDP would take an exception in it for a tensor."""
+    return done.value()

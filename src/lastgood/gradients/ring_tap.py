@@ -59,13 +59,12 @@ class RingTap(BucketTap):
         iteration = session.stream.iteration
         future = reducer.reduce(bucket, iteration)
         plan = self._plan(session, bucket, bucket.buffer()) if session.rank == 0 else None
-        if plan is None:
-            return future
 
         def reduced(done: Any) -> torch.Tensor:
-            result: torch.Tensor = done.value()
+            result: torch.Tensor = done.value()  # or the ring's error, which DDP would take for a tensor
             try:
-                session.notes.samples.take(result, plan.tracked, iteration)
+                if plan is not None:
+                    session.notes.samples.take(result, plan.tracked, iteration)
             except Exception as error:  # keeping a state must never stop the training of it
                 session.stream.fault = f"{type(error).__name__}: {error}"
                 _log.exception("checkmate: gradients could not be looked at")

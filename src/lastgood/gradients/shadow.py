@@ -40,7 +40,7 @@ from lastgood.gradients.shadow_core import ShadowCore
 from lastgood.gradients.shadow_restore import fetch_side, fetched
 from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.streams import drain_stream, receive_stream, send_stream
-from lastgood.wire.frames import Wire, prove_peer
+from lastgood.wire.frames import Wire, keep_alive, prove_peer
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,6 @@ _MAX_UNPROVED = 64
 _MAX_KNOWN_ERRORS = 100
 _MAX_WAITING = 10_000
 """Messages that wait to go out to one trainer; it takes none any more if there are more."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
-"""A host that is cut off is noticed within a minute, though nothing is sent to it."""
 
 
 class _Control:
@@ -151,9 +149,7 @@ class ShadowService:
             return
         wire: Wire | None = None
         try:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            keep_alive(connection)
             wire = Wire(connection, where, min(_PROOF_S, self.settings.timeout_s), MAX_MESSAGE_BYTES)
             self._connections.add(wire)
             threading.Thread(target=self._serve, args=(wire, connection), daemon=True).start()

@@ -7,7 +7,7 @@ with what shadows hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["SideRecords", "open_side", "restored_tree"]
+__all__ = ["Arrival", "SideRecords", "open_side", "restored_tree"]
 
 _VERSION = 1
 _LENGTH_BYTES = 8
@@ -40,15 +40,15 @@ class SideRecords:
         """What does not change from step to step; goes with the first record of a connection."""
 
     def take(self) -> tuple[memoryview, Any]:
-        """Copy what there is now: the record, and a CUDA event behind which it is whole (None: it is).
+        """Copy what there is now: the record, and what to `synchronize` with before it is whole (None: it is).
 
         Raises StateError for what cannot be stored.
         """
         flat = flatten(reduced_state(self._state, self._tracked))
         text = flat.layout.to_json()
         size = _LENGTH_BYTES + len(text)
-        on_device = any(block.is_cuda for block in flat.blocks)
-        memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8, pin_memory=on_device)
+        devices = {block.device for block in flat.blocks if block.is_cuda}
+        memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8, pin_memory=bool(devices))
         view = memoryview(memory.numpy().data)
         view[:size] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         placed = zip(flat.layout.block_offsets(), flat.blocks, strict=True)
@@ -58,11 +58,26 @@ class SideRecords:
             joined = blocks[0] if len(blocks) == 1 else _joined(blocks)
             begin = size + offsets[0]
             memory[begin : begin + joined.numel()].copy_(joined, non_blocking=device.type == "cuda")
-        if not on_device:
-            return view, None
-        event = torch.cuda.Event()
-        event.record()
-        return view, event
+        return view, Arrival(devices) if devices else None
+
+
+class Arrival:
+    """All that the current streams of these CUDA devices were given so far.
+
+    The current device need not be among them: a training may name its device everywhere, and never set it.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._events = []
+        for device in devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def synchronize(self) -> None:
+        """Return when it is done."""
+        for event in self._events:
+            event.synchronize()
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

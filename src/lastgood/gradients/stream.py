@@ -13,6 +13,8 @@ from lastgood.gradients.pieces import Span
 
 __all__ = ["GradientStream", "Phase"]
 
+_COUNTED = 1024
+"""Iterations whose bytes are remembered until somebody asks."""
 Phase = Literal["closed", "reduced", "updated"]
 """Of the newest iteration: nothing is open; its gradients are (being) reduced; the optimizer's step has begun."""
 
@@ -31,8 +33,6 @@ class GradientStream:
         self.phase: Phase = "closed"
         self.fault: str | None = None
         """Why what was sent for the newest iteration is not what the training used."""
-        self.sent_bytes = 0
-        """Gradients of the newest iteration that were given to connections."""
         self.in_order: Callable[[Callable[[], None]], None] = lambda call: call()
         """Calls, behind everything that is on its way to `send` now."""
         self._links = links
@@ -40,6 +40,7 @@ class GradientStream:
         self._ended = True
         self._lock = threading.Lock()
         self._kept: list[Any] = []
+        self._sent: dict[int, int] = {}
 
     def begin(self) -> int:
         """A new iteration's gradients come now; returns its number."""
@@ -47,7 +48,9 @@ class GradientStream:
             self._close_open()
         self.settle()
         self.iteration += 1
-        self.phase, self.fault, self.sent_bytes, self._ended = "reduced", None, 0, False
+        self.phase, self.fault, self._ended = "reduced", None, False
+        with self._lock:
+            self._sent.pop(self.iteration - _COUNTED, None)
         for link in self._links:
             link.begin_iteration(self.iteration)
         return self.iteration
@@ -69,10 +72,19 @@ class GradientStream:
                 tickets.append(ticket)
                 count += span.nbytes
         with self._lock:
-            self.sent_bytes += count
+            self._sent[iteration] = self._sent.get(iteration, 0) + count
             if keep is not None:
                 self._kept.append(keep)
         return tickets
+
+    def take_sent(self, iteration: int) -> int:
+        """Bytes of an iteration's gradients that were given to connections since this was asked last.
+
+        All of them once shadows hold the iteration: from a device they come long behind its step. Those of many
+        iterations ago are forgotten.
+        """
+        with self._lock:
+            return self._sent.pop(iteration, 0)
 
     def end(self) -> None:
         """This rank sends nothing more for the newest iteration."""

@@ -24,6 +24,7 @@ from lastgood.errors import ConfigError, LastgoodError
 from lastgood.gradients.copies import Copier, CopySettings
 from lastgood.gradients.link_parser import LinkParser
 from lastgood.gradients.messages import Hello
+from lastgood.wire.frames import keep_alive
 from lastgood.wire.records import Record, RecordKind
 from lastgood.wire.ring_link import Hello as RingHello
 from lastgood.wire.ring_link import listen_ring, parse_address
@@ -150,8 +151,9 @@ class Switch:
 
         thread = threading.Thread(target=run, name="switch", daemon=True)
         with self._lock:
+            # Under the lock, so that `close` joins none that has not begun.
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _count(self, name: str, value: int = 1) -> None:
         with self._lock:
@@ -174,7 +176,12 @@ class Switch:
                     self._count("refused_connections")
                     inner.close()
                     continue
-                self._start(partial(self._relay, inner, f"{address[0]}:{address[1]}", link, room))
+                try:
+                    self._start(partial(self._relay, inner, f"{address[0]}:{address[1]}", link, room))
+                except RuntimeError as error:  # no thread can be started, which may pass as well
+                    _log.warning("switch: %s: %s", link.listen, error)
+                    inner.close()
+                    room.release()
 
     def _relay(self, inner: socket.socket, name: str, link: SwitchLink, room: threading.BoundedSemaphore) -> None:
         try:
@@ -188,6 +195,8 @@ class Switch:
                     return
                 with outer:
                     self._pass_on(inner, outer, f"{name} on {link.listen}")
+        except RuntimeError as error:  # as in `_accept`
+            _log.warning("switch: %s: %s", link.listen, error)
         finally:
             room.release()
 
@@ -195,6 +204,7 @@ class Switch:
         for one in (inner, outer):
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(one)
         mine: list[Copier] = []
         parser = LinkParser(name, self._settings.token, partial(self._greeted, mine), partial(self._copy, mine))
         with self._lock:
@@ -206,11 +216,12 @@ class Switch:
             name="switch-back",
             daemon=True,
         )
-        back.start()
         try:
+            back.start()
             self._pump(inner, outer, None, _Reading(parser, name, partial(self._count, "blind_links")), "forward_bytes")
         finally:
-            back.join(self._stall_s)
+            if back.ident is not None:
+                back.join(self._stall_s)
             with self._lock:
                 self._sockets -= {inner, outer}
             for copier in mine:
@@ -262,15 +273,18 @@ class Switch:
 
     def _greeted(self, mine: list[Copier], hello: RingHello) -> None:
         greeting = Hello(role="data", job=hello.job, epoch=hello.epoch, rank=hello.rank, layout=hello.layout)
-        mine += [
-            Copier(shadow, len(self._shadows), address, greeting, self._settings)
-            for shadow, address in enumerate(self._shadows)
-        ]
+        for shadow, address in enumerate(self._shadows):  # one by one, so that those that began also end
+            mine.append(Copier(shadow, len(self._shadows), address, greeting, self._settings))
         with self._lock:
-            # Those of a connection, or a life of the job, that is over.
-            former = self._copiers.pop(hello.rank, [])
-            self._copiers[hello.rank] = mine
-            self._leaving += former
+            former = self._copiers.get(hello.rank, [])
+            if any(copier.open and copier.epoch > hello.epoch for copier in former):
+                # Most likely a straggler of an older life, whose copies no shadow takes. The others must go on.
+                former = []
+                self._leaving += mine
+            else:
+                # Those of a connection, or a life of the job, that is over.
+                self._copiers[hello.rank] = mine
+                self._leaving += former
             self._sweep()
         for copier in former:
             copier.finish(0.0)
@@ -284,7 +298,7 @@ class Switch:
 
 
 class _Reading:
-    """Reads along until something cannot be read; the relay goes on, without copies."""
+    """Reads along until something cannot be read or copied; the relay goes on, without copies."""
 
     def __init__(self, parser: LinkParser, name: str, blind: Callable[[], None]) -> None:
         self._parser: LinkParser | None = parser
@@ -295,8 +309,9 @@ class _Reading:
             return
         try:
             self._parser.feed(data)
-        except LastgoodError as error:
-            _log.warning("switch: %s is relayed, and not copied any more: %s", self._name, error)
+        except Exception as error:  # whatever it is (no thread or memory for a copy, say), the training needs the relay
+            what = error if isinstance(error, LastgoodError) else repr(error)
+            _log.warning("switch: %s is relayed, and not copied any more: %s", self._name, what)
             self._parser = None
             self._blind()
 

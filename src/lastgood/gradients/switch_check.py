@@ -93,6 +93,10 @@ def answer_checks(address: str, token: bytes, stop: threading.Event, timeout_s: 
                 connection, peer = listener.accept()
             except TimeoutError:
                 continue
+            except OSError as error:  # the other side went again at once, or descriptors ran out
+                _log.warning("switch: a test was not taken: %s", error)
+                stop.wait(_LOOK_S)
+                continue
             wire = Wire(connection, f"{peer[0]}:{peer[1]}", timeout_s)
             try:
                 prove_peer(wire, token, RING_GREETING)

@@ -17,6 +17,7 @@ from lastgood.gradients.pieces import Cover, Span, piece_of, spans_of
 from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tracked import Tracked
 from lastgood.gradients.updates import UpdateNotes
+from lastgood.wire.records import DType
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +138,8 @@ class BucketTap:
         if sum(elements for _, elements in reduced) != gradients.numel():
             raise ValueError(f"a bucket of DDP's has {gradients.numel()} elements, and other parameters in it")
         piece = piece_of(gradients.numel(), session.rank, session.ranks, session.cover)
-        spans = spans_of(session.stream.layout, reduced, gradients.element_size(), piece)
+        dtype = DType.__members__.get(str(gradients.dtype).removeprefix("torch."))
+        spans = spans_of(session.stream.layout, reduced, dtype, piece)
         tracked, begin = [], 0
         for index, elements in reduced:
             if index is not None:

@@ -49,13 +49,17 @@ class UpdateNotes:
         self, state: Mapping[str, Any], tracked: Tracked, spec: OptimizerSpec, *, reduced: bool, copies: int = 1
     ) -> None:
         self._tracked = tracked
-        self._rules = RuleMaker(tracked.optimizer, spec, tracked.parameters)
+        self._spec = spec
+        self._rules: RuleMaker | None = self._rule_maker()
         self._copies = copies
         self._reduced = reduced
         self._scalers = [part for part in state.values() if isinstance(part, torch.amp.GradScaler)]
         self._clip: ClipNorm | ClipValue | None = None
         self._clips = 0
         self.samples = Samples(tracked)
+
+    def _rule_maker(self) -> RuleMaker:
+        return RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
 
     # -- clipping --------------------------------------------------------------------------------------------------
 
@@ -97,7 +101,10 @@ class UpdateNotes:
         self.samples.clear()
 
     def take(self) -> tuple[Update, str | None]:
-        """What the step that begins now does, and why shadows cannot repeat it, if they cannot."""
+        """What the step that begins now does, and why shadows cannot repeat it, if they cannot.
+
+        Raises ConfigError for numbers that no update can be told with (a learning rate that is none, say).
+        """
         optimizer = self._tracked.optimizer
         absent = tuple(index for index, one in enumerate(self._tracked.parameters) if one.grad is None)
         found_inf = getattr(optimizer, "found_inf", None)
@@ -106,9 +113,12 @@ class UpdateNotes:
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
-        rule = self._rules.make(
+        # One that failed has lost count of the steps, which the optimizer makes all the same.
+        rules, self._rules = self._rules or self._rule_maker(), None
+        rule = rules.make(
             inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
         )
+        self._rules = rules
         rule = replace(rule, groups=rule.groups * self._copies)
         fault = None
         if self._reduced:

@@ -35,6 +35,7 @@ __all__ = [
     "Wire",
     "available_memory_bytes",
     "chunk_checksum",
+    "keep_alive",
     "message_frame",
     "parse_header",
     "parse_message",
@@ -52,6 +53,9 @@ _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 _NONCE_BYTES = _PROOF_BYTES = 32
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
+_MAX_PIECES = 1024
+"""Of one call: the kernel's own limit (IOV_MAX)."""
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +75,13 @@ class Frame:
     checksum: int
     offset: int
     length: int
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end a TCP connection within a minute of its host being cut off, though nothing is sent on it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def chunk_checksum(data: memoryview, sequence: int, offset: int) -> int:
@@ -151,15 +162,21 @@ class Wire:
             filled += count
 
     def write(self, what: str, *pieces: bytes | memoryview) -> None:
-        """Send the pieces one after another, without copying them together."""
+        """Send the pieces one after another, without copying them together.
+
+        Raises WaitTimeout, or CheckpointError where the connection breaks; some of them may have gone out then.
+        """
         deadline = time.monotonic() + self.timeout_s
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        while views:
-            count = self._bounded(partial(self._socket.sendmsg, views), select.POLLOUT, deadline, what)
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
+        first = 0
+        while first < len(views):
+            next_ones = views[first : first + _MAX_PIECES]
+            count = self._bounded(partial(self._socket.sendmsg, next_ones), select.POLLOUT, deadline, what)
+            while first < len(views) and count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
             if count:
-                views[0] = views[0][count:]
+                views[first] = views[first][count:]
 
     def _bounded(self, operation: Callable[[], int], event: int, deadline: float, what: str) -> int:
         while True:

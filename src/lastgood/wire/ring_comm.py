@@ -73,29 +73,37 @@ class RingComm:
 
         `listener` is `listen_ring`'s and is closed here; `next_address` is the next rank's, or a switch's in front of
         it. `job` (32 hex digits), `epoch` and `layout` (the declared layout's digest, 64) are what the records name.
-        Raises WaitTimeout where a neighbour does not come, MismatchError where it belongs elsewhere.
+        Raises WaitTimeout where a neighbour does not come, MismatchError where it belongs elsewhere, ConfigError for
+        numbers that no ring has, HostError where this machine has no descriptors left.
         """
-        one_channel(0, 4, ranks, chunk_bytes)
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"rank {rank} is not one of {ranks}")
+        with listener:
+            one_channel(0, 4, ranks, chunk_bytes)
+            if not 0 <= rank < ranks:
+                raise ConfigError(f"rank {rank} is not one of {ranks}")
+            own = Hello(job, epoch, rank, ranks, layout, os.uname().nodename)
+            self._links = connect_ring(own, listener, next_address, token, timeout_s)
         self.rank, self.ranks, self._cover = rank, ranks, cover
         self._chunk_bytes, self._segment_bytes = chunk_bytes, segment_bytes
         self._busy = threading.Lock()
-        own = Hello(job, epoch, rank, ranks, layout, os.uname().nodename)
-        with listener:
-            self._links = connect_ring(own, listener, next_address, token, timeout_s)
         previous, following = self._links
-        self._ring = _native.Ring(
-            previous.socket.fileno(),
-            following.socket.fileno(),
-            int.from_bytes(bytes.fromhex(job)[:8], "little"),
-            epoch,
-            rank,
-            ranks,
-            previous.name,
-            following.name,
-            timeout_s,
-        )
+        try:
+            self._ring = _native.Ring(
+                previous.socket.fileno(),
+                following.socket.fileno(),
+                int.from_bytes(bytes.fromhex(job)[:8], "little"),
+                epoch,
+                rank,
+                ranks,
+                previous.name,
+                following.name,
+                timeout_s,
+            )
+        except BaseException as error:
+            for link in self._links:
+                link.wire.close()
+            if isinstance(error, OSError):
+                raise HostError(f"rank {rank}: its ring cannot begin: {error}") from error
+            raise
 
     def plan(
         self, elements: int, dtype: DType, places: Sequence[Place], divide: Divide = Divide.NO
@@ -167,9 +175,9 @@ class RingComm:
         except TimeoutError as error:
             raise WaitTimeout(f"rank {self.rank}: {error}") from error
         except OSError as error:
-            raise HostError(
-                f"rank {self.rank}: {error.args[-1]}; restart the ranks from their last good state"
-            ) from error
+            # The error's own text speaks of bytes at an offset, as of a file.
+            what = f"{getattr(error, 'operation', 'the ring')}: {os.strerror(error.errno or 0)}"
+            raise HostError(f"rank {self.rank}: {what}; restart the ranks from their last good state") from error
         except _native.OutOfStep as error:
             raise MismatchError(f"rank {self.rank}: {error}") from error
         except _native.DamagedRecord as error:

@@ -62,7 +62,7 @@ def parse_hello(content: dict[str, Any], other: str) -> Hello:
         hello = Hello(**content)
         texts = {"job": (hello.job, 32), "layout": (hello.layout, 64)}
         for what, (text, length) in texts.items():
-            if len(text) != length or set(text) - set("0123456789abcdef"):
+            if not isinstance(text, str) or len(text) != length or set(text) - set("0123456789abcdef"):
                 raise ValueError(f"{what} is not {length} hex digits")
         numbers = {
             "epoch": (hello.epoch, 1 << 32),
@@ -107,8 +107,9 @@ def connect_ring(
 ) -> tuple[Link, Link]:
     """Connect to the next rank while waiting for the previous one. Returns (previous, next).
 
-    Raises WaitTimeout where one does not come, and MismatchError where it is of another job, epoch or layout, or does
-    not know the token.
+    Raises WaitTimeout where one does not come within `timeout_s`, MismatchError where it is of another job, epoch or
+    layout, or does not know the token, CorruptCheckpoint where the next one's answer is none, ConfigError for what is
+    no address, HostError where this machine cannot wait at `listener` any more.
     """
     deadline = time.monotonic() + timeout_s
     parse_address(next_address)

@@ -1,0 +1,37 @@
+"""What is noted of each step of an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lastgood.errors import ConfigError
+from lastgood.gradients.tracked import Tracked
+from lastgood.gradients.updates import UpdateNotes
+from lastgood.optim.spec import OptimizerSpec
+
+
+def test_steps_are_counted_on_behind_one_that_cannot_be_told() -> None:
+    # As a CUDA trainer's, whose fused kernels have powers of their own; they are asked of the CPU here.
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    state = {"optimizer": optimizer}
+    spec = replace(OptimizerSpec.of(optimizer), arithmetic="cuda")
+    notes = UpdateNotes(state, Tracked(state), spec, reduced=False)
+
+    def told(rate: float) -> int:
+        parameter.grad = torch.ones(4)
+        optimizer.param_groups[0]["lr"] = rate
+        try:
+            update, _ = notes.take()
+        finally:
+            optimizer.step()
+        assert update.rule is not None
+        return int(update.rule["groups"][0]["powers"][0][0])
+
+    assert [told(0.1), told(0.1)] == [1, 2]
+    with pytest.raises(ConfigError, match="lr of a parameter group is inf"):
+        told(float("inf"))
+    assert [told(0.1), told(0.1)] == [4, 5]
