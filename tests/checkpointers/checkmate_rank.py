@@ -175,14 +175,28 @@ def restore_only(rank, world, knobs, directory, **made):
     return {"step": step, "digest": state_digest(training.state)}
 
 
+class Detour(torch.nn.Module):
+    """In some steps its layer gets no gradient, on no rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(31, 31)
+        self.taken = False
+
+    def forward(self, inputs):
+        return inputs + self.layer(inputs) if self.taken else inputs
+
+
 def sharded(rank, world, knobs, directory, steps, restore=False):
     """FSDP2: every rank has its own shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
+    detour = Detour()
+    model.insert(4, detour)
     mesh = init_device_mesh("cpu", (world,))
-    for layer in (model[0], model[3], model[4]):
+    for layer in (model[0], model[3], detour, model[5]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -198,6 +212,7 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
     losses = {}
     for number in range(restored + 1, steps + 1):
         data = torch.Generator().manual_seed(1000 * number + rank)
+        detour.taken = number % 3 == 1
         loss = (model(torch.randn(6, 37, generator=data) + 0.1 * torch.rand(1)) - 1).square().mean()
         loss.backward()
         optimizer.step()
@@ -210,6 +225,7 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
     if checkpointer is not None:
         checkpointer.drain(60)
         answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+        answer["diverged"] = checkpointer.storage_facts()["diverged"]
         checkpointer.close()
     return answer
 

@@ -106,6 +106,7 @@ def test_shards_of_fsdp_are_kept_by_every_rank(pool, shadows, tmp_path):
     for rank in range(2):
         assert half[rank]["outcomes"] == ["durable"] * 5
         assert rest[rank]["restored"] == 5
+        assert half[rank]["diverged"] == rest[rank]["diverged"] == 0
         assert half[rank]["losses"] | rest[rank]["losses"] == plain[rank]["losses"]
         assert rest[rank]["digest"] == plain[rank]["digest"]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
+from lastgood.gradients.parts import OpenUpdate, Part
 from lastgood.gradients.tracked import Tracked, flat_bytes
 from lastgood.optim.rule import ClipNorm, ClipValue
 from lastgood.optim.spec import OptimizerSpec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Samples", "Update", "UpdateNotes"]
+__all__ = ["Samples", "Shares", "Update", "UpdateNotes"]
 
 _PER_BUFFER = 2
 """Parameters of each reduced buffer that are looked at in an iteration; other ones in the next."""
@@ -29,29 +30,51 @@ _STRIDE = 7919
 
 @dataclass(frozen=True)
 class Update:
-    """One step of the optimizer."""
+    """What the optimizer did in one iteration, for all ranks' parameters in the layout."""
 
     rule: dict[str, Any] | None
-    """None: it will change nothing (a loss scaler found an overflow)."""
-    absent: tuple[int, ...]
-    """Parameters without a gradient."""
+    """None: it changed nothing (a loss scaler found an overflow)."""
+    absent: tuple[int, ...] = ()
+    """Parameters that it left alone."""
+    fault: str | None = None
+    """Why shadows will not hear of it as it was."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where each rank's parameters lie in the layout: one share for all ranks where they have the same ones."""
+
+    firsts: tuple[int, ...] = (0,)
+    """The first index of each share."""
+    alike: bool = True
+    """Whether all have the same number of parameters in each group: then what an update does to rank 0's, it does to
+    all; if not, only rank 0 can say what its update left alone."""
+    rank: int = 0
 
 
 class UpdateNotes:
     """Reads an optimizer's hyperparameters at each step, and what was done to gradients before it.
 
-    `spec` is of this rank's optimizer; the layout holds its groups `copies` times, once for each rank. With `reduced`,
+    `spec` is of this rank's optimizer; the layout holds its groups once for each of the `shares`. With `reduced`,
     shadows have gradients as they were reduced, and repeat unscaling and clipping; otherwise they have
     them as the optimizer's step takes them.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], tracked: Tracked, spec: OptimizerSpec, *, reduced: bool, copies: int = 1
+        self,
+        state: Mapping[str, Any],
+        tracked: Tracked,
+        spec: OptimizerSpec,
+        *,
+        reduced: bool,
+        shares: Shares = Shares(),
     ) -> None:
         self._tracked = tracked
         self._rules = RuleMaker(tracked.optimizer, spec, tracked.parameters)
-        self._copies = copies
+        self._group_of = spec.group_of()
+        self._shares = shares
         self._reduced = reduced
+        self._open = OpenUpdate()
         self._scalers = [part for part in state.values() if isinstance(part, torch.amp.GradScaler)]
         self._clip: ClipNorm | ClipValue | None = None
         self._clips = 0
@@ -94,29 +117,65 @@ class UpdateNotes:
     def begin_iteration(self) -> None:
         """New gradients come; what was noted belongs to older ones."""
         self._clip, self._clips = None, 0
+        self._open = OpenUpdate()
         self.samples.clear()
 
-    def take(self) -> tuple[Update, str | None]:
-        """What the step that begins now does, and why shadows cannot repeat it, if they cannot."""
-        optimizer = self._tracked.optimizer
-        absent = tuple(index for index, one in enumerate(self._tracked.parameters) if one.grad is None)
+    def look(self) -> Part:
+        """What the step that begins now does. Call it once for each."""
+        optimizer, index_of = self._tracked.optimizer, self._tracked.index_of
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
-            return Update(None, absent), None
+            return Part(None)
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
-        rule = self._rules.make(
-            inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
-        )
-        rule = replace(rule, groups=rule.groups * self._copies)
+        try:
+            rule = self._rules.make(
+                inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
+            )
+        except ConfigError as error:  # keeping a state must never stop the training of it
+            return Part(None, fault=str(error))
         fault = None
         if self._reduced:
             if self._clips > 1:
                 fault = "gradients were clipped more than once before one step; shadows repeat one clipping"
             else:
                 fault = self.samples.difference(inverse_scale, clip)
-        return Update(rule.to_data(), absent), fault
+        # ZeRO puts some of the groups, or of their parameters, into the optimizer for one step.
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        stepped = frozenset(index_of[id(one)] for one in held if one.grad is not None)
+        if not stepped:
+            return Part(None, fault=fault)
+        return Part(rule, stepped, frozenset(self._group_of[index] for index in stepped), fault)
+
+    def takes(self, part: Part) -> bool:
+        """Whether a step belongs to the iteration that is open: it steps none of its parameters again."""
+        return self._open.takes(part)
+
+    def add(self, part: Part) -> None:
+        """A step belongs to the iteration that is open."""
+        self._open.add(part)
+
+    def update(self) -> Update:
+        """All steps of the iteration that is open."""
+        rule, shares = self._open.rule, self._shares
+        if rule is None:
+            return Update(None)
+        absent = tuple(sorted(self._group_of.keys() - self._open.stepped))
+        fault = None
+        if not shares.alike and shares.rank != 0 and absent:
+            fault = (
+                f"the optimizer left {len(absent)} parameters of rank {shares.rank} alone, and only rank 0, which has "
+                "other ones, tells shadows of such; give all parameters a gradient in each step"
+            )
+        rule = replace(rule, groups=rule.groups * len(shares.firsts), unaligned=self._on_all_ranks(rule.unaligned))
+        return Update(rule.to_data(), self._on_all_ranks(absent), fault)
+
+    def _on_all_ranks(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
+        """Indices in the layout of these of each rank's parameters."""
+        if not self._shares.alike:
+            return parameters
+        return tuple(first + index for first in self._shares.firsts for index in parameters)
 
     def _inverse_scale(self) -> float | None:
         """What a loss scaler has multiplied this iteration's gradients by, as its unscale_ computes it."""
