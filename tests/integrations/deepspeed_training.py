@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import importlib
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import deepspeed
@@ -20,6 +22,10 @@ __all__ = ["Training", "feed"]
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 # torch computes with fp16 on any CPU; DeepSpeed asks for one that does so fast.
 get_accelerator().is_fp16_supported = lambda: True
+# What a first optimizer, and DeepSpeed's look at it, import takes seconds: here once, not in each rank that is forked.
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+with suppress(ImportError):  # older ones have none
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 class Capture(TorchCheckpointEngine):

@@ -54,6 +54,22 @@ def first_of(found, steps):
     return {number: one for number, one in found.items() if int(number) <= steps}
 
 
+def test_the_documented_example_is_killed_and_goes_on(ranks, shadows, tmp_path):
+    """ZeRO 3, with several parts in each step. `attach` resumes, so this test must be the first of its shadows."""
+    what = {"stage": 3, "groups": 2, "clip": 0.05, "sub_group_size": 60, "job": str(tmp_path / "job")}
+    lives = []
+    for steps in (3, 6):
+        codes, answers, logs = ranks.ask("as_documented", knobs=knobs_of(shadows), steps=steps, **what)
+        assert codes == [KILLED, KILLED] and None not in answers, ranks.logs(logs)
+        lives.append(answers)
+    for first, second in zip(*lives, strict=True):
+        assert (first["begun"], second["begun"]) == ([0, 1, 2], [3, 4, 5])
+        assert first["outcomes"] == second["outcomes"] == ["durable"] * 3
+        for life, step in ((first, "3"), (second, "6")):
+            assert life["digest"] == life["plain"]["digests"][step]
+            assert life["loss"] == life["plain"]["losses"][step][-1]
+
+
 KINDS = [
     {"stage": stage, "groups": groups, "clip": 0.05, "precision": precision, "sub_group_size": size}
     for stage, size in ((0, 10**12), (1, 10**12), (2, 10**12), (3, 10**12), (3, 60))
@@ -81,28 +97,6 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(ranks, shadows, tmp_pa
 def test_killed_at_many_instants(ranks, shadows, tmp_path, stage, seed):
     kind = {"stage": stage, "groups": 2, "clip": 0.05, "precision": ["fp32", "bf16"][seed % 2], "sub_group_size": 60}
     killed_and_restored(ranks, shadows, tmp_path, seed, **kind)
-
-
-def test_the_documented_example_is_killed_and_goes_on(ranks, tmp_path):
-    """ZeRO 3, with several parts in each step. `attach` resumes, so its shadows must be its own."""
-    shadows = Shadows(tmp_path / "shadows", 1)
-    try:
-        lives = []
-        for job, steps in (("job", 3), ("job", 6)):
-            what = {"stage": 3, "groups": 2, "clip": 0.05, "sub_group_size": 60, "job": str(tmp_path / job)}
-            codes, answers, logs = ranks.ask("as_documented", knobs=shadows.knobs, steps=steps, **what)
-            assert codes == [KILLED, KILLED] and None not in answers, ranks.logs(logs)
-            lives.append(answers)
-        shadows.kill(0)
-        shadows.restart(0)
-        whole = ranks.ask("as_documented", knobs=shadows.knobs, steps=6, **{**what, "job": str(tmp_path / "other")})[1]
-    finally:
-        shadows.end()
-    for first, second, undisturbed in zip(*lives, whole, strict=True):
-        assert (first["begun"], second["begun"], undisturbed["begun"]) == ([0, 1, 2], [3, 4, 5], [0, 1, 2, 3, 4, 5])
-        assert first["outcomes"] == second["outcomes"] == ["durable"] * 3
-        assert (second["loss"], second["digest"]) == (undisturbed["loss"], undisturbed["digest"])
-        assert first["digest"] != second["digest"]
 
 
 def test_what_cannot_be_followed_is_refused_at_the_start(ranks, shadows, tmp_path):
