@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.errors import LastgoodError
 from lastgood.gradients.ddp import checkmate_hook
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, seed_everything, state_digest
@@ -173,6 +174,19 @@ def restore_only(rank, world, knobs, directory, **made):
     training = Training(rank, world, **made)
     step = Checkmate(directory, **knobs).restore(training.state)
     return {"step": step, "digest": state_digest(training.state)}
+
+
+def restore_unlike(rank, world, knobs, directory):
+    """One rank's state lacks a part: what each says, and whether it has changed anything."""
+    training = Training(rank, world)
+    if rank == 1:
+        del training.state["plain"]
+    before = state_digest(training.state)
+    try:
+        Checkmate(directory, **knobs).restore(training.state)
+    except LastgoodError as error:
+        return {"said": f"{type(error).__name__}: {error}", "changed": state_digest(training.state) != before}
+    return None
 
 
 class Detour(torch.nn.Module):

@@ -137,6 +137,15 @@ def test_another_number_of_ranks_is_refused_with_both(pool, shadows, tmp_path):
     assert "saved by 2 ranks, and there are 1 now" in answer["error"]
 
 
+def test_where_one_rank_cannot_restore_no_rank_changes_anything(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    pool.run(2, "train", steps=2, knobs=knobs, directory=job)
+    first, second = pool.run(2, "restore_unlike", knobs=knobs, directory=job)
+    assert first["said"].startswith("CheckpointError: rank 1 could not restore step 2: step 2 of the shadows: the ")
+    assert second["said"].startswith("MismatchError: step 2 of the shadows: the checkpoint lacks nothing and holds")
+    assert not first["changed"] and not second["changed"]
+
+
 def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
     job, knobs = str(directory / "job"), knobs_of(shadows)
     chance = random.Random(seed)

@@ -203,6 +203,7 @@ def live_again(rank, asked):
     def train(steps):
         losses = training.train(steps)
         live.settle()
+        live.settle()  # as behind a step that only accumulates gradients
         return losses
 
     train(3)
@@ -228,6 +229,7 @@ def live_again(rank, asked):
     facts = traffic.facts()["communication_s"]
     found = {"before": before, "other": other, "after": after, "losses": losses, "again": again, "updated": updated}
     buffers = [name for name in live.weights.state_dict() if name.startswith("buffer")]
+    found["groups"] = [len(group["params"]) for group in live.optimizer.param_groups]
     yield {**found, "buffers": buffers, "busy": traffic.is_busy, "traffic": facts}
 
 

@@ -134,6 +134,7 @@ def test_a_ranks_live_partitions_are_its_state(ranks, kind):
     for one in found:
         assert one["after"] == one["before"] != one["other"]
         assert one["again"] == one["losses"]
+        assert one["groups"] == [1]
         assert one["buffers"] == ["buffer 1/seen"]
         # Partitions and two moments, each half of 740 parameters and some padding, may be copied until the next update.
         assert 3 * 4 * 370 <= one["updated"] <= 3 * 4 * 400

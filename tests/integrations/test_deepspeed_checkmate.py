@@ -77,6 +77,7 @@ KINDS = [
     for precision in ("fp32", "bf16")
     if stage or precision == "fp32"
 ]
+KINDS.append({"stage": 0, "pipeline": True})
 EVERYDAY = {"stage": 2, "groups": 2, "clip": 0.05, "precision": "fp32", "sub_group_size": 10**12}
 
 
