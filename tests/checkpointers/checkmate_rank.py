@@ -121,10 +121,12 @@ class Training:
         return self.scaler.scale(loss * (float("inf") if step % 5 == 3 else 1.0))
 
 
-def train(rank, world, steps, knobs=None, directory=None, restore=False, register="watch", again=(), **made):
+def train(
+    rank, world, steps, knobs=None, directory=None, restore=False, register="watch", again=(), unsaved=(), **made
+):
     """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves.
 
-    The steps of `again` are saved twice, with nothing trained between.
+    The steps of `again` are saved twice, with nothing trained between; those of `unsaved` are not.
     """
     training = Training(rank, world, **made)
     if knobs is None:
@@ -141,7 +143,7 @@ def train(rank, world, steps, knobs=None, directory=None, restore=False, registe
     checkpointer.events_kept = None
     for number in range(restored + 1, steps + 1):
         losses[number] = training.step(checkpointer)
-        for _ in range(1 + (number in again)):
+        for _ in range(1 + (number in again) - (number in unsaved)):
             checkpointer.save(number)
     checkpointer.drain(60)
     facts = checkpointer.storage_facts()
@@ -187,6 +189,34 @@ def restore_unlike(rank, world, knobs, directory):
     except LastgoodError as error:
         return {"said": f"{type(error).__name__}: {error}", "changed": state_digest(training.state) != before}
     return None
+
+
+def apart(rank, world, knobs, directory, steps, left_out=None, restore=False):
+    """Ranks that share nothing, not even their parameters' number; rank 1's step `left_out` updates one less."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(1 + rank)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = {"step": 0}
+    state = {"model": model, "optimizer": optimizer, "plain": plain}
+    checkpointer = Checkmate(directory, **knobs)
+    if restore:
+        checkpointer.restore(state)
+    checkpointer.start(state)
+    for number in range(plain["step"] + 1, steps + 1):
+        model(torch.full((3, 9), float(number))).square().mean().backward()
+        if (rank, number) == (1, left_out):
+            model[1].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        plain["step"] = number
+        checkpointer.save(number)
+        dist.barrier()
+    checkpointer.drain(60)
+    answer = {"digest": state_digest(state)}
+    answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+    answer["errors"] = [event.error for event in checkpointer.events if event.error]
+    checkpointer.close()
+    return answer
 
 
 class Detour(torch.nn.Module):

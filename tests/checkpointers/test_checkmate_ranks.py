@@ -137,6 +137,26 @@ def test_another_number_of_ranks_is_refused_with_both(pool, shadows, tmp_path):
     assert "saved by 2 ranks, and there are 1 now" in answer["error"]
 
 
+def test_steps_that_nobody_saves_are_followed_behind_the_hook(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    answers = pool.run(2, "train", steps=6, knobs=knobs, directory=job, unsaved=[1, 3, 4])
+    restored = pool.run(2, "restore_only", knobs=knobs, directory=job)
+    for answer, again in zip(answers, restored, strict=True):
+        assert answer["outcomes"] == ["durable"] * 3, answer["errors"]
+        assert answer["facts"]["diverged"] == 0
+        assert (again["step"], again["digest"]) == (6, answer["digest"])
+
+
+def test_ranks_of_other_parameters_are_kept_and_what_they_cannot_tell_fails_that_step(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    before = pool.run(2, "apart", knobs=knobs, directory=job, steps=9, left_out=3)
+    assert before[1]["outcomes"][:3] == ["durable", "durable", "failed"]
+    assert [answer["outcomes"][-1] for answer in before] == ["durable", "durable"]
+    assert "the optimizer left 1 parameters of rank 1 alone, and only rank 0" in before[1]["errors"][0]
+    after = pool.run(2, "apart", knobs=knobs, directory=job, steps=9, restore=True)
+    assert [one["digest"] for one in after] == [one["digest"] for one in before]
+
+
 def test_where_one_rank_cannot_restore_no_rank_changes_anything(pool, shadows, tmp_path):
     job, knobs = str(tmp_path / "job"), knobs_of(shadows)
     pool.run(2, "train", steps=2, knobs=knobs, directory=job)

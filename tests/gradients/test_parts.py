@@ -49,12 +49,12 @@ class Sent:
 
 
 @contextmanager
-def reduced_to(optimizer, group, parameters):
+def reduced_to(optimizer, group, parameters, alone):
     """The optimizer as DeepSpeed makes it for one step: only one group in it, or only some parameters in the group."""
     groups = optimizer.param_groups
     whole = groups[group]["params"]
     groups[group]["params"] = parameters
-    optimizer.param_groups = [groups[group]] if len(parameters) == len(whole) else groups
+    optimizer.param_groups = [groups[group]] if alone else groups
     yield
     groups[group]["params"] = whole
     optimizer.param_groups = groups
@@ -82,15 +82,24 @@ class Training:
         group_of = self.spec.group_of()
         self.dense = DenseOptimizer(self.spec, self.shadow, [group_of[index] for index in range(count)])
 
-    def iterate(self, calls):
-        """One iteration: `calls` are (group, parameters of it); each has a gradient for that call only."""
+    def iterate(self, calls, early):
+        """One iteration: `calls` are (group, parameters of it).
+
+        Gradients are there all the time (`early`), or for their call only.
+        """
         self.notes.begin_iteration()
         self.tap.begin()
         stepped = {}
+        if early:
+            for one in self.parameters:
+                one.grad = torch.randn_like(one)
         for group, indices in calls:
             for index in indices:
-                stepped[index] = self.parameters[index].grad = torch.randn_like(self.parameters[index])
-            with reduced_to(self.optimizer, group, [self.parameters[index] for index in indices]):
+                if not early:
+                    self.parameters[index].grad = torch.randn_like(self.parameters[index])
+                stepped[index] = self.parameters[index].grad
+            alone = early or len(indices) == len(self.spec.groups[group].parameters)
+            with reduced_to(self.optimizer, group, [self.parameters[index] for index in indices], alone):
                 part = self.notes.look()
                 assert part.fault is None and part.stepped == set(indices)
                 assert self.notes.takes(part)
@@ -100,6 +109,7 @@ class Training:
             for index in indices:
                 self.parameters[index].grad = None
         self.tap.finish()
+        self.optimizer.zero_grad()
         self._repeat(stepped)
 
     def _repeat(self, stepped):
@@ -147,15 +157,15 @@ def iterations(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(iterations(), st.sampled_from([16, 64, 4096]))
-def test_a_shadow_repeats_parts_as_one_update(made, bucket_bytes):
+@given(iterations(), st.sampled_from([16, 64, 4096]), st.booleans())
+def test_a_shadow_repeats_parts_as_one_update(made, bucket_bytes, early):
     kind, sizes, found = made
     training = Training(kind, sizes, bucket_bytes)
     for number, calls in enumerate(found):
         for group in training.optimizer.param_groups:  # a schedule
             group["lr"] *= 0.9
         training.sent.iteration = number + 1
-        training.iterate(calls)
+        training.iterate(calls, early)
     training.assert_equal()
 
 
