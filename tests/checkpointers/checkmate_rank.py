@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.errors import LastgoodError
 from lastgood.gradients.ddp import checkmate_hook
 from lastgood.gradients.links import ShadowLink as Link
 from lastgood.processes import die_with_parent
@@ -121,10 +122,12 @@ class Training:
         return self.scaler.scale(loss * (float("inf") if step % 5 == 3 else 1.0))
 
 
-def train(rank, world, steps, knobs=None, directory=None, restore=False, register="watch", again=(), **made):
+def train(
+    rank, world, steps, knobs=None, directory=None, restore=False, register="watch", again=(), unsaved=(), **made
+):
     """Train to `steps`, under Checkmate where knobs are given: losses by step, digests, and what became of saves.
 
-    The steps of `again` are saved twice, with nothing trained between.
+    The steps of `again` are saved twice, with nothing trained between; those of `unsaved` are not.
     """
     training = Training(rank, world, **made)
     if knobs is None:
@@ -141,7 +144,7 @@ def train(rank, world, steps, knobs=None, directory=None, restore=False, registe
     checkpointer.events_kept = None
     for number in range(restored + 1, steps + 1):
         losses[number] = training.step(checkpointer)
-        for _ in range(1 + (number in again)):
+        for _ in range(1 + (number in again) - (number in unsaved)):
             checkpointer.save(number)
     checkpointer.drain(60)
     facts = checkpointer.storage_facts()
@@ -211,14 +214,69 @@ def restore_only(rank, world, knobs, directory, **made):
     return {"step": step, "digest": state_digest(training.state)}
 
 
+def restore_unlike(rank, world, knobs, directory):
+    """One rank's state lacks a part: what each says, and whether it has changed anything."""
+    training = Training(rank, world)
+    if rank == 1:
+        del training.state["plain"]
+    before = state_digest(training.state)
+    try:
+        Checkmate(directory, **knobs).restore(training.state)
+    except LastgoodError as error:
+        return {"said": f"{type(error).__name__}: {error}", "changed": state_digest(training.state) != before}
+    return None
+
+
+def apart(rank, world, knobs, directory, steps, left_out=None, restore=False):
+    """Ranks that share nothing, not even their parameters' number; rank 1's step `left_out` updates one less."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(1 + rank)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = {"step": 0}
+    state = {"model": model, "optimizer": optimizer, "plain": plain}
+    checkpointer = Checkmate(directory, **knobs)
+    if restore:
+        checkpointer.restore(state)
+    checkpointer.start(state)
+    for number in range(plain["step"] + 1, steps + 1):
+        model(torch.full((3, 9), float(number))).square().mean().backward()
+        if (rank, number) == (1, left_out):
+            model[1].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        plain["step"] = number
+        checkpointer.save(number)
+        dist.barrier()
+    checkpointer.drain(60)
+    answer = {"digest": state_digest(state)}
+    answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+    answer["errors"] = [event.error for event in checkpointer.events if event.error]
+    checkpointer.close()
+    return answer
+
+
+class Detour(torch.nn.Module):
+    """In some steps its layer gets no gradient, on no rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(31, 31)
+        self.taken = False
+
+    def forward(self, inputs):
+        return inputs + self.layer(inputs) if self.taken else inputs
+
+
 def sharded(rank, world, knobs, directory, steps, restore=False):
     """FSDP2: every rank has its own shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
+    detour = Detour()
+    model.insert(4, detour)
     mesh = init_device_mesh("cpu", (world,))
-    for layer in (model[0], model[3], model[4]):
+    for layer in (model[0], model[3], detour, model[5]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -234,6 +292,7 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
     losses = {}
     for number in range(restored + 1, steps + 1):
         data = torch.Generator().manual_seed(1000 * number + rank)
+        detour.taken = number % 3 == 1
         loss = (model(torch.randn(6, 37, generator=data) + 0.1 * torch.rand(1)) - 1).square().mean()
         loss.backward()
         optimizer.step()
@@ -246,6 +305,7 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
     if checkpointer is not None:
         checkpointer.drain(60)
         answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+        answer["diverged"] = checkpointer.storage_facts()["diverged"]
         checkpointer.close()
     return answer
 

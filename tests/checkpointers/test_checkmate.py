@@ -223,7 +223,76 @@ def test_parameters_without_gradients_and_channels_last(make, kind, options):
     assert other.storage_facts()["diverged"] == 0, "what shadows kept is what was restored"
 
 
+class Parts:
+    """Steps its optimizer as ZeRO does: one group in it at a time, with gradients for that step only."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 4))
+        weights, biases = ([one for one in self.model.parameters() if (one.dim() == 1) == flat] for flat in (0, 1))
+        self.optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=1e-2)
+        self.plain = {"step": 0}
+        self.state = {"model": self.model, "optimizer": self.optimizer, "plain": self.plain}
+
+    def step(self, groups=(0, 1)):
+        self.plain["step"] += 1
+        inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(self.plain["step"]))
+        self.model(inputs).square().mean().backward()
+        gradients = [one.grad for one in self.model.parameters()]
+        self.optimizer.zero_grad()
+        whole = self.optimizer.param_groups
+        for number in groups:
+            for one, gradient in zip(self.model.parameters(), gradients, strict=True):
+                one.grad = gradient if any(one is other for other in whole[number]["params"]) else None
+            self.optimizer.param_groups = [whole[number]]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.optimizer.param_groups = whole
+
+    @property
+    def step_number(self):
+        return self.plain["step"]
+
+
+def test_an_update_in_parts_is_one_step(make):
+    training = Parts()
+    checkpointer = make(verify_every=1)
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 3)
+    sent = checkpointer.storage_facts()["sent_bytes"]
+    steps(training, checkpointer, 1)
+    gradients = 4 * sum(one.numel() for one in training.model.parameters())
+    assert gradients < checkpointer.storage_facts()["sent_bytes"] - sent < 1.5 * gradients + 2000
+    for groups in ((0,), (), (1,), (1, 0)):  # a part that does not come leaves its parameters alone
+        training.step(groups)
+        checkpointer.save(training.step_number)
+    training.step()  # nobody saves this one; the next step begins another iteration
+    training.step()
+    checkpointer.save(training.step_number)
+    checkpointer.drain(WAIT_S)
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 9
+    facts = checkpointer.storage_facts()
+    assert facts["diverged"] == facts["torn"] == 0
+    fresh = Parts(seed=1)
+    other = make()
+    assert other.restore(fresh.state) == training.step_number == 10
+    assert state_digest(fresh.state) == state_digest(training.state)
+    fresh.step()
+    training.step()
+    assert state_digest(fresh.state) == state_digest(training.state)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class DeepSpeedLike:
+    """DeepSpeed's optimizers hold torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def backward(self, loss):
+        raise NotImplementedError
 
 
 def test_what_shadows_cannot_follow_is_refused_at_the_start(make, tmp_path):
@@ -232,6 +301,9 @@ def test_what_shadows_cannot_follow_is_refused_at_the_start(make, tmp_path):
         Checkmate(tmp_path, interval_steps=10)
     with pytest.raises(ConfigError, match="one optimizer, and this state has 0"):
         make().start({"model": training.model})
+    engine = DeepSpeedLike(training.optimizer)
+    with pytest.raises(ConfigError, match=r"has 0: -; optimizer is DeepSpeed's DeepSpeedLike: give .* LiveZero"):
+        make().start({"scheduler": training.scheduler, "optimizer": engine})
     with pytest.raises(ConfigError, match=r"RMSprop.*SGD, Adam or AdamW"):
         make().start({"optimizer": torch.optim.RMSprop(training.model.parameters())})
     frozen = SmallTraining()

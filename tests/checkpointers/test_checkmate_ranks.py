@@ -108,6 +108,7 @@ def test_shards_of_fsdp_are_kept_by_every_rank(pool, shadows, tmp_path):
     for rank in range(2):
         assert half[rank]["outcomes"] == ["durable"] * 5
         assert rest[rank]["restored"] == 5
+        assert half[rank]["diverged"] == rest[rank]["diverged"] == 0
         assert half[rank]["losses"] | rest[rank]["losses"] == plain[rank]["losses"]
         assert rest[rank]["digest"] == plain[rank]["digest"]
 
@@ -171,6 +172,33 @@ def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
             assert answer["outcomes"][-1] == "durable"
     finally:
         shadows.end()
+
+
+def test_steps_that_nobody_saves_are_followed_behind_the_hook(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    answers = pool.run(2, "train", steps=6, knobs=knobs, directory=job, unsaved=[1, 3, 4])
+    restored = pool.run(2, "restore_only", knobs=knobs, directory=job)
+    for answer, again in zip(answers, restored, strict=True):
+        assert answer["outcomes"] == ["durable"] * 3, answer["errors"]
+        assert answer["facts"]["diverged"] == 0
+        assert (again["step"], again["digest"]) == (6, answer["digest"])
+
+
+def test_ranks_of_other_parameters_say_themselves_what_they_left_alone(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    before = pool.run(2, "apart", knobs=knobs, directory=job, steps=9, left_out=3)
+    assert [answer["outcomes"] for answer in before] == [["durable"] * 9] * 2
+    after = pool.run(2, "apart", knobs=knobs, directory=job, steps=9, restore=True)
+    assert [one["digest"] for one in after] == [one["digest"] for one in before]
+
+
+def test_where_one_rank_cannot_restore_no_rank_changes_anything(pool, shadows, tmp_path):
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    pool.run(2, "train", steps=2, knobs=knobs, directory=job)
+    first, second = pool.run(2, "restore_unlike", knobs=knobs, directory=job)
+    assert first["said"].startswith("CheckpointError: rank 1 could not restore step 2: step 2 of the shadows: the ")
+    assert second["said"].startswith("MismatchError: step 2 of the shadows: the checkpoint lacks nothing and holds")
+    assert not first["changed"] and not second["changed"]
 
 
 def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):

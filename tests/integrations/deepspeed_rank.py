@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import enum
 import hashlib
 import json
 import os
@@ -23,10 +22,9 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed_shadowed import SHADOWED_WORKS
+from deepspeed_training import Training, feed
 
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.checkpointers.pccheck import PCcheck
@@ -37,127 +35,7 @@ from lastgood.processes import die_with_parent
 from lastgood.state import apply_tree, flatten, state_digest, unflatten
 from lastgood.storage.write import SlotWrite
 
-# Its shared-memory transport would be compiled for a minute; gloo does without.
-# (deepspeed.comm.torch, as an attribute, is torch itself.)
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-# torch computes with fp16 on any CPU; DeepSpeed asks for one that does so fast.
-get_accelerator().is_fp16_supported = lambda: True
 RANK_LIMIT_S = 90
-
-
-class Capture(TorchCheckpointEngine):
-    """Takes a digest of all that DeepSpeed gives to be saved, and writes nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.digests = {}
-
-    def makedirs(self, path, exist_ok=False):
-        pass
-
-    def save(self, state_dict, path):
-        hasher = hashlib.sha256()
-        feed(hasher, state_dict)
-        self.digests[Path(path).name] = hasher.hexdigest()
-
-
-def feed(hasher, value):
-    """Types, values and tensors' bytes; of objects, their attributes."""
-    hasher.update(type(value).__name__.encode())
-    if isinstance(value, torch.Tensor):
-        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            hasher.update(repr(key).encode())
-            feed(hasher, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            feed(hasher, item)
-    elif isinstance(value, enum.Enum) or not hasattr(value, "__dict__"):
-        hasher.update(repr(value).encode())
-    else:
-        feed(hasher, vars(value))
-
-
-class Counted(torch.nn.Module):
-    """Holds a buffer that changes in forward, alike on all ranks: DeepSpeed saves that of one of them."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, inputs):
-        self.seen += 1
-        return self.norm(inputs) * (1 + self.seen.to(inputs.dtype) / 64)
-
-
-class Training:
-    """A small model with buffers, on data that depends on rank and step alone."""
-
-    def __init__(self, stage=0, precision="fp32", pipeline=False, **_):
-        torch.manual_seed(11)
-        layers = [torch.nn.Linear(16, 32), Counted(32), torch.nn.ReLU(), torch.nn.Linear(32, 4)]
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        self.pipeline = pipeline
-        config = {
-            "train_micro_batch_size_per_gpu": 8,
-            "gradient_accumulation_steps": 2,
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.01}},
-        }
-        if precision == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
-        if precision == "bf16":
-            config["bf16"] = {"enabled": True}
-        model = torch.nn.Sequential(*layers)
-        if pipeline:
-            model = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
-            config=config,
-            dist_init_required=False,
-        )
-        self.own_engine = self.engine.checkpoint_engine
-
-    def batch(self, number):
-        random = torch.Generator().manual_seed(1000 * number + (0 if self.pipeline else torch.distributed.get_rank()))
-        return (
-            torch.randn(8, 16, generator=random).to(self.dtype),
-            torch.randn(8, 4, generator=random).to(self.dtype),
-        )
-
-    def train(self, steps):
-        """The losses of so many optimizer steps, as text, to the bit."""
-        losses = []
-        for _ in range(steps):
-            first = 2 * self.engine.global_steps
-            if self.pipeline:
-                loss = self.engine.train_batch(iter([self.batch(first), self.batch(first + 1)]))
-                losses.append(float(loss).hex())
-                continue
-            for number in (first, first + 1):
-                inputs, targets = self.batch(number)
-                loss = torch.nn.functional.mse_loss(self.engine(inputs), targets)
-                self.engine.backward(loss)
-                self.engine.step()
-                losses.append(float(loss).hex())
-        return losses
-
-    def digests(self):
-        """Of everything that DeepSpeed would save now."""
-        placed, self.engine.checkpoint_engine = self.engine.checkpoint_engine, Capture()
-        Path("captured").mkdir(exist_ok=True)  # for zero_to_fp32.py, which DeepSpeed puts beside its tags
-        try:
-            self.engine.save_checkpoint("captured", tag="now", client_state={"mine": 5}, save_latest=False)
-            return self.engine.checkpoint_engine.digests
-        finally:
-            self.engine.checkpoint_engine = placed
 
 
 def save_twice(rank, asked):
@@ -325,6 +203,7 @@ def live_again(rank, asked):
     def train(steps):
         losses = training.train(steps)
         live.settle()
+        live.settle()  # as behind a step that only accumulates gradients
         return losses
 
     train(3)
@@ -350,6 +229,7 @@ def live_again(rank, asked):
     facts = traffic.facts()["communication_s"]
     found = {"before": before, "other": other, "after": after, "losses": losses, "again": again, "updated": updated}
     buffers = [name for name in live.weights.state_dict() if name.startswith("buffer")]
+    found["groups"] = [len(group["params"]) for group in live.optimizer.param_groups]
     yield {**found, "buffers": buffers, "busy": traffic.is_busy, "traffic": facts}
 
 
@@ -393,6 +273,7 @@ def refuse_live(rank, asked):
 
 WORKS = {one.__name__: one for one in (save_twice, load_both, compare_files, die_in_save, load_newest, fail_in_save)}
 WORKS |= {one.__name__: one for one in (in_background, refuse, live_again, attach_live, refuse_live)}
+WORKS |= SHADOWED_WORKS
 
 
 def one_rank(rank, asked, answer):

@@ -3,88 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import select
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.errors import ConfigError
 from lastgood.integrations.deepspeed_traffic import mark_communication
-from lastgood.ports import free_ports
 from lastgood.storage import format as fmt
 from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
+from tests.integrations.deepspeed_ranks import KILLED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
 )
-LIMIT_S = 120
-KILLED = -signal.SIGKILL
-
-
-class Ranks:
-    """Asks the process that forks ranks; its log is kept for what goes wrong."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.works = 0
-        self.errors = (folder / "parent.log").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("deepspeed_rank.py"))],
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
-
-    def ask(self, work, world=2, **what):
-        """Exit codes, answers, and the folder with the ranks' logs."""
-        self.works += 1
-        folder = self.folder / f"{self.works}-{work}"
-        folder.mkdir()
-        (port,) = free_ports()
-        asked = {"work": work, "world": world, "port": port, "folder": str(folder), **what}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        while True:  # DeepSpeed prints when it is imported
-            ready, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
-            assert ready, f"waited {LIMIT_S} s for {work}: {self.logs(folder)}"
-            line = self.process.stdout.readline()
-            assert line, f"ended during {work}: {(self.folder / 'parent.log').read_text()[-3000:]}"
-            if line.startswith('{"codes"'):
-                answer = json.loads(line)
-                return answer["codes"], answer["answers"], folder
-
-    def run(self, work, world=2, **what):
-        """The answers, where all ranks end well."""
-        codes, answers, folder = self.ask(work, world, **what)
-        assert codes == [0] * world, self.logs(folder)
-        return answers
-
-    @staticmethod
-    def logs(folder):
-        return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(folder.glob("*.log")))
-
-    def end(self):
-        self.process.kill()  # its ranks end with it
-        self.process.wait(30)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.errors.close()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    made = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.end()
-
-
 KINDS = [
     pytest.param({"stage": 0}, id="zero0", marks=pytest.mark.slow),
     pytest.param({"stage": 0, "precision": "bf16"}, id="zero0-bf16", marks=pytest.mark.slow),
@@ -203,6 +134,7 @@ def test_a_ranks_live_partitions_are_its_state(ranks, kind):
     for one in found:
         assert one["after"] == one["before"] != one["other"]
         assert one["again"] == one["losses"]
+        assert one["groups"] == [1]
         assert one["buffers"] == ["buffer 1/seen"]
         # Partitions and two moments, each half of 740 parameters and some padding, may be copied until the next update.
         assert 3 * 4 * 370 <= one["updated"] <= 3 * 4 * 400

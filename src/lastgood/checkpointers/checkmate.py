@@ -26,9 +26,12 @@ from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.messages import Absent, Side, Step
+from lastgood.gradients.parts import Part
 from lastgood.gradients.ring_tap import RingTap
+from lastgood.gradients.step_tap import StepTap
 from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tap import BucketTap
+from lastgood.gradients.tracked import Tracked
 from lastgood.gradients.updates import Update
 from lastgood.state import flatten
 
@@ -75,7 +78,6 @@ class Checkmate(Checkpointer):
         self._hooked = False
         self._life: Life | None = None
         self._restored: Restored | None = None
-        self._update: Update | None = None
         self._pending: dict[int, tuple[CheckpointEvent, GradientStream]] = {}
         self._settling = threading.Condition()
         self._saves = 0
@@ -124,8 +126,9 @@ class Checkmate(Checkpointer):
         return True
 
     def _start(self) -> None:
-        flatten(self.state, spread=True)  # what cannot be stored is said first
-        self._update, self._pending, self._saves = None, {}, 0
+        Tracked(self.state)  # what cannot be followed or stored is said first
+        flatten(self.state, spread=True)
+        self._pending, self._saves = {}, 0
         life = begin_life(
             self.directory,
             self.state,
@@ -163,25 +166,39 @@ class Checkmate(Checkpointer):
         if life is None:
             return
         stream = life.stream
-        if life.step_tap is not None:
-            life.notes.begin_iteration()
-            stream.begin()
-        elif stream.phase != "reduced":
-            twice = stream.phase == "updated"
+        try:
+            part = self._take_step(life) if life.step_tap is None else self._take_part(life, life.step_tap)
+            stream.fault = stream.fault or part.fault
+        except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
+            stream.fault = stream.fault or f"{type(error).__name__}: {error}"
+        stream.phase = "updated"
+
+    @staticmethod
+    def _take_step(life: Life) -> Part:
+        """Behind the hook's reduction: one step for each."""
+        stream = life.stream
+        twice = stream.phase == "updated"
+        if stream.phase != "reduced":
             if not twice:
-                self._begin_empty(life)
+                life.begin_empty()
             what = "has begun twice" if twice else "has begun with no gradients reduced for it"
             stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
-        try:
-            self._update, fault = life.notes.take()
-            stream.fault = stream.fault or fault
-            if life.step_tap is not None:
-                life.step_tap.send()
-        except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
-            self._update = Update(None, ())
-            stream.fault = f"{type(error).__name__}: {error}"
+        part = life.notes.look()
+        if not twice:
+            life.notes.add(part)
         stream.end()
-        stream.phase = "updated"
+        return part
+
+    @staticmethod
+    def _take_part(life: Life, tap: StepTap) -> Part:
+        """Without a hook: one step for all parameters, or several of some. One that comes again begins an iteration."""
+        part = life.notes.look()
+        if life.stream.phase == "closed" or not life.notes.takes(part):
+            life.begin_iteration()
+        life.notes.add(part)
+        if tap.send(part.stepped):
+            life.stream.end()
+        return part
 
     def save(self, step: int) -> None:
         """Close the iteration: send the side record, and on rank 0 what the update was. Copies only what is small."""
@@ -191,17 +208,10 @@ class Checkmate(Checkpointer):
             if life.conductor.fenced is not None:
                 raise CheckpointError(life.conductor.fenced)
             if life.stream.phase == "closed":
-                self._begin_empty(life)
+                life.begin_empty()
             self._close_iteration(life, event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
-
-    @staticmethod
-    def _begin_empty(life: Life) -> None:
-        """An iteration in which nothing was reduced: a step that a loss scaler skipped, or a save with no update."""
-        life.notes.begin_iteration()
-        life.stream.begin()
-        life.send_nothing()
 
     def _close_unsaved(self) -> None:
         """The next iteration begins, and nobody saved this one."""
@@ -212,12 +222,16 @@ class Checkmate(Checkpointer):
 
     def _close_iteration(self, life: Life, event: CheckpointEvent | None) -> None:
         stream, conductor = life.stream, life.conductor
-        iteration, fault = stream.iteration, stream.fault
-        stream.end()
-        update = self._update if stream.phase == "updated" else Update(None, ())
-        self._update = None
+        iteration, update = stream.iteration, Update(None)
+        try:
+            if life.step_tap is not None:
+                life.step_tap.finish()
+            stream.end()
+            update = life.notes.update()
+        except Exception as error:
+            stream.fault = stream.fault or f"{type(error).__name__}: {error}"
+        fault = stream.fault
         stream.phase = "closed"
-        assert update is not None
         if fault is not None:
             self._distrust(life, iteration)
         trouble: Exception | None = None if fault is None else CheckpointError(fault)
@@ -236,7 +250,7 @@ class Checkmate(Checkpointer):
                     rule=update.rule,
                     saved=saved,
                     step=event.step if event is not None and saved else None,
-                    absent=update.absent if update.rule is not None else (),
+                    absent=update.absent,
                     void=fault is not None,
                     apart=life.apart,
                     spill=bool(saved and every and self._saves % every == 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from lastgood.gradients.step_tap import StepTap
 from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tap import BucketTap, Session
 from lastgood.gradients.tracked import BucketCopy, Tracked
-from lastgood.gradients.updates import Update, UpdateNotes
+from lastgood.gradients.updates import Shares, Update, UpdateNotes
 from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.wire.records import ITEM_BYTES
@@ -74,7 +74,7 @@ class Life:
     own_buckets: list[int]
     """That this rank seeds."""
     zeros: list[Span]
-    """What this rank sends of an iteration in which nothing was reduced."""
+    """With a hook: what this rank sends of an iteration in which nothing was reduced."""
 
     @property
     def apart(self) -> bool:
@@ -90,14 +90,25 @@ class Life:
         """One of this rank's own buckets as it is now."""
         return self.tracked.copy_bucket(self.layout, bucket, iteration, self.first)
 
-    def send_nothing(self) -> None:
-        """Send zeros as this rank's gradients, for an iteration that will not be applied."""
+    def begin_iteration(self) -> None:
+        """Begin an iteration; one that is open is closed before, unsaved."""
+        self.stream.begin()
+        self.notes.begin_iteration()
+        if self.step_tap is not None:
+            self.step_tap.begin()
+
+    def begin_empty(self) -> None:
+        """An iteration in which nothing was reduced: a step that a loss scaler skipped, or a save with no update.
+
+        Zeros stand for this rank's gradients.
+        """
+        self.begin_iteration()
         if self.ring_tap is not None:
             self.ring_tap.send_nothing(self.stream.iteration)
-            return
-        zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
-        for span in self.zeros:
-            self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
+        elif self.step_tap is None:  # it sends zeros by itself, for all that was not stepped
+            zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
+            for span in self.zeros:
+                self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
 
     def close(self) -> None:
         """End all threads and connections, within a bounded time."""
@@ -141,7 +152,9 @@ def begin_life(
     if ring_tap is not None:
         check_ring(knobs, tracked, ring_tap, ranks)
     spec = probed(tracked.optimizer, tracked.parameters)
-    layout, first, own = _layout_of_all(tracked, spec, knobs, together, rank, ranks, union=not buckets)
+    layout, shares = _layout_of_all(tracked, spec, knobs, together, rank, ranks, union=not buckets)
+    first = 0 if buckets else shares.firsts[rank]
+    own = range(first, first + len(tracked.parameters))
     job, epoch, base = _identity(directory, knobs, token, together, rank, restored)
     adopt = base if restored is not None else None
     own_buckets = [number for number, bucket in enumerate(layout.buckets) if bucket.parameters[0] in own]
@@ -159,7 +172,7 @@ def begin_life(
     mover: DeviceMover | None = None
     try:
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
-        notes = UpdateNotes(state, tracked, spec, reduced=buckets, copies=1 if buckets else ranks)
+        notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
         mover = _mover_for(tracked, stream, knobs)
         life = Life(
             rank,
@@ -174,7 +187,7 @@ def begin_life(
             ring_tap,
             mover,
             own_buckets,
-            _zeros_of(layout, buckets, own_buckets, rank, ranks, knobs),
+            _zeros_of(layout, rank, ranks, knobs) if buckets else [],
         )
         if not buckets and ranks > 1 and not tracked.spread:
             _log.info(
@@ -221,8 +234,8 @@ def _layout_of_all(
     ranks: int,
     *,
     union: bool,
-) -> tuple[GradientLayout, int, range]:
-    """The layout, the index of this rank's first parameter in it, and its own parameters' indices."""
+) -> tuple[GradientLayout, Shares]:
+    """The layout, and where ranks' parameters lie in it: with `union` each has its own."""
     declared = tracked.declared()
     shadows = len(knobs.shadows)
     if not union or together is None:
@@ -230,7 +243,7 @@ def _layout_of_all(
         digests = [layout.digest] if together is None else together.tell(layout.digest)
         if len(set(digests)) != 1:
             raise ConfigError("checkmate: ranks have different models or optimizers, so their gradients are no means")
-        return layout, 0, range(len(declared))
+        return layout, Shares()
     told = together.tell((declared, spec))
     specs = {replace(one, groups=tuple(replace(group, parameters=()) for group in one.groups)) for _, one in told}
     if len(specs) != 1:
@@ -255,7 +268,8 @@ def _layout_of_all(
         bucket_bytes=knobs.bucket_bytes,
         owners=owners,
     )
-    return layout, firsts[rank], range(firsts[rank], firsts[rank] + len(declared))
+    alike = len({tuple(group.parameters for group in one.groups) for _, one in told}) == 1
+    return layout, Shares(tuple(firsts), alike, rank)
 
 
 def _identity(
@@ -288,11 +302,7 @@ def _identity(
     return job, epoch, 0
 
 
-def _zeros_of(
-    layout: GradientLayout, buckets: bool, own_buckets: Sequence[int], rank: int, ranks: int, knobs: CheckmateOptions
-) -> list[Span]:
-    if not buckets:
-        return [Span(one, layout.buckets[one].dtype, 0, 0, layout.buckets[one].nbytes) for one in own_buckets]
+def _zeros_of(layout: GradientLayout, rank: int, ranks: int, knobs: CheckmateOptions) -> list[Span]:
     spans = []
     for number, bucket in enumerate(layout.buckets):
         itemsize = ITEM_BYTES[bucket.dtype]

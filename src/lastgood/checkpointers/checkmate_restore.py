@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -216,10 +216,18 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
             f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
             "system restores on as many"
         )
+    load = _Load(state, knobs, token, plan, rank)
+    # Loading may need all ranks itself (ZeRO's weights are gathered), so no rank begins before all can.
+    for part in (load.fetch, load.apply):
+        _all_do(part, together, plan.choice.step)
+    return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+
+
+def _all_do(part: Callable[[], None], together: Together | None, step: int) -> None:
+    """Do a part of a restore. Raises what this rank's raises, or CheckpointError for another rank's."""
     fault: LastgoodError | None = None
-    tree: dict[str, Any] = {}
     try:
-        tree = _Load(state, knobs, token, plan, rank).run()
+        part()
     except LastgoodError as one:
         if together is None:
             raise
@@ -229,9 +237,7 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
         if fault is not None:
             raise fault
         if faults:
-            raise CheckpointError(f"rank {faults[0][0]} could not restore step {plan.choice.step}: {faults[0][1]}")
-    load_tree(state, tree, f"step {plan.choice.step} of the shadows")
-    return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+            raise CheckpointError(f"rank {faults[0][0]} could not restore step {step}: {faults[0][1]}")
 
 
 def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
@@ -273,13 +279,15 @@ class _Load:
         self._plan = plan
         self._rank = rank
         self._where = f"step {plan.choice.step} of the shadows"
-        self._tracked = Tracked(state)
+        self._tracked: Tracked
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._tree: dict[str, Any] = {}
 
-    def run(self) -> dict[str, Any]:
-        """The tree to load. Changes nothing; raises MismatchError where the state is another one."""
+    def fetch(self) -> None:
+        """Get all of it, and change nothing. Raises MismatchError where the state is another one."""
         plan, knobs = self._plan, self._knobs
+        self._tracked = Tracked(self._state)
         side, record = asking.fetch_side(
             knobs.shadows,
             self._token,
@@ -303,9 +311,13 @@ class _Load:
         missing = [name for index, name in enumerate(self._tracked.names) if (index, "parameter") not in self._tensors]
         if missing:
             raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
-        tree = restored_tree(self._state, self._tracked, open_side(record, self._where), self._tensors, self._where)
-        check_tree(self._state, tree, self._where)
-        return tree
+        reduced = open_side(record, self._where)
+        self._tree = restored_tree(self._state, self._tracked, reduced, self._tensors, self._where)
+        check_tree(self._state, self._tree, self._where)
+
+    def apply(self) -> None:
+        """Put it into the state."""
+        load_tree(self._state, self._tree, self._where)
 
     def _first_of(self, layout: GradientLayout) -> int:
         """The index of this rank's first parameter, where all of them are as they were declared."""

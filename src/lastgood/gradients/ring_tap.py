@@ -54,8 +54,8 @@ class RingTap(BucketTap):
             return super().reduce(bucket)
         self.used = True
         if bucket.index() == 0:
-            session.notes.begin_iteration()
             session.stream.begin()
+            session.notes.begin_iteration()
         iteration = session.stream.iteration
         future = reducer.reduce(bucket, iteration)
         plan = self._plan(session, bucket, bucket.buffer()) if session.rank == 0 else None

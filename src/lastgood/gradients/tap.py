@@ -98,8 +98,8 @@ class BucketTap:
         plan = None
         if session is not None:
             if bucket.index() == 0:
-                session.notes.begin_iteration()
                 session.stream.begin()
+                session.notes.begin_iteration()
             plan = self._plan(session, bucket, gradients)
         work = distributed.all_reduce(gradients, group=self.group, async_op=True)
 

@@ -71,7 +71,8 @@ class Tracked:
         optimizers = {name: part for name, part in state.items() if isinstance(part, torch.optim.Optimizer)}
         if len(optimizers) != 1:
             raise ConfigError(
-                f"checkmate follows one optimizer, and this state has {len(optimizers)}: {', '.join(optimizers) or '-'}"
+                f"checkmate follows one optimizer, and this state has {len(optimizers)}: "
+                f"{', '.join(optimizers) or '-'}{_wrapped(state)}"
             )
         ((self.part, self.optimizer),) = optimizers.items()
         self.parameters: list[torch.Tensor] = [
@@ -140,6 +141,18 @@ class Tracked:
         if pinned:
             torch.cuda.current_stream(next(one.device for one in sources if one.is_cuda)).synchronize()
         return BucketCopy(bucket, iteration, tuple(entries), memory)
+
+
+def _wrapped(state: Mapping[str, Any]) -> str:
+    """What to do about an optimizer that DeepSpeed has put into one of its own."""
+    for name, part in state.items():
+        inner = getattr(part, "optimizer", None)  # schedulers have one as well
+        if isinstance(inner, torch.optim.Optimizer) and callable(getattr(part, "backward", None)):
+            return (
+                f"; {name} is DeepSpeed's {type(part).__name__}: give the parts of LiveZero in its place, with ZeRO 1, "
+                "2 or 3 (docs/deepspeed.md)"
+            )
+    return ""
 
 
 def _names(state: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[int, str]:

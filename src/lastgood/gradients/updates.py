@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import ConfigError
+from lastgood.errors import CheckpointError, ConfigError
+from lastgood.gradients.parts import OpenUpdate, Part
 from lastgood.gradients.tracked import Tracked, flat_bytes
 from lastgood.optim.rule import ClipNorm, ClipValue
 from lastgood.optim.spec import OptimizerSpec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Samples", "Update", "UpdateNotes"]
+__all__ = ["Samples", "Shares", "Update", "UpdateNotes"]
 
 _PER_BUFFER = 2
 """Parameters of each reduced buffer that are looked at in an iteration; other ones in the next."""
@@ -29,30 +30,49 @@ _STRIDE = 7919
 
 @dataclass(frozen=True)
 class Update:
-    """One step of the optimizer."""
+    """What the optimizer did in one iteration."""
 
     rule: dict[str, Any] | None
-    """None: it will change nothing (a loss scaler found an overflow)."""
-    absent: tuple[int, ...]
-    """Parameters without a gradient."""
+    """None: it changed nothing (a loss scaler found an overflow)."""
+    absent: tuple[int, ...] = ()
+    """This rank's parameters that it left alone."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where each rank's parameters lie in the layout: one share for all ranks where they have the same ones."""
+
+    firsts: tuple[int, ...] = (0,)
+    """The first index of each share."""
+    alike: bool = True
+    """Whether all have the same number of parameters in each group."""
+    rank: int = 0
 
 
 class UpdateNotes:
     """Reads an optimizer's hyperparameters at each step, and what was done to gradients before it.
 
-    `spec` is of this rank's optimizer; the layout holds its groups `copies` times, once for each rank. With `reduced`,
+    `spec` is of this rank's optimizer; the layout holds its groups once for each of the `shares`. With `reduced`,
     shadows have gradients as they were reduced, and repeat unscaling and clipping; otherwise they have
     them as the optimizer's step takes them.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], tracked: Tracked, spec: OptimizerSpec, *, reduced: bool, copies: int = 1
+        self,
+        state: Mapping[str, Any],
+        tracked: Tracked,
+        spec: OptimizerSpec,
+        *,
+        reduced: bool,
+        shares: Shares = Shares(),
     ) -> None:
         self._tracked = tracked
         self._spec = spec
-        self._rules: RuleMaker | None = self._rule_maker()
-        self._copies = copies
+        self._rules: RuleMaker | None = RuleMaker(tracked.optimizer, spec, tracked.parameters)
+        self._group_of = spec.group_of()
+        self._shares = shares
         self._reduced = reduced
+        self._open = OpenUpdate()
         self._scalers = [part for part in state.values() if isinstance(part, torch.amp.GradScaler)]
         self._clip: ClipNorm | ClipValue | None = None
         self._clips = 0
@@ -98,35 +118,75 @@ class UpdateNotes:
     def begin_iteration(self) -> None:
         """New gradients come; what was noted belongs to older ones."""
         self._clip, self._clips = None, 0
+        self._open = OpenUpdate()
         self.samples.clear()
 
-    def take(self) -> tuple[Update, str | None]:
-        """What the step that begins now does, and why shadows cannot repeat it, if they cannot.
+    def look(self) -> Part:
+        """What the step that begins now does. Call it once for each.
 
-        Raises ConfigError for numbers that no update can be told with (a learning rate that is none, say).
+        Where that cannot be told (a learning rate that is none, say) the part has a fault. Nothing is raised, since
+        keeping a state must never stop the training of it.
         """
-        optimizer = self._tracked.optimizer
-        absent = tuple(index for index, one in enumerate(self._tracked.parameters) if one.grad is None)
+        try:
+            return self._look()
+        except Exception as error:
+            self._rules = None  # it has lost count of the steps, which the optimizer makes all the same
+            return Part(None, fault=f"{type(error).__name__}: {error}")
+
+    def _look(self) -> Part:
+        optimizer, index_of = self._tracked.optimizer, self._tracked.index_of
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
-            return Update(None, absent), None
+            return Part(None)
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
-        # One that failed has lost count of the steps, which the optimizer makes all the same.
-        rules, self._rules = self._rules or self._rule_maker(), None
-        rule = rules.make(
+        if self._rules is None:
+            raise CheckpointError(
+                "the step before could not be told to shadows, and how many there were is not known yet"
+            )
+        rule = self._rules.make(
             inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
         )
-        self._rules = rules
-        rule = replace(rule, groups=rule.groups * self._copies)
         fault = None
         if self._reduced:
             if self._clips > 1:
                 fault = "gradients were clipped more than once before one step; shadows repeat one clipping"
             else:
                 fault = self.samples.difference(inverse_scale, clip)
-        return Update(rule.to_data(), absent), fault
+        # ZeRO puts some of the groups, or of their parameters, into the optimizer for one step.
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        stepped = frozenset(index_of[id(one)] for one in held if one.grad is not None)
+        if not stepped:
+            return Part(None, fault=fault)
+        return Part(rule, stepped, frozenset(self._group_of[index] for index in stepped), fault)
+
+    def takes(self, part: Part) -> bool:
+        """Whether a step belongs to the iteration that is open: it steps none of its parameters again."""
+        return self._open.takes(part)
+
+    def add(self, part: Part) -> None:
+        """A step belongs to the iteration that is open."""
+        self._open.add(part)
+
+    def update(self) -> Update:
+        """All steps of the iteration that is open; behind the last of them."""
+        self._count_again()
+        rule, shares = self._open.rule, self._shares
+        if rule is None:
+            return Update(None)
+        # What is not aligned on one rank is not on the others either, where they have the same parameters.
+        firsts = shares.firsts if shares.alike else (shares.firsts[shares.rank],)
+        unaligned = tuple(first + index for first in firsts for index in rule.unaligned)
+        rule = replace(rule, groups=rule.groups * len(shares.firsts), unaligned=unaligned)
+        return Update(rule.to_data(), tuple(sorted(self._group_of.keys() - self._open.stepped)))
+
+    def _count_again(self) -> None:
+        """Behind a step that could not be told. ZeRO takes groups out of its optimizer: then at a later one."""
+        if self._rules is None:
+            held = sum(len(group["params"]) for group in self._tracked.optimizer.param_groups)
+            if held == len(self._tracked.parameters):
+                self._rules = RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
 
     def _inverse_scale(self) -> float | None:
         """What a loss scaler has multiplied this iteration's gradients by, as its unscale_ computes it."""

@@ -65,11 +65,13 @@ class LiveZero:
         self.settle()
 
     def settle(self) -> None:
-        """Make the optimizer whole again; behind every step, before its state is looked at.
+        """Make the optimizer whole again; behind every step, before its state is looked at. Twice does no harm.
 
         ZeRO 3 takes the partitions out of the optimizer's groups at the end of a step.
         """
         if self._stage == 3:
+            for group in self.optimizer.param_groups:
+                group["params"] = []  # DeepSpeed appends, and where no step was made they are still there
             self._zero._set_fp32_optimizer_param_groups()
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
@@ -124,6 +126,11 @@ def _check(zero: Any, stage: int) -> None:
             f"DeepSpeed {deepspeed.__version__}: the {type(zero).__name__} of ZeRO stage {stage} has no "
             f"{', '.join(lacking) or 'partitions'}, which this Lastgood takes its live state from; docs/deepspeed.md "
             "names the versions that it knows"
+        )
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        raise ConfigError(
+            "an optimizer that is offloaded is no part of this live state; leave offload_optimizer out, or use "
+            "lastgood.integrations.deepspeed.use_lastgood"
         )
     if zero.dynamic_loss_scale:
         raise ConfigError("a dynamic loss scale (fp16) is no part of this live state; train in bf16 or fp32")

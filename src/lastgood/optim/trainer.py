@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,7 +51,7 @@ class RuleMaker:
     """Makes the rule of each step of a live optimizer; `parameters` is the list that `spec` counts places in.
 
     For CUDA it keeps count of steps on the host, so that no step waits for the device. After `load_state_dict` make
-    another one.
+    another one, while the optimizer has all of its groups and parameters; at a step it may have some only.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class RuleMaker:
         self._spec = spec
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._place_of = {id(p): place for place, p in enumerate(held if parameters is None else parameters)}
+        self._group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._numbers = [GroupRule.of(group) for group in optimizer.param_groups]
         self._powers: DevicePowers | None = None
         self._steps: dict[int, int] = {}
         if spec.needs_powers:
@@ -81,18 +83,33 @@ class RuleMaker:
     ) -> UpdateRule:
         """The rule of the step that the optimizer makes next. Call it once for each step that is really made.
 
-        Gradients must be as the step will find them: a parameter without one makes no step.
+        Gradients must be as the step will find them: a parameter without one makes no step. Groups that the optimizer
+        does not have at this step keep the numbers that they had last. Raises ConfigError for parameters that it had
+        not before, or more different counts of steps than an update can tell.
         """
-        rule = UpdateRule.of(self._optimizer, inverse_scale=inverse_scale, grad_scale=grad_scale, clip=clip)
-        if self._powers is not None:
-            rule = replace(rule, groups=tuple(self._with_powers(number) for number in range(len(rule.groups))))
+        for group in self._optimizer.param_groups:
+            number = self._number_of(group)
+            if number is not None:
+                self._numbers[number] = (
+                    GroupRule.of(group) if self._powers is None else self._with_powers(number, group)
+                )
+        rule = UpdateRule(tuple(self._numbers), inverse_scale, grad_scale, clip)
         if self._spec.needs_alignment:
             rule = replace(rule, unaligned=self._unaligned())
         return rule
 
-    def _with_powers(self, number: int) -> GroupRule:
+    def _number_of(self, group: Mapping[str, Any]) -> int | None:
+        """Which of the optimizer's groups this is; None for one without parameters at this step."""
+        numbers = {self._group_of.get(id(p)) for p in group["params"]}
+        if len(numbers) > 1 or None in numbers:
+            raise ConfigError(
+                "the optimizer has parameters that it had not when checkpointing began, or in other groups; close() "
+                "the checkpointer, and start it again behind such a change"
+            )
+        return numbers.pop() if numbers else None
+
+    def _with_powers(self, number: int, group: Mapping[str, Any]) -> GroupRule:
         assert self._powers is not None  # by `make`
-        group = self._optimizer.param_groups[number]
         stepping = [p for p in group["params"] if p.grad is not None]
         for p in stepping:
             self._steps[id(p)] += 1
