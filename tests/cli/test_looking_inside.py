@@ -184,8 +184,9 @@ def test_verify_finds_damage(directory, place):
 
 def test_verify_without_a_checkpoint(directory, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoCheckpoint, match="no whole checkpoint"):
-        run("verify", tmp_path / "empty")
+    for step, words in (([], "there is no checkpoint here$"), (["--step", 3], "no whole checkpoint of step 3")):
+        with pytest.raises(NoCheckpoint, match=words):
+            run("verify", tmp_path / "empty", *step)
     with pytest.raises(NoCheckpoint, match=r"of step 77; .*\[.*3, 4\]"):
         run("verify", directory, "--step", 77)
     with pytest.raises(StorageError, match="missing"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -157,6 +158,28 @@ def test_files_of_two_saves_are_no_tag(tag, tmp_path):
     with pytest.raises(CheckpointError, match="are from two saves"):
         run("inspect", tag)
     assert "are from two saves" in json.loads(run("verify", tag, "--json", code=1))["trouble"][0]
+
+
+def test_the_folder_above_the_tags_is_told_from_one_without_checkpoints(tag, tmp_path):
+    """DeepSpeed is given that folder; and a job's directory in another one is found by its ranks' and its slots."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "x.txt").write_text("x")
+    for number, name in enumerate(("global_step8", "global_step9", "global_step10")):
+        shutil.copytree(tag, tmp_path / name)
+        os.utime(tmp_path / name, (2e9 + number, 2e9 + number))
+    words = "there is no checkpoint here, but in global_step10, global_step9, global_step8 and 1 more below; name that"
+    assert words in run("inspect", tmp_path)
+    with pytest.raises(NoCheckpoint, match=words):
+        run("verify", tmp_path)
+    assert run("inspect", tmp_path / "notes") == f"{tmp_path / 'notes'}: there is no checkpoint here\n"
+    above = tmp_path / "above"
+    (above / "job1" / "rank-00000").mkdir(parents=True)
+    (above / "job2").mkdir()
+    (above / "job2" / "slot-0000.lgs").write_bytes(b"")
+    found = run("inspect", above)
+    assert "but in job" in found
+    assert "job1" in found
+    assert "job2" in found
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -340,6 +341,25 @@ def test_a_launcher_that_is_not_installed_is_named(
     hosts = parse_hostfile("here slots=1\n")
     with pytest.raises(ConfigError, match=program):
         way(how, Way(hosts, TICKET, sys.executable, Remote(), tmp_path, [], "127.0.0.1", 1))
+
+
+@pytest.mark.parametrize("how", ["deepspeed", "openmpi"])
+def test_a_python_without_deepspeed_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: How
+) -> None:
+    # Only looked for: the launch ends before any of them is called.
+    for name, text in (
+        *((program, "exit 9\n") for program in ("pdsh", "mpirun", "ompi_info")),
+        ("python", f'exec {shlex.quote(sys.executable)} -I -S "$@"\n'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    hosts = parse_hostfile("here slots=1\n")
+    for python, why in ((str(tmp_path / "python"), r"pip install 'lastgood\[deepspeed\]'"), ("/no/python", "No such")):
+        with pytest.raises(ConfigError, match=f"{python}.*{why}"):
+            way(how, Way(hosts, TICKET, python, Remote(), tmp_path, [], "127.0.0.1", 1))
+    assert not (tmp_path / "deepspeed.log").exists()
 
 
 def test_options_that_mpirun_would_tear_apart_are_refused(tmp_path: Path) -> None:

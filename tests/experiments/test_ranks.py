@@ -206,7 +206,7 @@ def test_what_cannot_run_over_ranks_is_refused(override: str, words: list[str]) 
 def test_a_hostfile_must_hold_the_nodes_and_slots(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a slots=1\nb slots=2\n")
-    with pytest.raises(ConfigError, match=r"2 hosts \(slots: a 1, b 2\); needed: 2 hosts of 1 slots"):
+    with pytest.raises(ConfigError, match=r"2 hosts \(slots: a 1, b 2\); needed: 2 hosts of 1 slots; change `nodes`"):
         configure(f"fig8e={{hostfile: {path}}}")
     path.write_text("a slots=1\nb slots=1\n")
     spec = plan_figure(configure(f"fig8e={{hostfile: {path}}}", "threads=2"), "fig8e")[0]

@@ -293,4 +293,11 @@ def test_the_commands(bed: Testbed, tmp_path: Path) -> None:
     main = [sys.executable, "-c", "from lastgood.cli import main; main()"]
     command = [*main, "testbed", "exec", *name, "vm2", "--", "sh", "-c", "hostname; exit 4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("vm2\n", 4), done.stderr
+    assert (done.stdout, done.stderr, done.returncode) == ("vm2\n", "", 4)
+    assert lastgood("testbed", "cut", "vm2", *name).exit_code == 0
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+        try:
+            assert waiting.stderr is not None
+            assert "vm2 is cut and will not answer: heal, resume or restart it" in waiting.stderr.readline()
+        finally:
+            waiting.kill()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +39,11 @@ __all__ = [
     "read_tree",
     "typed_view",
     "was_overwritten",
+    "words_on_none",
 ]
 
+_LOOKED_AT = 64
+"""Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
 _MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What walking a layout raises that is JSON, but no layout."""
 _RESERVED = "__metadata__"
@@ -127,6 +132,32 @@ def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
         except StorageError as error:
             statuses.append(SlotStatus(path, number, SlotState.TORN, 0, detail=str(error)))
     return statuses, troubles
+
+
+def words_on_none(directory: Path) -> str:
+    """What to say of a directory that holds no checkpoint: also which folders in it do, the newest three of them.
+
+    DeepSpeed's `save_checkpoint` is given the folder above those that hold its files.
+    """
+    from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.storage.reader import find_slots
+    from lastgood.storage.single import is_single_file
+
+    def holds(folder: Path) -> bool:
+        files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
+        return bool(find_slots(folder) or rank_directories(folder)) or any(is_single_file(path) for path in files)
+
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError):
+        for folder in islice((path for path in directory.iterdir() if path.is_dir()), _LOOKED_AT):
+            with contextlib.suppress(OSError, StorageError):
+                if holds(folder):
+                    found.append((folder.stat().st_mtime, folder.name))
+    if not found:
+        return f"{directory}: there is no checkpoint here"
+    names = [name for _, name in sorted(found, reverse=True)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{directory}: there is no checkpoint here, but in {', '.join(names[:3])}{more} below; name that folder"
 
 
 def was_overwritten(info: SlotInfo) -> bool:

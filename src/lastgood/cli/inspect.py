@@ -47,6 +47,7 @@ def inspect(
     readable; all else is shown before.
     """
     from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.checkpointers.stored import words_on_none
     from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
@@ -64,6 +65,9 @@ def inspect(
         for one, contents in shown:
             mark = one.get("global")
             marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
+            if not one["slots"]:
+                sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
+                continue
             _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}", one["slots"])
             if contents is not None:
                 _show_contents(contents)

@@ -116,9 +116,17 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="The command, after --.")],
     name: Name = "main",
 ) -> None:
-    """Run a command on a node by ssh; exits with its exit code, 255 where ssh fails."""
+    """Run a command on a node by ssh; exits with its exit code, 255 where ssh fails.
+
+    Words arrive as they are given: for a pipe or a variable of the node's, `exec vm1 -- sh -c '...'`.
+    """
     bed = _bed(name)
     address = bed.address(node)
+    (state,) = (one.state for one in bed.status() if one.name == node)
+    if state != "up":
+        console.print(
+            f"testbed {name}: {node} is {state} and will not answer: heal, resume or restart it", markup=False
+        )
     words = bed.remote().command(address, command)
     if sys.stdin.isatty() and sys.stdout.isatty():
         words[words.index("-T")] = "-t"

@@ -36,6 +36,7 @@ def verify(
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
     from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.checkpointers.stored import words_on_none
     from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
@@ -53,6 +54,8 @@ def verify(
     if any(one["trouble"] or any(slot["damaged"] for slot in one["slots"]) for one in found):
         raise typer.Exit(1)
     for one, steps in looked:
+        if not one["slots"] and step is None:
+            raise NoCheckpoint(words_on_none(Path(one["directory"])))
         if not any(slot["result"] == "whole" for slot in one["slots"]):
             asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
             raise NoCheckpoint(f"{one['directory']}: no {asked}; whole ones are there of steps {steps or 'none'}")

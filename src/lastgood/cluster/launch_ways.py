@@ -34,6 +34,7 @@ wait
 """
 _MAX_ENV_FILE_BYTES: Final = 64 << 10
 _END_S: Final = 10.0
+_LOOK_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,7 @@ def _runner(
     given: Way, backend: str, arguments: Sequence[str], exported: Mapping[str, str], env: Mapping[str, str]
 ) -> Started:
     """DeepSpeed's runner. `exported` goes into its environment file, `env` to what it calls."""
+    _check_deepspeed(given.python)
     hostfile = given.log_dir / "hostfile"
     hostfile.write_text(render_hostfile(given.hosts.hosts), encoding="utf-8")
     env_file = given.log_dir / "deepspeed_env"
@@ -254,6 +256,20 @@ def _runner(
     env = {**os.environ, **given.ticket.env, "DS_ENV_FILE": str(env_file), **env}
     # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
     return _start("deepspeed", command, env, given, cwd=Path("/"))
+
+
+def _check_deepspeed(python: str) -> None:
+    """Raises ConfigError where `python` has no DeepSpeed here: its own words are a traceback in the launcher's log."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"DeepSpeed's launcher needs {python} on this machine: {error}") from error
+    if done.returncode:
+        raise ConfigError(
+            f"DeepSpeed's launcher is not installed for {python}: pip install 'lastgood[deepspeed]' there, or choose "
+            "--how torchrun"
+        )
 
 
 def deepspeed_env_text(env: Mapping[str, str]) -> str:

@@ -109,7 +109,9 @@ def _hostfile_problems(sources: Sources, figure: str, section: NodesSection | Ch
         return [sources.problem((figure, "hostfile"), str(error))]
     if [host.slots for host in hosts.hosts] != [section.slots] * section.nodes:
         found = ", ".join(f"{host.name} {host.slots}" for host in hosts.hosts[:8])
-        needed = f"needed: {section.nodes} hosts of {section.slots} slots"
+        needed = (
+            f"needed: {section.nodes} hosts of {section.slots} slots; change `nodes` and `slots`, or name another file"
+        )
         text = f"{path} has {len(hosts.hosts)} hosts (slots: {found}); {needed}"
         return [sources.problem((figure, "hostfile"), text)]
     return []
