@@ -63,6 +63,9 @@ def test_records_are_found_however_the_bytes_are_cut(records: list[Record], cuts
         b"GET / HTTP/1.1\r\n" + bytes(100),
         opening(b"another token"),
         opening()[:80] + bytes(28),
+        opening()[:80]
+        + b"LGM1\x02".ljust(20, b"\0")
+        + (1 << 20).to_bytes(8, "little"),  # a chunk, of which nothing came
         opening()[:80] + message_frame({"kind": "ring"}),
         opening()[:80] + message_frame({**GREETED.content(), "job": list(JOB)}),
         opening()[:80] + message_frame({**GREETED.content(), "layout": list("ab" * 32)}),

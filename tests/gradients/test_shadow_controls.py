@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
-from lastgood.errors import CheckpointError
+from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.asking import Asker, connect_shadow
-from lastgood.gradients.messages import Hello, Seeded, parse_message
+from lastgood.gradients.layout import plan_layout
+from lastgood.gradients.messages import Declare, Hello, Seeded, parse_message
 from lastgood.gradients.token import read_token
+from lastgood.optim.spec import OptimizerSpec
 from tests.gradients.shadow_processes import shadow_threads
 
 JOB = "12" * 16
@@ -60,3 +63,41 @@ def test_an_epoch_that_no_record_can_carry_is_refused(tmp_path):
         with Asker(shadow.address, token, 20.0, JOB) as asker:
             assert asker.status().epoch == 0
             assert asker.fence((1 << 32) - 1).epoch == (1 << 32) - 1
+
+
+class Lingering:
+    """A receiver one of whose threads gets no processor for a while."""
+
+    def __init__(self, receiver):
+        self.receiver = receiver
+        self.asked = 0
+
+    def close(self, timeout_s):
+        self.asked += 1
+        return self.receiver.close(timeout_s) and self.asked > 1
+
+    def __getattr__(self, name):
+        return getattr(self.receiver, name)
+
+
+@pytest.mark.parametrize("size", [5, 3], ids=["the new layout again", "the old one again"])
+def test_memory_is_not_given_back_while_a_thread_may_still_write_into_it(tmp_path, size):
+    def declared(elements):
+        parameter = torch.nn.Parameter(torch.zeros(elements))
+        spec = OptimizerSpec.of(torch.optim.SGD([parameter], lr=0.1)).to_data()
+        layout = plan_layout([("p", (elements,), "float32")], spec, ranks=1, shadows=1)
+        return Declare(layout=layout.to_data(), adopt=None)
+
+    with shadow_threads(tmp_path, 1) as (shadow,):
+        core = shadow.service.core
+        core.fence(JOB, 1)
+        core.declare(1, declared(3), lambda welcome: None)
+        core.fence(JOB, 2)
+        memory, receiver = core.memory, Lingering(core.receiver)
+        core.receiver = receiver
+        with pytest.raises(WaitTimeout, match="threads that receive gradients"):
+            core.declare(2, declared(5), lambda welcome: None)
+        assert core.memory is memory
+        core.declare(2, declared(size), lambda welcome: None)
+        assert core.layout.parameters[0].shape == (size,)
+        assert core.memory is not memory and core.receiver is not receiver, "one that has ended receives nothing"

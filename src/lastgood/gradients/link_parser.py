@@ -86,7 +86,8 @@ class LinkParser:
         self._expect(frames.HEADER_BYTES, self._framed)
 
     def _framed(self) -> None:
-        self._frame = frames.parse_header(self._held, self._name, "a hello")
+        header = frames.parse_header(self._held, self._name, "a hello")
+        self._frame = frames.check_message(header, self._name, "a hello")
         if self._frame.length == 0:
             raise CorruptCheckpoint(f"{self._name}: an empty hello")
         self._expect(self._frame.length, self._hello)

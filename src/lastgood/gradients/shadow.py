@@ -242,8 +242,7 @@ class ShadowService:
                 if hello.rank == 0 and self.core.state.declared:
                     self.core.greet()
             while self._wait(wire, hello.epoch):
-                frame = wire.receive_frame("a message")
-                message = parse_message(wire.read_message(frame), wire.other)
+                message = parse_message(wire.receive_message("a message"), wire.other)
                 self._obey(control, message)
         except CheckpointError as error:
             if not self._is_over(control):
@@ -321,8 +320,7 @@ class ShadowService:
     def _serve_asker(self, wire: Wire, hello: Hello) -> None:
         wire.send_message(**self.core.welcome().content())
         while self._wait(wire):
-            frame = wire.receive_frame("a question")
-            message = parse_message(wire.read_message(frame), wire.other)
+            message = parse_message(wire.receive_message("a question"), wire.other)
             try:
                 self._answer(wire, hello, message)
             except _StreamBegunError as error:

@@ -45,7 +45,7 @@ _log = logging.getLogger("lastgood.shadow")
 _TICK_S = 0.2
 _WORK_S = 60.0
 """For one bucket's work to end; it is bounded by the bucket's size."""
-_LOAD_S = 600.0
+_RECEIVER_S = 5.0
 
 
 class ShadowCore:
@@ -87,7 +87,7 @@ class ShadowCore:
         for thread in self._threads:
             thread.join(_WORK_S)
         if self.receiver is not None:
-            self.receiver.close(5.0)
+            self.receiver.close(_RECEIVER_S)
         if self.store is not None:
             self.store.close()
 
@@ -220,7 +220,10 @@ class ShadowCore:
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
 
     def settle_memory(self, layout: GradientLayout) -> None:
-        """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit."""
+        """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit.
+
+        Raises ConfigError where there is no room, WaitTimeout where the old receiver does not end.
+        """
         if self.layout is not None and self.layout.digest == layout.digest:
             return
         settings = self.settings
@@ -229,12 +232,16 @@ class ShadowCore:
         spills = settings.spill_directory is not None
         need = memory_need(layout, settings.shadow, settings.slots, spills=spills)
         if need.total <= min(limit, available_memory_bytes() + taken):
+            self.layout = None
+            if self.receiver is not None and not self.receiver.close(_RECEIVER_S):
+                raise WaitTimeout(
+                    f"waited {_RECEIVER_S:g} s for the threads that receive gradients to end: they may write into the "
+                    "old layout's memory still; declare the new one again"
+                )
+            self.receiver = None
             if self.memory is not None:  # the old one's memory goes back before the new one's is taken
-                self.memory = self.layout = None
+                self.memory = None
                 self.state.emptied()
-            if self.receiver is not None:
-                self.receiver.close(5.0)
-                self.receiver = None
         else:
             limit = min(limit, available_memory_bytes() + taken)
         memory = ShadowMemory(

@@ -96,6 +96,11 @@ class GradientStream:
         for link in self._links:
             link.end(iteration)
 
+    @property
+    def lends(self) -> bool:
+        """Whether memory was lent since `settle`; it may be read still."""
+        return bool(self._kept)
+
     def settle(self) -> None:
         """Return when no borrowed memory is read any more: it may be overwritten."""
         if self._kept:

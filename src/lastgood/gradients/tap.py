@@ -98,7 +98,10 @@ class BucketTap:
         plan = None
         if session is not None:
             if bucket.index() == 0:
+                unsettled = session.stream.lends
                 session.stream.begin()
+                if unsettled:
+                    self._stop_lending(session)
                 session.notes.begin_iteration()
             plan = self._plan(session, bucket, gradients)
         work = distributed.all_reduce(gradients, group=self.group, async_op=True)
@@ -114,6 +117,15 @@ class BucketTap:
             return result
 
         return work.get_future().then(reduced)
+
+    def _stop_lending(self, session: Session) -> None:
+        """Nobody called `settle` between two backward passes: what was lent may have changed while it was read."""
+        self.owns_memory = session.borrow = False
+        session.stream.fault = (
+            "a backward pass began before the gradients of the one before were known to be sent, and may have changed "
+            "them: call the model itself, not its forward(), which runs no hooks. From here on gradients are copied"
+        )
+        _log.warning("checkmate: %s", session.stream.fault)
 
     def _plan(self, session: Session, bucket: Any, gradients: torch.Tensor) -> _Plan | None:
         """Made anew where DDP has put other parameters into its bucket."""

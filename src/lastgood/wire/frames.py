@@ -34,6 +34,7 @@ __all__ = [
     "Kind",
     "Wire",
     "available_memory_bytes",
+    "check_message",
     "chunk_checksum",
     "keep_alive",
     "message_frame",
@@ -116,6 +117,13 @@ def parse_header(
             f"{other} declared {length} bytes, over the limit of {limits[Kind(kind)]}, waiting for {what}"
         )
     return Frame(Kind(kind), checksum, offset, length)
+
+
+def check_message(frame: Frame, other: str, what: str) -> Frame:
+    """The header of a message. Raises CorruptCheckpoint for another frame's, which may be a thousand times longer."""
+    if frame.kind is not Kind.MESSAGE:
+        raise CorruptCheckpoint(f"{other} sent a frame of kind {frame.kind.name}, waiting for {what}")
+    return frame
 
 
 def parse_message(frame: Frame, body: bytes | bytearray, other: str) -> dict[str, Any]:
@@ -215,7 +223,8 @@ class Wire:
         return parse_header(content, self.other, what, self._max_message_bytes)
 
     def read_message(self, frame: Frame) -> dict[str, Any]:
-        """The content of a message whose header is `frame`."""
+        """The content of a message whose header is `frame`. Raises CorruptCheckpoint where that is another frame's."""
+        check_message(frame, self.other, "a message")
         body = bytearray(frame.length)
         self.read_into(memoryview(body), "a message")
         return parse_message(frame, body, self.other)

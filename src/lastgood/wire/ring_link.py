@@ -118,15 +118,15 @@ def connect_ring(
         accepted = pool.submit(_accept, own, listener, token, deadline, timeout_s, given_up)
         try:
             following = _connect(own, next_address, token, deadline, timeout_s)
+            try:
+                return accepted.result(), following
+            except BaseException:
+                following.wire.close()
+                raise
         except BaseException:
             # The accepting thread does not outlast this call, nor does its connection.
             given_up.set()
             accepted.add_done_callback(_close_accepted)
-            raise
-        try:
-            return accepted.result(), following
-        except BaseException:
-            following.wire.close()
             raise
 
 
