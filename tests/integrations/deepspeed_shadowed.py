@@ -47,11 +47,17 @@ class Shadowed:
         return number
 
     def digest(self):
-        derived = {} if self.live is None else self.live.model_tensors()
-        return state_digest({**self.parts, "derived": derived})
+        return state_digest({**self.parts, "derived": derived_of(self.live)})
 
     def found(self):
         return {"losses": self.losses, "digests": self.digests}
+
+
+def derived_of(live):
+    """The model's own weights; of ZeRO 3 the parts: DeepSpeed 0.17 may still be gathering what is kept whole."""
+    tensors = {} if live is None else live.model_tensors()
+    parts = {name: tensor for name, tensor in tensors.items() if name.endswith(" part")}
+    return parts or tensors
 
 
 def kept_by_shadows(rank, asked):
@@ -126,7 +132,7 @@ def as_documented(rank, asked):
 
     names = {"engine": training.engine, "micro_batches": micro_batches}
     exec(code, names)
-    digest = state_digest({**names["parts"], "derived": names["live"].model_tensors()})
+    digest = state_digest({**names["parts"], "derived": derived_of(names["live"])})
     outcomes = [event.outcome.value for event in names["checkpointer"].events]
     loss = float(names["loss"].detach()).hex()
     yield {"begun": begun, "digest": digest, "loss": loss, "outcomes": outcomes, "plain": plain.found()}
