@@ -117,3 +117,17 @@ def test_shadows_that_hold_nothing_together_are_said_before_a_training_begins_an
     with pytest.raises(NoCheckpoint):
         make().restore(training.state, step=7)
     assert "no iteration of step 7 is held by all shadows (shadow 0: in memory step 2" in caplog.text
+
+
+def test_a_restore_of_what_nobody_holds_costs_a_running_training_nothing(make):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 3)
+    life = checkpointer._life
+    with pytest.raises(NoCheckpoint, match="step 99"):
+        checkpointer.restore(training.state, step=99)
+    assert checkpointer._life is life and checkpointer.latest() == 3
+    steps(training, checkpointer, 1)
+    checkpointer.drain(20)
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 4
