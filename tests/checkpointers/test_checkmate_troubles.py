@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.errors import NoCheckpoint, StateError
 from lastgood.gradients.links import ShadowLink
+from lastgood.gradients.step_tap import StepTap
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -131,3 +133,38 @@ def test_a_restore_of_what_nobody_holds_costs_a_running_training_nothing(make):
     steps(training, checkpointer, 1)
     checkpointer.drain(20)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 4
+
+
+@pytest.mark.parametrize("trouble", ["a rule that cannot be told", "gradients that cannot be sent"])
+def test_a_step_that_shadows_cannot_repeat_fails_its_save_and_the_training_goes_on(trouble, make, monkeypatch):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    with monkeypatch.context() as patch:
+        if trouble.startswith("a rule"):
+            training.optimizer.param_groups[0]["weight_decay"] = float("inf")
+            frozen = [parameter.detach().clone() for parameter in training.model.parameters()]
+            why = "shadows cannot repeat this step: weight_decay of a parameter group is inf"
+        else:
+
+            def no_memory(tap):
+                raise MemoryError("no room for zeros")
+
+            patch.setattr(StepTap, "send", no_memory)
+            why = "no room for zeros"
+        steps(training, checkpointer, 1)
+    if trouble.startswith("a rule"):
+        training.optimizer.param_groups[0]["weight_decay"] = 0.01
+        with torch.no_grad():
+            for parameter, value in zip(training.model.parameters(), frozen, strict=True):
+                parameter.copy_(value)
+    assert checkpointer.events[-1].outcome is Outcome.FAILED and why in checkpointer.events[-1].error
+    deadline = time.monotonic() + 60
+    while outcomes(checkpointer)[-1] is not Outcome.DURABLE:
+        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        steps(training, checkpointer, 1)
+        checkpointer.drain(40)
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
+    assert fresh.digest() == training.digest()

@@ -174,7 +174,10 @@ class Checkmate(Checkpointer):
         self._update, fault = life.notes.take()
         stream.fault = stream.fault or fault
         if life.step_tap is not None:
-            life.step_tap.send()
+            try:
+                life.step_tap.send()
+            except Exception as error:  # keeping a state must never stop the training of it
+                stream.fault = stream.fault or f"gradients could not be sent: {error!r}"
         stream.end()
         stream.phase = "updated"
 
@@ -239,7 +242,14 @@ class Checkmate(Checkpointer):
             )
         else:
             if life.apart:
-                conductor.absent(Absent(iteration=iteration, parameters=life.left_alone(update)))
+                conductor.absent(
+                    Absent(
+                        iteration=iteration,
+                        parameters=life.left_alone(update),
+                        updated=update.rule is not None,
+                        void=fault is not None,
+                    )
+                )
             conductor.closed(iteration)
         try:
             self._seed(life, iteration)

@@ -49,7 +49,8 @@ class UpdateNotes:
         self, state: Mapping[str, Any], tracked: Tracked, spec: OptimizerSpec, *, reduced: bool, copies: int = 1
     ) -> None:
         self._tracked = tracked
-        self._rules = RuleMaker(tracked.optimizer, spec, tracked.parameters)
+        self._spec = spec
+        self._rules: RuleMaker | None = self._make_rules()
         self._copies = copies
         self._reduced = reduced
         self._scalers = [part for part in state.values() if isinstance(part, torch.amp.GradScaler)]
@@ -106,9 +107,14 @@ class UpdateNotes:
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
-        rule = self._rules.make(
-            inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
-        )
+        try:
+            self._rules = self._rules or self._make_rules()
+            rule = self._rules.make(
+                inverse_scale=inverse_scale, grad_scale=None if grad_scale is None else float(grad_scale), clip=clip
+            )
+        except Exception as error:  # that shadows cannot repeat a step must not end the training
+            self._rules = None  # it may have counted the step of some parameters already
+            return Update(None, absent), f"shadows cannot repeat this step: {error}"
         rule = replace(rule, groups=rule.groups * self._copies)
         fault = None
         if self._reduced:
@@ -117,6 +123,9 @@ class UpdateNotes:
             else:
                 fault = self.samples.difference(inverse_scale, clip)
         return Update(rule.to_data(), absent), fault
+
+    def _make_rules(self) -> RuleMaker:
+        return RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
 
     def _inverse_scale(self) -> float | None:
         """What a loss scaler has multiplied this iteration's gradients by, as its unscale_ computes it."""
