@@ -168,3 +168,17 @@ def test_a_step_that_shadows_cannot_repeat_fails_its_save_and_the_training_goes_
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == training.step_number
     assert fresh.digest() == training.digest()
+
+
+def test_parameters_that_the_optimizer_gets_later_fail_saves_with_the_reason(make):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)
+    training.model.append(torch.nn.Linear(64, 64))
+    training.optimizer.add_param_group({"params": training.model[-1].parameters()})
+    steps(training, checkpointer, 6)
+    checkpointer.drain(60)
+    assert outcomes(checkpointer)[2:] == [Outcome.FAILED] * 6
+    assert "other parameters than at start()" in checkpointer.events[-1].error

@@ -6,6 +6,7 @@ channels_last needs no copy; its declared shape is that of its memory then, and 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,12 @@ class Tracked:
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.spread = any(map(is_sharded, self.parameters))
         """Whether each rank has parts of parameters only."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether these are still all that the optimizer updates: groups can be added to it."""
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return len(held) == len(self.parameters) and all(map(operator.is_, held, self.parameters))
 
     def declared(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, shape and dtype of each parameter's local part, as `plan_layout` takes them."""

@@ -100,6 +100,11 @@ class UpdateNotes:
     def take(self) -> tuple[Update, str | None]:
         """What the step that begins now does, and why shadows cannot repeat it, if they cannot."""
         optimizer = self._tracked.optimizer
+        if not self._tracked.complete:
+            why = (
+                "the optimizer has other parameters than at start(); close() and start() anew, and shadows follow them"
+            )
+            return Update(None, ()), why
         absent = tuple(index for index, one in enumerate(self._tracked.parameters) if one.grad is None)
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
