@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
+from lastgood.errors import ConfigError, NoCheckpoint
+from lastgood.optim.trainer import RuleMaker
 from tests.gradients.fault_training import Life, on_all_ranks, raise_first, ranks_in_threads, restore_afresh
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -40,3 +44,44 @@ def test_parameters_without_gradients_stay_as_they_are_on_every_rank(tmp_path):
         raise_first(digests := on_all_ranks(run, life.meeting))
         assert restore_afresh("adamw", knobs, tmp_path / "job") == (6, digests)
         life.bury()
+
+
+def test_a_step_that_one_rank_alone_cannot_tell_is_never_given_back(tmp_path, monkeypatch):
+    make, calls = RuleMaker.make, []
+
+    def fails_at_times(*arguments, **options):
+        if threading.current_thread().name == "rank-1":
+            calls.append(arguments)
+            if len(calls) in (3, 4):
+                raise ConfigError("too many different numbers of steps")
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(RuleMaker, "make", fails_at_times)
+    with ranks_in_threads(), shadow_threads(tmp_path, 2) as shadows:
+        knobs = {
+            "shadows": [one.address for one in shadows],
+            "token_file": str(tmp_path / "token"),
+            "bucket_bytes": 256,
+            "tap": "step",
+            "verify_every": 0,
+        }
+        life = Life("adamw", 0, [knobs, knobs], tmp_path / "job")
+        life.start(restore=False)
+        digests: dict[int, list[str]] = {}
+
+        def run(rank: int) -> None:
+            training, checkpointer = life.trainings[rank], life.checkpointers[rank]
+            for step in range(1, 7):
+                training.backward(life.data)
+                training.update(checkpointer.clip_grad_norm_)
+                checkpointer.save(training.plain["step"])
+                digests.setdefault(step, ["", ""])[rank] = training.digest()
+
+        raise_first(on_all_ranks(run, life.meeting))
+        assert [event.outcome.value for event in life.checkpointers[1].events[2:4]] == ["failed"] * 2
+        life.bury()
+        try:
+            step, found = restore_afresh("adamw", knobs, tmp_path / "job")
+        except NoCheckpoint:
+            return
+        assert found == digests[step]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.errors import NoCheckpoint, StateError
 from lastgood.gradients.links import ShadowLink
+from lastgood.gradients.step_tap import StepTap
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -117,3 +119,66 @@ def test_shadows_that_hold_nothing_together_are_said_before_a_training_begins_an
     with pytest.raises(NoCheckpoint):
         make().restore(training.state, step=7)
     assert "no iteration of step 7 is held by all shadows (shadow 0: in memory step 2" in caplog.text
+
+
+def test_a_restore_of_what_nobody_holds_costs_a_running_training_nothing(make):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 3)
+    life = checkpointer._life
+    with pytest.raises(NoCheckpoint, match="step 99"):
+        checkpointer.restore(training.state, step=99)
+    assert checkpointer._life is life and checkpointer.latest() == 3
+    steps(training, checkpointer, 1)
+    checkpointer.drain(20)
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 4
+
+
+@pytest.mark.parametrize("trouble", ["a rule that cannot be told", "gradients that cannot be sent"])
+def test_a_step_that_shadows_cannot_repeat_fails_its_save_and_the_training_goes_on(trouble, make, monkeypatch):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    with monkeypatch.context() as patch:
+        if trouble.startswith("a rule"):
+            training.optimizer.param_groups[0]["weight_decay"] = float("inf")
+            frozen = [parameter.detach().clone() for parameter in training.model.parameters()]
+            why = "shadows cannot repeat this step: weight_decay of a parameter group is inf"
+        else:
+
+            def no_memory(tap, parameters):
+                raise MemoryError("no room for zeros")
+
+            patch.setattr(StepTap, "send", no_memory)
+            why = "no room for zeros"
+        steps(training, checkpointer, 1)
+    if trouble.startswith("a rule"):
+        training.optimizer.param_groups[0]["weight_decay"] = 0.01
+        with torch.no_grad():
+            for parameter, value in zip(training.model.parameters(), frozen, strict=True):
+                parameter.copy_(value)
+    assert checkpointer.events[-1].outcome is Outcome.FAILED and why in checkpointer.events[-1].error
+    deadline = time.monotonic() + 60
+    while outcomes(checkpointer)[-1] is not Outcome.DURABLE:
+        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        steps(training, checkpointer, 1)
+        checkpointer.drain(40)
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
+    assert fresh.digest() == training.digest()
+
+
+def test_parameters_that_the_optimizer_gets_later_fail_saves_with_the_reason(make):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)
+    training.model.append(torch.nn.Linear(64, 64))
+    training.optimizer.add_param_group({"params": training.model[-1].parameters()})
+    steps(training, checkpointer, 6)
+    checkpointer.drain(60)
+    assert outcomes(checkpointer)[2:] == [Outcome.FAILED] * 6
+    assert "parameters that it had not when checkpointing began" in checkpointer.events[-1].error

@@ -45,7 +45,9 @@ class Life:
         """Steps grow with sequences, as in a training."""
         with self._turn:
             self.step += 1
-            return self.store.begin(self.step, stream_bytes(self.step), TIMEOUT_S)
+            slot = self.store.begin(self.step, stream_bytes(self.step), TIMEOUT_S, later=True)
+        slot.void()  # others may begin and commit before
+        return slot
 
     def finish(self, slot: write.SlotWrite) -> str:
         outcome = commit(slot)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.errors import ConfigError, MismatchError, NoCheckpoint
-from lastgood.gradients.asking import check_set, choose, connect_shadow
-from lastgood.gradients.messages import Hello, Saved, Status
+from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
+from lastgood.gradients.asking import _scratch, check_set, choose, connect_shadow
+from lastgood.gradients.messages import CHUNK_BYTES, Entry, Hello, Saved, Status
 
 LAYOUT = "b" * 64
 
@@ -75,3 +75,11 @@ def test_shadows_must_be_all_and_in_their_order():
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         connect_shadow(address, b"x" * 32, Hello(role="asker"), 1.0)
+
+
+def test_what_a_shadow_declares_is_bounded_also_where_nobody_wants_it():
+    entry = Entry(parameter=3, key="exp_avg", dtype="float32", shape=(1 << 60,), nbytes=1 << 62)
+    with pytest.raises(CorruptCheckpoint, match="4611686018427387904 bytes for exp_avg of parameter 3"):
+        _scratch(entry)
+    half = entry.model_copy(update={"nbytes": CHUNK_BYTES + 1})
+    assert [len(view) for view in _scratch(half)] == [CHUNK_BYTES, 1]

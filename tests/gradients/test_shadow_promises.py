@@ -3,7 +3,7 @@
 import pytest
 
 from lastgood.errors import CheckpointError, MismatchError
-from lastgood.gradients.messages import Complete, Step
+from lastgood.gradients.messages import Absent, Complete, Step
 from lastgood.gradients.shadow_actions import Apply
 from tests.gradients.test_shadow_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
 
@@ -322,7 +322,7 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
     def others(said):
         for rank in range(1, RANKS):
             assert lone.restorable() == [] and lone.state.next_work() is None
-            lone.state.absent(rank, 1, said)
+            lone.state.absent(rank, Absent(iteration=1, parameters=said, updated=True))
 
     for bucket in BUCKETS[0]:
         lone.shadow.gradient(bucket, 1, 1)
@@ -334,20 +334,35 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
     lone.state.step(step)
     if step_first:
         others((7, 8))
-    lone.state.absent(1, 1, (9,))  # said again, it changes nothing
+    lone.state.absent(1, Absent(iteration=1, parameters=(9,), updated=True))  # said again, it changes nothing
     assert lone.restorable() == [1]
     work = lone.state.next_work()
     assert isinstance(work, Apply) and work.step.absent == (4, 7, 8)
-    lone.state.absent(1, 2, (6,))
+    lone.state.absent(1, Absent(iteration=2, parameters=(6,), updated=True))
     lone.state.fence(JOB, 2)
     lone.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
     lone.state.step(step.model_copy(update={"iteration": 2}))
     assert 2 not in lone.state._known.steps, "what was said in another epoch does not count"
-    lone.state.absent(1, 2, (5,))
+    lone.state.absent(1, Absent(iteration=2, parameters=(5,), updated=True))
     assert lone.state._known.steps[2].absent == (4, 5)
 
 
-def test_nobody_has_to_say_anything_of_a_step_that_was_skipped():
+@pytest.mark.parametrize(
+    ("rule", "updated", "void", "lost"),
+    [({}, True, True, True), ({}, False, True, True), (None, True, False, True), (None, False, False, False)],
+)
+def test_what_one_rank_apart_did_otherwise_voids_the_iteration(rule, updated, void, lost):
     lone = Lone()
-    lone.state.step(Step(iteration=1, rule=None, saved=False, step=None, apart=True))
-    assert 1 in lone.state._known.steps
+    lone.state.step(Step(iteration=1, rule=rule, saved=True, step=1, apart=True))
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 1, 1)
+    for rank in range(RANKS):
+        lone.state.ended(rank, 1)
+    lone.state.side(0, 1)
+    lone.shadow.sides.add(1)
+    for rank in range(1, RANKS):
+        assert lone.restorable() == []
+        lone.state.absent(rank, Absent(iteration=1, parameters=(), updated=updated, void=void))
+    lone.shadow.flow()
+    assert lone.restorable() == ([] if lost else [1])
+    assert [set(m.buckets) for m in lone.shadow.said if m.kind == "torn"] == ([set(BUCKETS[0])] if lost else [])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from lastgood.errors import ConfigError
 from lastgood.gradients.tracked import Tracked
 from lastgood.gradients.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
@@ -21,17 +19,16 @@ def test_steps_are_counted_on_behind_one_that_cannot_be_told() -> None:
     spec = replace(OptimizerSpec.of(optimizer), arithmetic="cuda")
     notes = UpdateNotes(state, Tracked(state), spec, reduced=False)
 
-    def told(rate: float) -> int:
+    def told(rate: float) -> int | str:
         parameter.grad = torch.ones(4)
         optimizer.param_groups[0]["lr"] = rate
-        try:
-            update, _ = notes.take()
-        finally:
-            optimizer.step()
-        assert update.rule is not None
-        return int(update.rule["groups"][0]["powers"][0][0])
+        notes.begin_iteration()
+        part = notes.look()
+        notes.add(part)
+        optimizer.step()
+        update = notes.update()
+        return part.fault or int((update.rule or {})["groups"][0]["powers"][0][0])
 
     assert [told(0.1), told(0.1)] == [1, 2]
-    with pytest.raises(ConfigError, match="lr of a parameter group is inf"):
-        told(float("inf"))
+    assert "lr of a parameter group is inf" in str(told(float("inf")))
     assert [told(0.1), told(0.1)] == [4, 5]

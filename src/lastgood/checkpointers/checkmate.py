@@ -23,7 +23,7 @@ from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.checkmate_life import Life, begin_life
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
-from lastgood.checkpointers.checkmate_restore import Restored, find_newest, restore_together
+from lastgood.checkpointers.checkmate_restore import Restored, check_held, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.messages import Absent, Side, Step
 from lastgood.gradients.parts import Part
@@ -258,7 +258,14 @@ class Checkmate(Checkpointer):
             )
         else:
             if life.apart:
-                conductor.absent(Absent(iteration=iteration, parameters=life.left_alone(update)))
+                conductor.absent(
+                    Absent(
+                        iteration=iteration,
+                        parameters=life.left_alone(update),
+                        updated=update.rule is not None,
+                        void=fault is not None,
+                    )
+                )
             conductor.closed(iteration)
         try:
             self._seed(life, iteration)
@@ -388,6 +395,7 @@ class Checkmate(Checkpointer):
         running = self._life is not None
         if running:
             self.drain()
+            check_held(self.directory, self._knobs, step)  # before this life, and what shadows keep of it, ends for it
             self._end_life()
         try:
             restored = self._restored = restore_together(self.directory, state, self._knobs, step)

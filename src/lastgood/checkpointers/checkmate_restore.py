@@ -40,6 +40,7 @@ else:
 
 __all__ = [
     "Restored",
+    "check_held",
     "check_shadows",
     "find_newest",
     "job_of",
@@ -240,16 +241,38 @@ def _all_do(part: Callable[[], None], together: Together | None, step: int) -> N
             raise CheckpointError(f"rank {faults[0][0]} could not restore step {step}: {faults[0][1]}")
 
 
-def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
-    """On rank 0: fence all older lives off, and choose."""
+def check_held(directory: Path, knobs: CheckmateOptions, step: int | None) -> None:
+    """Raise as `restore_together` would now, where it would find nothing; all ranks call it. Fences nobody off."""
+    rank, ranks = world_of_torch()
+    together = ranks_together(rank, ranks)
+    fault: LastgoodError | None = None
+    if rank == 0:
+        try:
+            _look(directory, knobs, read_token(knobs), step)
+        except LastgoodError as one:
+            fault = one
+    if together is not None:
+        fault = together.tell(fault)[0]
+    if fault is not None:
+        raise fault
+
+
+def _look(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> str:
+    """The job, where all shadows hold something of it. Raises NoCheckpoint, and as `job_of`."""
     job = job_of(directory, knobs, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
     try:
-        _choose(knobs, token, step)  # nobody is fenced off for nothing
+        _choose(knobs, token, step)
     except NoCheckpoint as error:
         _log.warning("checkmate: %s", error)  # attach() goes on from nothing
         raise
+    return job
+
+
+def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
+    """On rank 0: fence all older lives off, and choose."""
+    job = _look(directory, knobs, token, step)  # nobody is fenced off for nothing
     statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)

@@ -305,7 +305,7 @@ class PCcheck(Checkpointer):
         job = self._job
         hopeless = None if job is None else job.trouble
         if self.knobs.pressure == "skip":
-            return store.try_begin(event.step, stream_bytes) if self._flights.wait_for_place(0.0) else None
+            return store.try_begin(event.step, stream_bytes, later=True) if self._flights.wait_for_place(0.0) else None
         waits_s = time.perf_counter()
         deadline = time.monotonic() + self._timeout_s()
         place = self._flights.wait_for_place(self._timeout_s(), hopeless)
@@ -315,10 +315,10 @@ class PCcheck(Checkpointer):
                 raise CheckpointError(f"{self.knobs.max_in_flight} checkpoints wait for other ranks already: {why}")
             raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
         if job is None:
-            return store.begin(event.step, stream_bytes, self._timeout_s())
+            return store.begin(event.step, stream_bytes, self._timeout_s(), later=True)
         while True:
             try:
-                return store.begin(event.step, stream_bytes, _SLICE_S)
+                return store.begin(event.step, stream_bytes, _SLICE_S, later=True)
             except WaitTimeout as error:
                 why = job.trouble()
                 if why or time.monotonic() >= deadline:

@@ -118,6 +118,7 @@ class Flight:
         slot = self._slot
         try:
             try:
+                self._void()
                 self._copy()
             finally:
                 self.fence.open()
@@ -134,6 +135,14 @@ class Flight:
             self.event.phases += slot.phases
         self.event.bytes_written = slot.bytes_written
         return slot.info
+
+    def _void(self) -> None:
+        """Here and not in save(): a flush takes as long as the disk likes, and only before_update() ends its wait."""
+        try:
+            self._slot.void()
+        except BaseException:
+            self.dismiss()
+            raise
 
     def _copy(self) -> None:
         blocks = [*self._deferred, *self._frozen]

@@ -43,6 +43,7 @@ __all__ = ["Asker", "Choice", "ask_all", "choose", "connect_shadow", "fence", "f
 
 _CONNECT_S = 10.0
 _MAX_SIDE_BYTES = 1 << 34
+_MAX_TENSOR_BYTES = 1 << 44
 _Answer = TypeVar("_Answer", bound=Message)
 _Result = TypeVar("_Result")
 
@@ -291,6 +292,8 @@ def _expect(wire: Wire, answer: type[_Answer], what: str) -> _Answer:
 
 def _scratch(entry: Entry) -> list[memoryview]:
     """Memory for bytes that nobody wants: the same again and again, since a shadow's chunks are no longer than this."""
+    if entry.nbytes > _MAX_TENSOR_BYTES:
+        raise CorruptCheckpoint(f"a shadow gives {entry.nbytes} bytes for {entry.key} of parameter {entry.parameter}")
     scratch = memoryview(bytearray(min(entry.nbytes, CHUNK_BYTES)))
     whole, rest = divmod(entry.nbytes, CHUNK_BYTES)
     return [scratch] * whole + ([scratch[:rest]] if rest else [])

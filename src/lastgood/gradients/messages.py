@@ -222,6 +222,10 @@ class Absent(_Message):
     kind: Literal["absent"] = "absent"
     iteration: _Number
     parameters: tuple[_Number, ...]
+    updated: bool
+    """Whether its optimizer did an update."""
+    void: bool = False
+    """As in Step."""
 
 
 class Side(_Message):

@@ -306,7 +306,7 @@ class ShadowCore:
     def absent(self, epoch: int, rank: int, message: Absent) -> None:
         """See `Absent`."""
         with self._current(epoch):
-            self.state.absent(rank, message.iteration, message.parameters)
+            self.state.absent(rank, message)
 
     def complete(self, epoch: int, message: Complete) -> None:
         """See `Complete`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastgood.errors import CheckpointError
-from lastgood.gradients.messages import Saved, Step
+from lastgood.gradients.messages import Absent, Saved, Step
 
 __all__ = ["Iterations"]
 
@@ -29,8 +29,8 @@ class Iterations:
         """Iterations whose gradients are not what the update used: nobody holds them, whatever has come."""
         self._early: dict[int, Step] = {}
         """Steps that want the word of other ranks."""
-        self._absent: dict[int, dict[int, tuple[int, ...]]] = {}
-        """Parameters without a gradient of those ranks, by iteration and rank."""
+        self._absent: dict[int, dict[int, Absent]] = {}
+        """What those ranks said, by iteration and rank."""
 
     def add_step(self, message: Step, epoch: int) -> None:
         """Again said, it changes nothing. Raises CheckpointError where far too many are open."""
@@ -45,12 +45,12 @@ class Iterations:
         if message.saved and iteration not in self.given_up:
             self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
 
-    def add_absent(self, rank: int, iteration: int, parameters: tuple[int, ...]) -> None:
+    def add_absent(self, rank: int, message: Absent) -> None:
         """A rank's parameters without a gradient. Raises CheckpointError where far too many iterations are open."""
-        if iteration not in self.steps:
-            _check_room(len(self._absent), iteration)
-            self._absent.setdefault(iteration, {})[rank] = parameters
-            self._join(iteration)
+        if message.iteration not in self.steps:
+            _check_room(len(self._absent), message.iteration)
+            self._absent.setdefault(message.iteration, {})[rank] = message
+            self._join(message.iteration)
 
     def _join(self, iteration: int) -> None:
         """All is known of a step once every rank has said which of its own parameters it left alone."""
@@ -58,10 +58,13 @@ class Iterations:
         if step is None:
             return
         told = self._absent.get(iteration, {})
-        others = range(1, self.ranks) if step.apart and step.rule is not None else ()
+        others = range(1, self.ranks) if step.apart else range(0)
         if all(rank in told for rank in others):
-            absent = (*step.absent, *(parameter for rank in others for parameter in told[rank]))
+            absent = (*step.absent, *(parameter for rank in others for parameter in told[rank].parameters))
             self.steps[iteration] = step.model_copy(update={"absent": absent})
+            # There is one rule for all ranks: one that steps while rank 0 does not is not followed by it.
+            if any(told[rank].void or (step.rule is None and told[rank].updated) for rank in others):
+                self.void.add(iteration)
             del self._early[iteration]
             self._absent.pop(iteration, None)
 

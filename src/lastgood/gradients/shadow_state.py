@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from lastgood.errors import CheckpointError, MismatchError
-from lastgood.gradients.messages import Applied, Complete, Diverged, Have, Saved, Seeded, Spilled, Step, Torn
+from lastgood.gradients.messages import Absent, Applied, Complete, Diverged, Have, Saved, Seeded, Spilled, Step, Torn
 from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
 from lastgood.gradients.shadow_bucket import BucketState
 from lastgood.gradients.shadow_holdings import ShadowHoldings
@@ -199,20 +199,24 @@ class ShadowState(ShadowHoldings):
         new = message.iteration > self._lowest()
         if new:
             self._known.add_step(message, self.epoch)
-            if message.void:
-                for bucket in self._buckets.values():
-                    bucket.received.discard(message.iteration)
+            self._lose_void(message.iteration)
             self._give_up(self._known.late())
         if message.spill:
             self._spill.ask(message.iteration, message.keep)
         if new or message.spill:
             self._settle()
 
-    def absent(self, rank: int, iteration: int, parameters: tuple[int, ...]) -> None:
+    def absent(self, rank: int, message: Absent) -> None:
         """Which of its own parameters a rank left alone. Raises CheckpointError where far too many are open."""
-        if iteration > self._lowest():
-            self._known.add_absent(rank, iteration, parameters)
+        if message.iteration > self._lowest():
+            self._known.add_absent(rank, message)
+            self._lose_void(message.iteration)
             self._settle()
+
+    def _lose_void(self, iteration: int) -> None:
+        if iteration in self._known.void:
+            for bucket in self._buckets.values():
+                bucket.received.discard(iteration)
 
     def side(self, rank: int, iteration: int) -> bool:
         """A side record has arrived whole. Says whether it is to be kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class UpdateNotes:
     ) -> None:
         self._tracked = tracked
         self._spec = spec
-        self._rules: RuleMaker | None = RuleMaker(tracked.optimizer, spec, tracked.parameters)
+        self._rules: RuleMaker | None = self._make_rules()
         self._group_of = spec.group_of()
         self._shares = shares
         self._reduced = reduced
@@ -131,16 +132,24 @@ class UpdateNotes:
             return self._look()
         except Exception as error:
             self._rules = None  # it has lost count of the steps, which the optimizer makes all the same
-            return Part(None, fault=f"{type(error).__name__}: {error}")
+            return Part(None, fault=f"shadows cannot repeat this step: {error}")
 
     def _look(self) -> Part:
         optimizer, index_of = self._tracked.optimizer, self._tracked.index_of
+        # ZeRO puts some of the groups, or of their parameters, into the optimizer for one step.
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(id(one) not in index_of for one in held):
+            raise ConfigError(
+                "the optimizer has parameters that it had not when checkpointing began; close() the checkpointer and "
+                "start it anew, and shadows follow them"
+            )
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
             return Part(None)
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
+        self._count_again()
         if self._rules is None:
             raise CheckpointError(
                 "the step before could not be told to shadows, and how many there were is not known yet"
@@ -154,8 +163,6 @@ class UpdateNotes:
                 fault = "gradients were clipped more than once before one step; shadows repeat one clipping"
             else:
                 fault = self.samples.difference(inverse_scale, clip)
-        # ZeRO puts some of the groups, or of their parameters, into the optimizer for one step.
-        held = (one for group in optimizer.param_groups for one in group["params"])
         stepped = frozenset(index_of[id(one)] for one in held if one.grad is not None)
         if not stepped:
             return Part(None, fault=fault)
@@ -171,7 +178,8 @@ class UpdateNotes:
 
     def update(self) -> Update:
         """All steps of the iteration that is open; behind the last of them."""
-        self._count_again()
+        with contextlib.suppress(ConfigError):  # then the next step says so
+            self._count_again()
         rule, shares = self._open.rule, self._shares
         if rule is None:
             return Update(None)
@@ -182,11 +190,14 @@ class UpdateNotes:
         return Update(rule.to_data(), tuple(sorted(self._group_of.keys() - self._open.stepped)))
 
     def _count_again(self) -> None:
-        """Behind a step that could not be told. ZeRO takes groups out of its optimizer: then at a later one."""
+        """Between two steps, where one could not be told. While ZeRO has groups taken out of its optimizer, it waits."""
         if self._rules is None:
             held = sum(len(group["params"]) for group in self._tracked.optimizer.param_groups)
             if held == len(self._tracked.parameters):
-                self._rules = RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
+                self._rules = self._make_rules()
+
+    def _make_rules(self) -> RuleMaker:
+        return RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
 
     def _inverse_scale(self) -> float | None:
         """What a loss scaler has multiplied this iteration's gradients by, as its unscale_ computes it."""

@@ -170,21 +170,24 @@ class SlotStore(KeptSlots):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, stream_bytes: int, timeout_s: float = WRITE_TIMEOUT_S) -> SlotWrite:
+    def begin(
+        self, step: int, stream_bytes: int, timeout_s: float = WRITE_TIMEOUT_S, *, later: bool = False
+    ) -> SlotWrite:
         """Start a checkpoint of `stream_bytes` after `step` finished steps, waiting for a place if need be.
 
-        The slot must grow first where `reserve` was not called for this size, which may take seconds. Raises
-        WaitTimeout (names what holds the slots), StorageError.
+        The slot must grow first where `reserve` was not called for this size, which may take seconds. With `later` the
+        caller calls `SlotWrite.void`, which waits for a flush. Raises WaitTimeout (names what holds the slots),
+        StorageError.
         """
-        write = self._begin(step, stream_bytes, timeout_s)
+        write = self._begin(step, stream_bytes, timeout_s, later)
         if write is None:
             with self._changed:
                 raise WaitTimeout(f"waited {timeout_s:.3g} s for a free slot in {self.directory}: {self._occupancy()}")
         return write
 
-    def try_begin(self, step: int, stream_bytes: int) -> SlotWrite | None:
+    def try_begin(self, step: int, stream_bytes: int, *, later: bool = False) -> SlotWrite | None:
         """As `begin`, but None at once where no slot is free."""
-        return self._begin(step, stream_bytes, 0.0)
+        return self._begin(step, stream_bytes, 0.0, later)
 
     def statuses(self) -> list[SlotStatus]:
         """A look at every slot file, in the order of their numbers."""
@@ -252,7 +255,7 @@ class SlotStore(KeptSlots):
             slot = next(slot for slot in self._all if slot.number == write.slot)
             slot.info = info
             slot.damaged = False
-            slot.header_ok = True
+            slot.header_ok = write.header_ok
             if info is not None:
                 self._newest = max(self._newest, info.sequence)
             if idle:
@@ -335,7 +338,7 @@ class SlotStore(KeptSlots):
             files.write_atomically(path, fmt.encode_job(wanted))
         return wanted
 
-    def _begin(self, step: int, stream_bytes: int, timeout_s: float) -> SlotWrite | None:
+    def _begin(self, step: int, stream_bytes: int, timeout_s: float, later: bool) -> SlotWrite | None:
         if step < 0 or stream_bytes < 0:
             raise ConfigError(f"step {step} and stream_bytes {stream_bytes} must not be negative")
         file_bytes = self.slot_file_bytes(stream_bytes)
@@ -359,7 +362,9 @@ class SlotStore(KeptSlots):
         try:
             if slot.file_bytes < file_bytes:
                 self._resize(slot, max(file_bytes, self._wanted_bytes))
-            write = SlotWrite(self, slot.path, slot.number, step, sequence, stream_bytes, header_ok=slot.header_ok)
+            write = SlotWrite(
+                self, slot.path, slot.number, step, sequence, stream_bytes, header_ok=slot.header_ok, later=later
+            )
         except BaseException:
             with self._changed:
                 self._free(slot)

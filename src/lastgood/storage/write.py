@@ -57,26 +57,37 @@ class SlotOwner(Protocol):
 class SlotWrite:
     """Writes one stream into one slot and commits it. Made by `SlotStore.begin`.
 
-    Call `copy_host` (or `acquire` and `put`) until the whole stream was given, then `commit`, perhaps in another
-    thread. Whatever fails, the slot is void afterwards, is given back to the store, and the older checkpoints stay;
-    StorageError names file, operation and bytes.
+    Where it was begun `later`, call `void` first. Call `copy_host` (or `acquire` and `put`) until the whole stream was
+    given, then `commit`, perhaps in another thread. Whatever fails, the slot is void afterwards (or as it was, before
+    `void`), is given back to the store, and the older checkpoints stay; StorageError names file, operation and bytes.
     """
 
     def __init__(
-        self, store: SlotOwner, path: Path, slot: int, step: int, sequence: int, stream_bytes: int, *, header_ok: bool
+        self,
+        store: SlotOwner,
+        path: Path,
+        slot: int,
+        step: int,
+        sequence: int,
+        stream_bytes: int,
+        *,
+        header_ok: bool,
+        later: bool = False,
     ) -> None:
         self.path = path
         self.slot = slot
         self.step = step
         self.sequence = sequence
         self.stream_bytes = stream_bytes
+        self.header_ok = header_ok
+        """Whether the slot file has its header."""
         self.info: SlotInfo | None = None
         """The checkpoint, once it is durable."""
         self.phases: list[tuple[str, float, float]] = []
         """What was done when: name, begin and end, in `time.perf_counter()` seconds. Chunks are written from the end of
         ``void`` on, while later ones are still being copied."""
-        began_s = time.perf_counter()
         self._store = store
+        self._native: _native.SlotWriter | None = None
         self._state_lock = threading.Lock()
         self._users = 0  # threads inside a call; the last one out ends a write that was given up
         self._given_up = False
@@ -86,30 +97,53 @@ class SlotWrite:
             self._file = open_slot_file(path, store.medium, direct=store.direct_io, nbytes=nbytes)
         except OSError as error:
             raise storage_error(error, path, "opening") from error
+        if later:
+            return
         try:
-            # From here on the old checkpoint of this slot is void, also after a power cut: only then is it overwritten.
-            if not header_ok:
-                self._file.write_block(store.header(slot).encode(), fmt.HEADER_OFFSET)
-            self._file.write_block(self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
-            self._file.flush()
-            self._native = _native.SlotWriter(
-                store.pool,
-                self._file.descriptor,
-                fmt.DATA_OFFSET,
-                stream_bytes,
-                store.chunk_bytes,
-                sequence,
-                store.writer_threads,
-                store.writer_cpus,
-                store.crc32c_variant,
-                self._file.mapping,
-            )
+            self._void()
         except BaseException as error:
             self._file.close()
             if isinstance(error, OSError):
                 raise storage_error(error, path, "voiding the slot", fmt.BLOCK) from error
             raise
+
+    def void(self) -> None:
+        """Make the slot's old checkpoint void, durably: before that nothing is written. Of a write begun `later`, once.
+
+        It may be called in another thread than `SlotStore.begin` was, whose caller then waits for no flush. Raises
+        StorageError, which ends this write.
+        """
+        with self._in_use("voiding the slot"):
+            self._void()
+
+    def _void(self) -> None:
+        began_s, store = time.perf_counter(), self._store
+        # From here on the old checkpoint of this slot is void, also after a power cut: only then is it overwritten,
+        # since there are no writer threads before.
+        if not self.header_ok:
+            self._file.write_block(store.header(self.slot).encode(), fmt.HEADER_OFFSET)
+        self._file.write_block(self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
+        self._file.flush()
+        self.header_ok = True
+        self._native = _native.SlotWriter(
+            store.pool,
+            self._file.descriptor,
+            fmt.DATA_OFFSET,
+            self.stream_bytes,
+            store.chunk_bytes,
+            self.sequence,
+            store.writer_threads,
+            store.writer_cpus,
+            store.crc32c_variant,
+            self._file.mapping,
+        )
         self._phase("void", began_s)
+
+    @property
+    def _writer(self) -> _native.SlotWriter:
+        if self._native is None:
+            raise CheckpointError(f"{self.path}: nothing may be written for step {self.step} before void()")
+        return self._native
 
     @property
     def how(self) -> str:
@@ -119,7 +153,7 @@ class SlotWrite:
     @property
     def position(self) -> int:
         """Bytes of the stream given so far."""
-        return self._native.position
+        return 0 if self._native is None else self._native.position
 
     @property
     def bytes_written(self) -> int:
@@ -136,7 +170,7 @@ class SlotWrite:
         buffer did not come in time); either ends this write.
         """
         with self._in_use("copying"):
-            self._native.copy_host(ranges, timeout_s, threads)
+            self._writer.copy_host(ranges, timeout_s, threads)
 
     def acquire(self, timeout_s: float = WRITE_TIMEOUT_S) -> tuple[int, int, int]:
         """Take a buffer for the next chunk: (address, chunk index, bytes of the stream that belong in it).
@@ -145,16 +179,17 @@ class SlotWrite:
         and WaitTimeout, after which it may be tried again.
         """
         with self._in_use("copying", after_timeout=True):
-            return self._native.acquire(timeout_s)
+            return self._writer.acquire(timeout_s)
 
     def put(self, chunk_index: int) -> None:
         """Hand a filled buffer over; a writer thread checksums and writes it. Raises StorageError."""
         with self._in_use("copying"):
-            self._native.put(chunk_index)
+            self._writer.put(chunk_index)
 
     def release(self) -> None:
         """After a failure: give back the buffers taken by `acquire`, once no copy into them is under way any more."""
-        self._native.release()
+        if self._native is not None:
+            self._native.release()
 
     def commit(
         self, meta_offset: int, meta_bytes: int, layout_digest: bytes, timeout_s: float = WRITE_TIMEOUT_S
@@ -166,7 +201,7 @@ class SlotWrite:
         """
         deadline = time.monotonic() + timeout_s
         with self._in_use("writing"):
-            table = self._native.finish(timeout_s)
+            table = self._writer.finish(timeout_s)
             self._phase("write", self.phases[-1][2])
             record = self._record(
                 fmt.RecordKind.COMMITTED,
@@ -209,13 +244,17 @@ class SlotWrite:
                 return
             self._given_up = True
             in_use = self._users > 0
-        self._native.abort()
+        self._stop()
         if not in_use:
             self._end(None)
 
     def idle(self, timeout_s: float = 0.0) -> bool:
         """Whether none of the writer threads is left."""
-        return self._native.join(timeout_s)
+        return self._native is None or self._native.join(timeout_s)
+
+    def _stop(self) -> None:
+        if self._native is not None:
+            self._native.abort()
 
     def _phase(self, name: str, began_s: float) -> None:
         self.phases.append((name, began_s, time.perf_counter()))
@@ -277,7 +316,7 @@ class SlotWrite:
             raise storage_error(error, self.path, operation, fmt.align_up(self.stream_bytes)) from error
         finally:
             if failed:
-                self._native.abort()
+                self._stop()
             with self._state_lock:
                 self._given_up |= failed
                 self._users -= 1
@@ -292,7 +331,7 @@ class SlotWrite:
             self._over = True
             self.info = info
         if info is None:
-            self._native.abort()
-        idle = self._native.join(_JOIN_S)
+            self._stop()
+        idle = self.idle(_JOIN_S)
         self._file.close()
         self._store.ended(self, info, idle=idle)
