@@ -190,7 +190,7 @@ class UpdateNotes:
         return Update(rule.to_data(), tuple(sorted(self._group_of.keys() - self._open.stepped)))
 
     def _count_again(self) -> None:
-        """Between two steps, where one could not be told. While ZeRO has groups taken out of its optimizer, it waits."""
+        """Between two steps, where one could not be told. While ZeRO has groups taken out of its optimizer: later."""
         if self._rules is None:
             held = sum(len(group["params"]) for group in self._tracked.optimizer.param_groups)
             if held == len(self._tracked.parameters):
