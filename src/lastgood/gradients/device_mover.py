@@ -111,7 +111,12 @@ class DeviceMover:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_S)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except BaseException:
+            with self._lock:
+                self._held_bytes -= nbytes
+            raise
 
     def _reclaim(self) -> None:
         still = []
