@@ -344,6 +344,10 @@ def test_kill_and_restore_in_a_fresh_process(name, rounds, tmp_path):
     assert done.stdout.count("exact") == rounds
 
 
+def test_an_outcome_prints_as_documents_name_it():
+    assert [f"{one}" for one in Outcome] == [str(one) for one in Outcome] == [one.value for one in Outcome]
+
+
 def test_none_saves_nothing(tmp_path):
     training = SmallTraining()
     checkpointer = checkpointer_class("none")(tmp_path / "job")

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, StorageError
+from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StorageError
 from lastgood.integrations.deepspeed import LastgoodFiles
 from lastgood.integrations.deepspeed_saves import SaveOptions
 from lastgood.storage import format as fmt
@@ -180,6 +180,13 @@ def test_the_folder_above_the_tags_is_told_from_one_without_checkpoints(tag, tmp
     assert "but in job" in found
     assert "job1" in found
     assert "job2" in found
+
+
+def test_export_names_what_exports_these_files(tag, tmp_path):
+    for place in (tag, tag / "mp_rank_00_model_states.pt"):
+        with pytest.raises(ConfigError, match=r"integrations\.deepspeed\.export_torch"):
+            run("export", place, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

@@ -64,6 +64,10 @@ class Outcome(str, enum.Enum):
     SKIPPED = "skipped"
     """Not started: the pressure rule said to skip."""
 
+    def __str__(self) -> str:
+        # Python 3.10 and 3.11 would print it differently, and neither as documents name it.
+        return self.value
+
 
 @dataclass
 class CheckpointEvent:

@@ -133,7 +133,7 @@ def _hexadecimal(message: dict[str, Any], key: str) -> bytes:
     try:
         return bytes.fromhex(message[key])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"a proof without {key}") from error
+        raise CorruptCheckpoint(f"a proof of the token is due, and the message has no {key}") from error
 
 
 def prove_coordinator(channel: Channel, message: dict[str, Any], token: bytes, nonces: list[bytes]) -> None:
