@@ -259,6 +259,14 @@ def feed(tuner, cost_s):
     tuner.observe(Window(0, (1.0 + cost_s,), plain, snapshot_s=0.5, persist_s=0.5))
 
 
+def test_the_room_for_a_snapshot_is_never_longer_than_an_iteration():
+    tuner = IntervalTuner(BUDGET)
+    tuner.plain_iterations((1.0,) * 20)
+    tuner.room_s = 1.3  # a median of other iterations than that of all: seen on a GPU
+    feed(tuner, cost_s=0.1)
+    assert tuner.profile is not None and tuner.profile.room_s == tuner.profile.iteration_s == 1.0
+
+
 def test_no_single_change_is_longer_than_fourfold():
     tuner = IntervalTuner(BUDGET)
     tuner.plain_iterations((1.0,) * 20)

@@ -174,7 +174,8 @@ class IntervalTuner:
             return None
         return Profile(
             iteration_s,
-            self.room_s,
+            # Both are medians, of other iterations: on a fast device the part has come out longer than the whole.
+            min(self.room_s, iteration_s),
             statistics.median(window.snapshot_s for window in self._windows),
             statistics.median(window.persist_s for window in self._windows),
             max(0.0, statistics.median(window.cost_s(iteration_s) for window in self._windows)),
