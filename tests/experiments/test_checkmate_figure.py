@@ -232,9 +232,9 @@ def texts(figure: Figure) -> list[str]:
 def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) -> None:
     figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())))
     throughput, frequency, lost, _, cpu = figure.axes
-    assert [text.get_text() for text in throughput.texts] == ["2", "1", "6"]
-    assert [text.get_text() for text in frequency.texts] == ["5", ">5", "1"]
-    assert [text.get_text() for text in lost.texts] == ["4\nf5", "6\nf5", "1\nf1"]
+    assert [text.get_text() for text in throughput.texts] == ["\npaper", "2", "1", "6"]
+    assert [text.get_text() for text in frequency.texts] == ["\npaper", "5", ">5", "1"]
+    assert [text.get_text() for text in lost.texts] == ["\npaper", "4\nf5", "6\nf5", "1\nf1"]
     assert len(cpu.texts) == 3
     shown = texts(figure)
     assert "paper's range, other machines" in shown and "shadows (CPU time)" in shown
