@@ -143,6 +143,8 @@ def train(
     losses = {}
     checkpointer.events_kept = None
     for number in range(restored + 1, steps + 1):
+        if made.get("meddle") == number - 1:
+            checkpointer.drain(60)  # what is held may count as failed if the next one tears before that is said
         losses[number] = training.step(checkpointer)
         for _ in range(1 + (number in again) - (number in unsaved)):
             checkpointer.save(number)
