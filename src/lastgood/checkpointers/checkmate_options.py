@@ -98,8 +98,10 @@ class CheckmateOptions(BaseOptions):
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Nothing goes to a disk here; shadows spill to their own."""
-        return 0 * state_bytes
+        del state_bytes
+        return 0
 
     def host_bytes(self, state_bytes: int) -> int:
         """Beside the training: queues, and copies of buckets for seeds. Shadows have their own memory."""
-        return max(1, len(self.shadows)) * self.queue_bytes + self.seed_bytes_per_step + 0 * state_bytes
+        del state_bytes
+        return max(1, len(self.shadows)) * self.queue_bytes + self.seed_bytes_per_step
