@@ -6,21 +6,13 @@
 #include <limits>
 #include <stdexcept>
 
+#include "optim/arithmetic.hpp"
 #include "optim/steps.hpp"
 
 namespace lastgood {
 namespace {
 
-// The body below is compiled once for each instruction set: it is inlined into a function that carries the set's attribute.
-// The file is compiled with -ffp-contract=off, so that only what is written as an FMA is one.
-#define LASTGOOD_INLINE inline __attribute__((always_inline))
-
 constexpr std::size_t kBlock = 128;     // elements between the loops over them; with few, a CPU reads the next block meanwhile
-
-LASTGOOD_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-LASTGOOD_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
-LASTGOOD_INLINE float root(float x) { return __builtin_sqrtf(x); }
-LASTGOOD_INLINE double root(double x) { return __builtin_sqrt(x); }
 
 struct Float32 {
     using Real = float;
@@ -341,41 +333,16 @@ LASTGOOD_INLINE void run_real(const DeviceStep& step, const DeviceTensor& tensor
     }
 }
 
-LASTGOOD_INLINE void run_any(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin,
-                             std::uint64_t end) {
-    switch (step.type) {
-        case DeviceType::float32: return run_real<Float32>(step, tensor, begin, end);
-        case DeviceType::float64: return run_real<Float64>(step, tensor, begin, end);
-        case DeviceType::bfloat16: return run<Bfloat16>(step, tensor, begin, end);
+struct Body {
+    static LASTGOOD_INLINE void over(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin,
+                                     std::uint64_t end) {
+        switch (step.type) {
+            case DeviceType::float32: return run_real<Float32>(step, tensor, begin, end);
+            case DeviceType::float64: return run_real<Float64>(step, tensor, begin, end);
+            case DeviceType::bfloat16: return run<Bfloat16>(step, tensor, begin, end);
+        }
     }
-}
-
-using Runner = void (*)(const DeviceStep&, const DeviceTensor&, std::uint64_t, std::uint64_t);
-
-void run_portable(const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void run_avx2(const DeviceStep& step, const DeviceTensor& tensor,
-                                                   std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) void run_avx512(
-    const DeviceStep& step, const DeviceTensor& tensor, std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-#endif
-
-Runner runner(InstructionSet set) {
-#if defined(__x86_64__)
-    if (set == InstructionSet::avx512) return run_avx512;
-    if (set == InstructionSet::avx2) return run_avx2;
-#endif
-    (void)set;
-    return run_portable;
-}
+};
 
 void check(const DeviceStep& step, const std::vector<DeviceTensor>& tensors) {
     if (step.divisor != 0 && step.family != DeviceFamily::fused)
@@ -394,7 +361,7 @@ void check(const DeviceStep& step, const std::vector<DeviceTensor>& tensors) {
 
 void device_step(const DeviceStep& step, const std::vector<DeviceTensor>& tensors, unsigned threads,
                  const std::string& variant) {
-    const Runner run_piece = runner(step_variant(variant));
+    const auto run_piece = step_runner<Body, DeviceStep, DeviceTensor>(step_variant(variant));
     check(step, tensors);
     std::vector<std::uint64_t> counts;
     counts.reserve(tensors.size());

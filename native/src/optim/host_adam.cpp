@@ -4,18 +4,11 @@
 #include <cstddef>
 #include <stdexcept>
 
+#include "optim/arithmetic.hpp"
 #include "optim/steps.hpp"
 
 namespace lastgood {
 namespace {
-
-// As in device_step.cpp: inlined once into a function of each instruction set, and nothing is an FMA but what says so.
-#define LASTGOOD_INLINE inline __attribute__((always_inline))
-
-LASTGOOD_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-LASTGOOD_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
-LASTGOOD_INLINE float root(float x) { return __builtin_sqrtf(x); }
-LASTGOOD_INLINE double root(double x) { return __builtin_sqrt(x); }
 
 // What torch's compiler contracts in its kernel: the decay, either kind, and the last product of the second moment; the first
 // moment is torch's lerp. optim/host_adam.py compares with the kernel before it uses this.
@@ -64,37 +57,12 @@ LASTGOOD_INLINE void run_real(const HostAdam& step, const HostAdamTensor& tensor
     return l2 ? run<Real, true, false>(step, tensor, begin, end) : run<Real, false, false>(step, tensor, begin, end);
 }
 
-LASTGOOD_INLINE void run_any(const HostAdam& step, const HostAdamTensor& tensor, std::uint64_t begin, std::uint64_t end) {
-    if (step.wide) return run_real<double>(step, tensor, begin, end);
-    return run_real<float>(step, tensor, begin, end);
-}
-
-using Runner = void (*)(const HostAdam&, const HostAdamTensor&, std::uint64_t, std::uint64_t);
-
-void run_portable(const HostAdam& step, const HostAdamTensor& tensor, std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void run_avx2(const HostAdam& step, const HostAdamTensor& tensor,
-                                                   std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) void run_avx512(
-    const HostAdam& step, const HostAdamTensor& tensor, std::uint64_t begin, std::uint64_t end) {
-    run_any(step, tensor, begin, end);
-}
-#endif
-
-Runner runner(InstructionSet set) {
-#if defined(__x86_64__)
-    if (set == InstructionSet::avx512) return run_avx512;
-    if (set == InstructionSet::avx2) return run_avx2;
-#endif
-    (void)set;
-    return run_portable;
-}
+struct Body {
+    static LASTGOOD_INLINE void over(const HostAdam& step, const HostAdamTensor& tensor, std::uint64_t begin, std::uint64_t end) {
+        if (step.wide) return run_real<double>(step, tensor, begin, end);
+        return run_real<float>(step, tensor, begin, end);
+    }
+};
 
 void check(const HostAdam& step, const std::vector<HostAdamTensor>& tensors) {
     if (!(step.beta1 <= 1 && float(1 - step.beta1) < 0.5F))
@@ -113,7 +81,7 @@ void check(const HostAdam& step, const std::vector<HostAdamTensor>& tensors) {
 
 void host_adam(const HostAdam& step, const std::vector<HostAdamTensor>& tensors, unsigned threads,
                const std::string& variant) {
-    const Runner run_piece = runner(step_variant(variant));
+    const auto run_piece = step_runner<Body, HostAdam, HostAdamTensor>(step_variant(variant));
     check(step, tensors);
     std::vector<std::uint64_t> counts;
     counts.reserve(tensors.size());
