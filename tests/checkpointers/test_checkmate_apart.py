@@ -15,15 +15,14 @@ def without_gradients(step: int, rank: int) -> set[int]:
     return {(step + rank) % 6} if step % 2 else {0, 3} if rank else set()
 
 
+def knobs_of(folder, shadows, **more):
+    where = {"shadows": [one.address for one in shadows], "token_file": str(folder / "token")}
+    return {**where, "bucket_bytes": 256, "tap": "step", **more}
+
+
 def test_parameters_without_gradients_stay_as_they_are_on_every_rank(tmp_path):
     with ranks_in_threads(), shadow_threads(tmp_path, 2) as shadows:
-        knobs = {
-            "shadows": [one.address for one in shadows],
-            "token_file": str(tmp_path / "token"),
-            "bucket_bytes": 256,
-            "tap": "step",
-            "verify_every": 1,
-        }
+        knobs = knobs_of(tmp_path, shadows, verify_every=1)
         life = Life("adamw", 0, [knobs, knobs], tmp_path / "job")
         life.start(restore=False)
 
@@ -58,13 +57,7 @@ def test_a_step_that_one_rank_alone_cannot_tell_is_never_given_back(tmp_path, mo
 
     monkeypatch.setattr(RuleMaker, "make", fails_at_times)
     with ranks_in_threads(), shadow_threads(tmp_path, 2) as shadows:
-        knobs = {
-            "shadows": [one.address for one in shadows],
-            "token_file": str(tmp_path / "token"),
-            "bucket_bytes": 256,
-            "tap": "step",
-            "verify_every": 0,
-        }
+        knobs = knobs_of(tmp_path, shadows, verify_every=0)
         life = Life("adamw", 0, [knobs, knobs], tmp_path / "job")
         life.start(restore=False)
         digests: dict[int, list[str]] = {}

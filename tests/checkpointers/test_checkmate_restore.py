@@ -122,7 +122,7 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
     read = SpillStore.read
 
     def slowly(*arguments):
-        time.sleep(2.5)
+        time.sleep(2.5)  # a disk that takes longer than a shadow is given for an answer
         read(*arguments)
 
     monkeypatch.setattr(SpillStore, "read", slowly)

@@ -266,7 +266,7 @@ def test_a_straggler_of_an_older_life_takes_nobody_s_place(stack: ExitStack) -> 
     new = greet(2)
     assert eventually(lambda: len(shadow.hellos) == 1)
     greet(1)
-    time.sleep(0.3)
+    time.sleep(0.3)  # nothing shall follow from that, so there is nothing to wait for
     payload = bytes(range(16))
     job = int.from_bytes(bytes.fromhex(JOB)[:8], "little")
     record = Record(RecordKind.GRADIENT, job, 2, 0, 1, 0, DType.float32, 0, 16, _native.crc32c(payload), FINAL)

@@ -84,7 +84,7 @@ def kept_by_shadows(rank, asked):
     with suppress(RuntimeError):  # of torch, where the other rank is gone first
         while shadowed.engine.global_steps < asked["steps"] - 3:
             checkpointer.save(shadowed.step())
-    time.sleep(60)
+    time.sleep(60)  # its own SIGKILL comes before
 
 
 def restored_from_shadows(rank, asked):

@@ -379,4 +379,6 @@ def test_what_cannot_be_stepped_is_refused(arguments, error, message):
 
 def test_no_parameters_are_no_trouble():
     spec = OptimizerSpec.of(torch.optim.SGD([torch.ones(4)]))
-    DenseOptimizer(spec, [], []).step([], UpdateRule.of(torch.optim.SGD([torch.ones(4)])))
+    optimizer = DenseOptimizer(spec, [], [])
+    optimizer.step([], UpdateRule.of(torch.optim.SGD([torch.ones(4)])))
+    assert optimizer.state() == [] and optimizer.state_bytes == 0

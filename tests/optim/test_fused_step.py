@@ -22,6 +22,12 @@ def assert_equal(ours, theirs, what):
     assert torch.equal(bits(ours), bits(theirs)), what
 
 
+WAYS = [
+    *(("torch", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    *(("native", dtype) for dtype in (torch.float32, torch.float64)),
+]
+
+
 @pytest.fixture(params=["native", "torch"])
 def way(request, monkeypatch):
     """By native code where it comes to the same bits, or all by torch's kernel."""
@@ -31,12 +37,10 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("way", "dtype"), WAYS, indirect=["way"], ids=str)
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 @pytest.mark.parametrize("more", [{}, {"amsgrad": True, "maximize": True}], ids=["plain", "amsgrad"])
 def test_pieces_are_stepped_as_the_whole(monkeypatch, way, kind, dtype, threads, more):
-    if way == "native" and dtype in (torch.bfloat16, torch.float16):
-        pytest.skip("native code steps float32 and float64")
     monkeypatch.setattr(fused_step, "PIECE_ELEMENTS", PIECE)
     source = torch.Generator().manual_seed(5)
     theirs = [torch.randn(count, generator=source).to(dtype) for count in COUNTS]

@@ -429,10 +429,11 @@ def test_garbage_before_the_neighbour_does_no_harm() -> None:
             rank, 2, listener=listeners[rank], next_address=following, token=TOKEN, job=JOB, epoch=1, layout=LAYOUT
         )
 
-    for comm in together([lambda: make(0), lambda: make(1)]):
-        comm.close()
-    for stranger in strangers:
-        stranger.close()
+    first, second = together([lambda: make(0), lambda: make(1)])
+    together([lambda: first.end(1), lambda: second.end(1)])  # the ring goes round
+    assert first.sent_bytes == second.sent_bytes > 0
+    for closed in (first, second, *strangers):
+        closed.close()
 
 
 @pytest.mark.parametrize(

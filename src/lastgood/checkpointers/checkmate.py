@@ -228,7 +228,7 @@ class Checkmate(Checkpointer):
                 life.step_tap.finish()
             stream.end()
             update = life.notes.update()
-        except Exception as error:
+        except Exception as error:  # this save fails, and shadows must hear of the iteration all the same
             stream.fault = stream.fault or f"{type(error).__name__}: {error}"
         fault = stream.fault
         stream.phase = "closed"

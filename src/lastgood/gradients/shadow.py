@@ -174,7 +174,7 @@ class ShadowService:
                     self._serve_asker(wire, hello)
         except LastgoodError as error:
             _log.info("%s: %s", wire.other, error)
-        except Exception as error:
+        except Exception as error:  # it ends this connection; what is kept here must outlive it
             self._unexpected(wire.other, error)
         finally:
             self._connections.discard(wire)
@@ -208,7 +208,7 @@ class ShadowService:
         except LastgoodError as error:
             _refuse(wire, error)
             raise
-        except Exception as error:
+        except Exception as error:  # it ends this connection; what is kept here must outlive it
             _refuse(wire, self._unexpected(wire.other, error))
             return
         wire.send_message(**self.core.welcome().content())
@@ -248,7 +248,7 @@ class ShadowService:
             if not self._is_over(control):
                 control.tell(Refused(why=str(error)[:10_000]))
             raise
-        except Exception as error:
+        except Exception as error:  # it ends this connection; what is kept here must outlive it
             control.tell(Refused(why=str(self._unexpected(wire.other, error))))
         finally:
             if self._is_over(control):
@@ -327,7 +327,7 @@ class ShadowService:
                 raise error.reason from error
             except LastgoodError as error:
                 _refuse(wire, error)
-            except Exception as error:
+            except Exception as error:  # it ends this connection; what is kept here must outlive it
                 _refuse(wire, self._unexpected(wire.other, error))
 
     def _answer(self, wire: Wire, hello: Hello, message: Message) -> None:
@@ -398,7 +398,7 @@ class _StreamBegunError(Exception):
 def _streaming() -> Any:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # it ends this connection; what is kept here must outlive it
         raise _StreamBegunError(error) from error
 
 
