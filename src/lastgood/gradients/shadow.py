@@ -327,7 +327,7 @@ class ShadowService:
                 raise error.reason from error
             except LastgoodError as error:
                 _refuse(wire, error)
-            except Exception as error:  # it ends this connection; what is kept here must outlive it
+            except Exception as error:  # the asker is told, and may ask on
                 _refuse(wire, self._unexpected(wire.other, error))
 
     def _answer(self, wire: Wire, hello: Hello, message: Message) -> None:
@@ -398,7 +398,7 @@ class _StreamBegunError(Exception):
 def _streaming() -> Any:
     try:
         yield
-    except Exception as error:  # it ends this connection; what is kept here must outlive it
+    except Exception as error:  # whatever it is: a stream that has begun can only be ended, not refused
         raise _StreamBegunError(error) from error
 
 
