@@ -27,7 +27,7 @@ from lastgood.errors import (
 from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
-from lastgood.gradients.side import open_side, restored_tree
+from lastgood.gradients.side import SIDE_VERSIONS, open_side, restored_tree
 from lastgood.gradients.token import read_token as read_token_file
 from lastgood.gradients.tracked import Tracked
 from lastgood.state import check_tree, load_tree
@@ -285,7 +285,7 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
 
 def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayout:
     try:
-        if described is None or described["version"] != 1:
+        if described is None or described["version"] not in SIDE_VERSIONS:
             raise ValueError("of another version")
         return GradientLayout.from_data(described["gradients"], where)
     except (KeyError, TypeError, ValueError) as error:

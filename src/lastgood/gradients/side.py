@@ -3,20 +3,24 @@
 That is the state without the parameters that the optimizer updates and without the optimizer's own tensors: buffers of
 modules, random generators, schedules, scalers, data cursors, plain values, hyperparameters. A restore puts it together
 with what shadows hold.
+
+A record is pieces one after another, each a length of 8 bytes, as many bytes of layout, and the layout's stream. Each
+is a mapping of parts of the state; together they are all of it. Version 1 had one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout import GradientLayout
+from lastgood.gradients.side_pieces import LENGTH_BYTES, ModuleSide, Piece, place_of
 from lastgood.gradients.tracked import PARAMETER, Tracked
-from lastgood.state import Layout, flatten, unflatten
-from lastgood.state.layout import BLOCK_ALIGNMENT, MAX_LAYOUT_BYTES
+from lastgood.state import Layout, unflatten
+from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.state.shards import is_sharded, local_part, wrap
 
 if TYPE_CHECKING:
@@ -24,10 +28,10 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Arrival", "SideRecords", "open_side", "restored_tree"]
+__all__ = ["SIDE_VERSIONS", "Arrival", "SideRecords", "open_side", "restored_tree"]
 
-_VERSION = 1
-_LENGTH_BYTES = 8
+SIDE_VERSIONS = (1, 2)
+"""That `open_side` reads; the last one is written."""
 
 
 class SideRecords:
@@ -36,7 +40,8 @@ class SideRecords:
     def __init__(self, state: Mapping[str, Any], tracked: Tracked, layout: GradientLayout, rank: int) -> None:
         self._state = state
         self._tracked = tracked
-        self.layout = {"version": _VERSION, "rank": rank, "gradients": layout.to_data()}
+        self._modules: dict[str, ModuleSide] = {}
+        self.layout = {"version": SIDE_VERSIONS[-1], "rank": rank, "gradients": layout.to_data()}
         """What does not change from step to step; goes with the first record of a connection."""
 
     def take(self) -> tuple[memoryview, Any]:
@@ -44,21 +49,46 @@ class SideRecords:
 
         Raises StateError for what cannot be stored.
         """
-        flat = flatten(reduced_state(self._state, self._tracked))
-        text = flat.layout.to_json()
-        size = _LENGTH_BYTES + len(text)
-        devices = {block.device for block in flat.blocks if block.is_cuda}
-        memory = torch.empty(size + flat.layout.stream_bytes, dtype=torch.uint8, pin_memory=bool(devices))
+        pieces = self._pieces()
+        devices = {device for piece in pieces for device in piece.devices}
+        memory = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, pin_memory=bool(devices))
         view = memoryview(memory.numpy().data)
-        view[:size] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        placed = zip(flat.layout.block_offsets(), flat.blocks, strict=True)
-        for device, run in groupby(placed, key=lambda one: one[1].device):
-            offsets, blocks = zip(*run, strict=True)
-            # From a device in one copy: there may be hundreds, and they follow each other in the stream.
-            joined = blocks[0] if len(blocks) == 1 else _joined(blocks)
-            begin = size + offsets[0]
-            memory[begin : begin + joined.numel()].copy_(joined, non_blocking=device.type == "cuda")
+        at = 0
+        for piece in pieces:
+            head = len(piece.head)
+            view[at : at + head] = piece.head
+            _copy_stream(piece, memory[at + head : at + piece.nbytes])
+            at += piece.nbytes
         return view, Arrival(devices) if devices else None
+
+    def _pieces(self) -> list[Piece]:
+        plain: dict[str, Any] = {}
+        pieces = []
+        for name, part in self._state.items():
+            if isinstance(part, torch.nn.Module):
+                known = self._modules.get(name)
+                if known is None or known.module is not part:
+                    known = self._modules[name] = ModuleSide(name, part, self._tracked)
+                pieces.append(known.take())
+            elif name == self._tracked.part:
+                plain[name] = [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in self._tracked.optimizer.param_groups
+                ]
+            else:
+                plain[name] = part
+        return [Piece.of(plain), *pieces]
+
+
+def _copy_stream(piece: Piece, memory: torch.Tensor) -> None:
+    """Copy all blocks to where they lie in the stream, those of a device in one go: there may be hundreds."""
+    for device, run in groupby(piece.placed, key=lambda one: one[1].device):
+        begins, blocks = zip(*run, strict=True)
+        begin, end = begins[0], begins[-1] + blocks[-1].numel()
+        if device.type == "cpu":
+            torch.cat(blocks, out=memory[begin:end])
+        else:
+            memory[begin:end].copy_(blocks[0] if len(blocks) == 1 else torch.cat(blocks), non_blocking=True)
 
 
 class Arrival:
@@ -80,55 +110,42 @@ class Arrival:
             event.synchronize()
 
 
-def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Blocks one after another, each padded to the alignment that blocks have in a stream."""
-    pad = torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device=blocks[0].device)
-    pieces = [piece for block in blocks for piece in (block, pad[: -block.numel() % BLOCK_ALIGNMENT])]
-    return torch.cat(pieces[:-1])
-
-
-def reduced_state(state: Mapping[str, Any], tracked: Tracked) -> dict[str, Any]:
-    """The state without what gradients carry; plain containers in place of the modules and of the optimizer."""
-    reduced = dict(state)
-    places = {_place(local_part(parameter)) for parameter in tracked.parameters}
-    for name, part in state.items():
-        if isinstance(part, torch.nn.Module):
-            reduced[name] = {key: value for key, value in part.state_dict().items() if not _is_updated(value, places)}
-    groups = [
-        {key: value for key, value in group.items() if key != "params"} for group in tracked.optimizer.param_groups
-    ]
-    reduced[tracked.part] = groups
-    return reduced
-
-
-def _is_updated(value: Any, places: set[tuple[int, int, Any]]) -> bool:
-    return isinstance(value, torch.Tensor) and _place(local_part(value)) in places
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int, Any]:
-    # Tensors without elements all lie at address 0, and hold nothing that could be lost.
-    return (tensor.data_ptr(), tensor.nbytes, tensor.device if tensor.numel() else None)
-
-
 # -- back --------------------------------------------------------------------------------------------------------------
 
 
 def open_side(record: bytearray, where: str) -> dict[str, Any]:
     """The reduced state that a side record holds. Raises CorruptCheckpoint, naming `where`."""
-    size = int.from_bytes(record[:_LENGTH_BYTES], "little")
-    if len(record) < _LENGTH_BYTES or size > min(len(record) - _LENGTH_BYTES, MAX_LAYOUT_BYTES):
-        raise CorruptCheckpoint(f"{where}: a side record of {len(record)} bytes declares a layout of {size}")
-    begin = _LENGTH_BYTES + size
-    layout = Layout.from_json(bytes(record[_LENGTH_BYTES:begin]), where)
-    if layout.stream_bytes != len(record) - begin:
+    found: dict[str, Any] = {}
+    at = 0
+    while at < len(record):
+        parts, at = _open_piece(record, at, where)
+        if twice := found.keys() & parts.keys():
+            raise CorruptCheckpoint(f"{where}: a side record holds {', '.join(sorted(map(str, twice)))} twice")
+        found |= parts
+    if not found:
+        raise CorruptCheckpoint(f"{where}: a side record of {len(record)} bytes holds no part of a state")
+    return found
+
+
+def _open_piece(record: bytearray, at: int, where: str) -> tuple[dict[str, Any], int]:
+    """The parts in the piece that begins at byte `at`, and where it ends."""
+    begin = at + LENGTH_BYTES
+    size = int.from_bytes(record[at:begin], "little")
+    if len(record) < begin or size > min(len(record) - begin, MAX_LAYOUT_BYTES):
+        raise CorruptCheckpoint(f"{where}: a side record of {len(record)} bytes declares a layout of {size} at {at}")
+    begin += size
+    layout = Layout.from_json(bytes(record[begin - size : begin]), where)
+    end = begin + layout.stream_bytes
+    if end > len(record):
         raise CorruptCheckpoint(
-            f"{where}: a side record holds {len(record) - begin} bytes, and its layout needs {layout.stream_bytes}"
+            f"{where}: a side record holds {len(record) - begin} bytes behind {begin}, and its layout needs "
+            f"{layout.stream_bytes}"
         )
     # A tensor of its own begins at an address that suits every dtype; the record's bytes behind the text do not.
     memory = torch.empty(layout.stream_bytes, dtype=torch.uint8)
-    memoryview(memory.numpy().data)[:] = record[begin:]
+    memoryview(memory.numpy().data)[:] = record[begin:end]
     blocks = [memory[at : at + size] for at, size in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
-    return unflatten(layout, blocks, where)
+    return unflatten(layout, blocks, where), end
 
 
 def restored_tree(
@@ -144,13 +161,13 @@ def restored_tree(
     MismatchError where they do not fit the state.
     """
     tree = dict(side)
-    by_place = {_place(local_part(parameter)): index for index, parameter in enumerate(tracked.parameters)}
+    by_place = {place_of(local_part(parameter)): index for index, parameter in enumerate(tracked.parameters)}
     for name, part in state.items():
         if not isinstance(part, torch.nn.Module) or name not in side:
             continue
         entries = {}
         for key, value in part.state_dict().items():
-            index = by_place.get(_place(local_part(value))) if isinstance(value, torch.Tensor) else None
+            index = by_place.get(place_of(local_part(value))) if isinstance(value, torch.Tensor) else None
             if index is not None:
                 entries[key] = _as_live(value, tensors[index, PARAMETER])
             elif key in side[name]:
