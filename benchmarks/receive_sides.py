@@ -25,6 +25,7 @@ import threading
 import time
 
 from lastgood import _native
+from lastgood.host_memory import map_memory
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 
 JOB, EPOCH, SLOTS = 1, 1, 4
@@ -34,8 +35,8 @@ PIECE_BYTES, TURNS = 256 << 10, 16
 
 
 def mapped(nbytes: int) -> mmap.mmap:
-    """Memory of whole pages, written once so that nothing faults later."""
-    memory = mmap.mmap(-1, nbytes)
+    """Memory as a shadow has it, written once so that nothing faults later."""
+    memory = map_memory(nbytes)
     memory.write(os.urandom(1 << 20) * (nbytes >> 20))
     return memory
 

@@ -28,8 +28,9 @@ from lastgood.checkpointers.gemini_memory.peers import Held, Outgoing, PeerLink,
 from lastgood.checkpointers.gemini_memory.placement import placement
 from lastgood.checkpointers.gemini_memory.together import Together, address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory, fresh_memory
+from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
+from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
 from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
 

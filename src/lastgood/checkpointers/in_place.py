@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.chunks import host_ranges
 from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
-from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes, fresh_memory
+from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
+from lastgood.host_memory import fresh_memory
 from lastgood.state import Layout, check_tree, load_tree, unflatten
 from lastgood.state.flatten import tensor_over
 from lastgood.state.layout import Node

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
+from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
@@ -24,11 +25,8 @@ __all__ = [
     "PinnedMemory",
     "copy_bytes",
     "freeze",
-    "fresh_memory",
     "host_buffer",
 ]
-
-_HUGE_FROM = 2 << 20
 
 
 def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,15 +37,6 @@ def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """A uint8 host tensor of `size` bytes, page-locked for copies from a CUDA device where asked for."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-
-def fresh_memory(size: int) -> torch.Tensor:
-    """A uint8 host tensor of exactly `size` bytes, in huge pages where the kernel has them: small ones fault slowly."""
-    if size < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PinnedMemory:

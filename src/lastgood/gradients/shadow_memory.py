@@ -16,6 +16,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Step
+from lastgood.host_memory import fresh_memory
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
@@ -36,6 +37,7 @@ _PER_PARAMETER = 256
 """Bytes beside a parameter's own: its step, padding to 64 bytes of each state tensor."""
 _STATE_DTYPES = frozenset(["float32", "float64", "float16", "bfloat16"])
 _MAX_SCALAR_BYTES = 8
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class BucketValue:
         item = ITEM_BYTES[declared.dtype]
         self.bucket = bucket
         self.indices = declared.parameters
-        self.flat = torch.zeros(declared.nbytes // item, dtype=dtype)
+        self.flat = fresh_memory(declared.nbytes).view(dtype)
         self.parameters = []
         for index in self.indices:
             parameter = layout.parameters[index]
@@ -186,10 +188,7 @@ class ShadowMemory:
         self._limit_bytes = limit_bytes
         self._values: dict[int, BucketValue] = {}
         self._landed: dict[int, BucketValue] = {}
-        self._gradients = [
-            {bucket: torch.zeros(layout.buckets[bucket].nbytes, dtype=torch.uint8) for bucket in self.owned}
-            for _ in range(slots)
-        ]
+        self._gradients = [_slot(layout, self.owned) for _ in range(slots)]
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -259,6 +258,18 @@ class ShadowMemory:
         copies = _STATE_TENSORS[self.spec.kind] + any(group.amsgrad for group in self.spec.groups)
         declared = self.layout.buckets[bucket]
         return _seed_bytes(declared.nbytes, len(declared.parameters) * _PER_PARAMETER, copies)
+
+
+def _slot(layout: GradientLayout, owned: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Memory for the gradients of one iteration."""
+    sizes = {bucket: layout.buckets[bucket].nbytes for bucket in owned}
+    # One for all of them: the buckets of a small model are too small for huge pages.
+    memory = fresh_memory(sum(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes.values()))
+    found, at = {}, 0
+    for bucket, nbytes in sizes.items():
+        found[bucket] = memory[at : at + nbytes]
+        at += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return found
 
 
 def _seed_bytes(nbytes: int, beside: int, copies: int) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
+from lastgood.host_memory import fresh_memory
 from lastgood.optim.spec import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class FlatState:
             chosen = [i for i in which if parameters[i].dtype == dtype]
             whole = _ALIGN_BYTES // dtype.itemsize
             counts = [-(-parameters[i].numel() // whole) * whole for i in chosen]
-            buffer = torch.zeros(sum(counts), dtype=dtype)
+            buffer = fresh_memory(sum(counts) * dtype.itemsize).view(dtype)
             self.buffers[f"{key}/{str(dtype).removeprefix('torch.')}"] = buffer
             at = 0
             for i, count in zip(chosen, counts, strict=True):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
+from lastgood.host_memory import map_memory
 from lastgood.wire.frames import Wire, available_memory_bytes
 
 __all__ = ["Area", "Memory", "Store"]
 
 _MAX_OWNERS = 1024
-_HUGE_FROM = 2 << 20
 
 
 class Memory:
@@ -24,10 +22,7 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = map_memory(size)
         self._first = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._first)
         self.view = memoryview(self._map)

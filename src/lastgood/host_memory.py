@@ -1,0 +1,38 @@
+"""Large host memory, in huge pages where the kernel has them.
+
+Small pages fault slowly, and each of them is looked up in tables again and again: on a virtual machine in two sets of
+tables. Where a whole state is written or read once an iteration, that is a good part of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import TYPE_CHECKING
+
+from lastgood._lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["fresh_memory", "map_memory"]
+
+_HUGE_FROM = 2 << 20
+
+
+def map_memory(size: int) -> mmap.mmap:
+    """`size` bytes (at least 1) of fresh memory of this process, all zero; none is taken before it is touched."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def fresh_memory(size: int) -> torch.Tensor:
+    """The same as a uint8 tensor on the CPU, which holds it as long as anything looks at it."""
+    if size < _HUGE_FROM:
+        return torch.zeros(size, dtype=torch.uint8)
+    return torch.frombuffer(map_memory(size), dtype=torch.uint8)
