@@ -15,6 +15,7 @@ from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.device_mover import DeviceMover
 from lastgood.state import state_digest
+from lastgood.units import KIB
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.small_training import SmallTraining
 
@@ -94,7 +95,8 @@ def test_every_step_is_durable_and_comes_back_to_the_bit(make):
     steps(training, checkpointer, 6)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 6
     gradients = sum(one.nbytes for one in training.model.parameters())
-    assert [event.bytes_written // gradients for event in checkpointer.events] == [1] * 6, "side records are small"
+    sides = [event.bytes_written - gradients for event in checkpointer.events]
+    assert all(0 < nbytes < 24 * KIB for nbytes in sides), "gradients go once; generators alone are 15 KB beside them"
     digest = training.digest()
     expected = [training.step() for _ in range(4)]
     fresh = SmallTraining(seed=1)
