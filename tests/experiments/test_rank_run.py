@@ -266,6 +266,8 @@ def test_what_does_not_run_over_ranks_is_refused(job):
     assert code == 2 and "gpm does not run over several ranks" in output
     code, output = job.finish(spec_of(ranks=1, parallel="none"), "--hostfile", "/no/hosts")
     assert code == 2 and "has one rank; leave it out" in output
+    code, output = job.finish(spec_of(nodes=2), "--how", "srun")
+    assert code == 2 and "--how srun: blob 3 MB ddp 2 pccheck f2 r0 needs --hostfile FILE with the names of 2" in output
 
 
 def test_a_run_that_has_no_room_is_refused_before_a_rank_starts(job):

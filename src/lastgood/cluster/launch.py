@@ -235,9 +235,8 @@ def _attend(
             missing = board.missing
             names = ", ".join(f"{state.rank} on {state.host}" for state in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise LaunchError(
-                f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{_launcher_words(started)}"
-            )
+            why = f"{_advice(started)}{_launcher_words(started)}"
+            raise LaunchError(f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{why}")
         # A rank ends its program itself when time is up, and says so; this is for one that cannot.
         if deadline is not None and now > deadline + 30:
             alive = [f"{state.rank} on {state.host}" for state in board.ranks if not state.over]
@@ -258,7 +257,8 @@ def _look_at_launchers(board: Board, started: list[Started]) -> None:
             return
         left = [f"{state.rank} on {state.host}" for state in mine if not state.over]
         if left:
-            raise LaunchError(f"{one.name} ended before rank {', '.join(left[:8])}: {end}{_launcher_words([one])}")
+            why = f"{_advice([one])}{_launcher_words([one])}"
+            raise LaunchError(f"{one.name} ended before rank {', '.join(left[:8])}: {end}{why}")
 
 
 def _causes(board: Board, started: Sequence[Started]) -> str:
@@ -286,6 +286,11 @@ def _describe(state: RankState, logs: str) -> str:
     else:
         how = f"exit status {state.status}"
     return f"rank {state.rank} on {state.host} ended with {how}; log there: {path}\n{_indented(state.tail)}"
+
+
+def _advice(started: Sequence[Started]) -> str:
+    found = [one.advice() for one in started]
+    return "".join(f"\n{advice}" for advice in found if advice)
 
 
 def _launcher_words(started: Sequence[Started]) -> str:

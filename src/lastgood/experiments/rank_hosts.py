@@ -100,6 +100,11 @@ def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -
                 f"{spec.nodes} hosts and {spec.ranks} ranks"
             )
         yield Place(given.how, hosts, Remote(SshOptions.choose(given.ssh_config)), rate)
+    elif given.how == "srun":
+        raise ConfigError(
+            f"--how srun: {spec.title()} needs --hostfile FILE with the names of {spec.nodes} of Slurm's nodes (NAME "
+            "slots=N, one a line); without it ranks run on this machine, or on a testbed inside it, where no Slurm is"
+        )
     elif spec.nodes == 1:
         yield Place(given.how, Hostfile((Host(socket.gethostname(), spec.ranks),), "this machine"), None, None)
     else:
