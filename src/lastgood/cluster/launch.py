@@ -25,7 +25,10 @@ from lastgood.cluster.launch_ways import Started, Way, way
 from lastgood.cluster.remote import Completed, Remote
 from lastgood.errors import ConfigError, HostError, LaunchError
 
-__all__ = ["LaunchResult", "RankResult", "launch"]
+__all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
+
+LOG_THERE: Final = "log there: "
+"""Stands before a log's path in an error, where that is a path on the rank's host."""
 
 _PROBE_S: Final = 60.0
 _LATE_S: Final = 3.0
@@ -276,7 +279,7 @@ def _causes(board: Board, started: Sequence[Started]) -> str:
 def _describe(state: RankState, logs: str) -> str:
     path = rank_log(logs, state.rank)
     if state.fault is not None:
-        return f"rank {state.rank} on {state.host} failed: {state.fault} (log there: {path})"
+        return f"rank {state.rank} on {state.host} failed: {state.fault} ({LOG_THERE}{path})"
     assert state.status is not None
     if state.status < 0:
         try:
@@ -285,7 +288,7 @@ def _describe(state: RankState, logs: str) -> str:
             how = f"signal {-state.status}"
     else:
         how = f"exit status {state.status}"
-    return f"rank {state.rank} on {state.host} ended with {how}; log there: {path}\n{_indented(state.tail)}"
+    return f"rank {state.rank} on {state.host} ended with {how}; {LOG_THERE}{path}\n{_indented(state.tail)}"
 
 
 def _advice(started: Sequence[Started]) -> str:

@@ -172,4 +172,5 @@ def _how_it_ended(rank: int, status: int, log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-15:]
-    return f"rank {rank} on {socket.gethostname()} ended with {how}\n" + "\n".join(f"    {line}" for line in lines)
+    tail = "\n".join(f"    {line}" for line in lines)
+    return f"rank {rank} on {socket.gethostname()} ended with {how}; log: {log}\n{tail}"
