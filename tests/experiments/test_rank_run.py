@@ -266,6 +266,7 @@ def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):
     assert "building the workload" in log.read_text() and log.with_name("rank-00000.log").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_from_outside_keeps_its_logs_too(job):
     process = job.start(spec_of(measured_steps=400_000))
     ranks = job.ranks()
