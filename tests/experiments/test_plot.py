@@ -23,6 +23,7 @@ from lastgood.experiments.record import RunRecord
 from lastgood.experiments.style import panel_title, system_styles
 from tests.experiments.records import make_ceilings, make_record
 
+ROOT = Path(__file__).resolve().parents[2]
 INTERVALS = (1, 5, 10, 25, 50, 75, 100, 200)
 SYSTEMS = ("sync", "checkfreq", "gpm", "gemini", "dcp", "pccheck")
 
@@ -184,6 +185,13 @@ def test_the_caption_says_for_every_system_where_a_checkpoint_is_safe(
     caption = throughput_caption(frame).replace("\N{NO-BREAK SPACE}", " ")
     assert f"the time until the last checkpoint is {safe}. Bound" in caption, caption
     assert ("Gemini, which writes to no disk, may pass it" in caption) == ("gemini" in systems)
+
+
+def test_over_several_nodes_what_gemini_sends_has_a_bound_of_its_own() -> None:
+    frame = read_tidy(ROOT / "figures" / "measured" / "amd-epyc-2c" / "fig8e_opt.csv")
+    caption = throughput_caption(frame).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"is {DISK}, or {PEERS}. Bound" in caption and "on a disk or link)" in caption
+    assert "may pass it" not in caption
 
 
 def test_the_caption_knows_where_every_built_in_system_keeps_its_checkpoints(tmp_path: Path) -> None:
