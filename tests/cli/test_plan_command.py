@@ -12,6 +12,7 @@ from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.experiments.machine import is_tmpfs
 from lastgood.experiments.spec import RunSpec
+from tests.experiments.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,24 @@ def test_json_holds_every_run_ready_to_be_made() -> None:
 def test_the_table_ends_with_the_sum() -> None:
     text = plan("test_simple", "--config", "machine=nowhere")
     assert "vgg16 pccheck" in text
+
+
+def test_the_sum_says_how_long_what_is_left_takes_and_where_nothing_is(tmp_path: Path) -> None:
+    few = ["systems=none", "models=vgg16", "intervals=1", "repetitions=2", "machine=nowhere", f"results_dir={tmp_path}"]
+    runs = json.loads(plan("fig8", "--json", "--config", *few))["runs"]
+    assert len(runs) == 2
+    sums = []
+    for run in [*runs, None]:
+        done = CliRunner().invoke(app, ["plan", "fig8", "--config", *few], catch_exceptions=False)
+        sums.append(done.stderr.splitlines()[-1])
+        if run is not None:
+            record = make_record("none").model_copy(
+                update={"spec": RunSpec.model_validate(run["spec"]), "wall_s": 90.0}
+            )
+            record.write(Path(run["record"]))
+    assert sums[0].startswith("2 runs, 0 done, 2 left: about ")
+    assert sums[1:] == ["2 runs, 1 done, 1 left: about 90 s", "2 runs, 2 done: nothing is left to be measured"]
+    assert json.loads(plan("fig8", "--json", "--config", *few))["minutes_left"] == 0
 
 
 def test_overrides_may_come_one_by_one() -> None:

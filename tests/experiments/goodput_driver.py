@@ -21,6 +21,7 @@ from lastgood.checkpointers.torch_files import plain_tree
 from lastgood.errors import LastgoodError
 from lastgood.experiments.goodput_record import GoodputSpec
 from lastgood.experiments.goodput_run import execute_goodput
+from lastgood.experiments.kept_logs import logs_beside
 
 
 class Rarely(SyncCheckpointer):
@@ -70,6 +71,7 @@ if __name__ == "__main__":
     for out, spec in json.loads(jobs).items():
         try:
             chosen = GoodputSpec.model_validate(spec)
-            execute_goodput(chosen, Path(data_dir), Path(scratch), lambda stage: None).write(Path(out))
+            logs = logs_beside(Path(out))
+            execute_goodput(chosen, Path(data_dir), Path(scratch), logs, lambda stage: None).write(Path(out))
         except LastgoodError as error:
             Path(f"{out}.error").write_text(str(error))

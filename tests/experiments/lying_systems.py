@@ -14,6 +14,7 @@ from lastgood.checkpointers import registry
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.sync import SyncCheckpointer
 from lastgood.checkpointers.torch_files import plain_tree
+from lastgood.experiments.kept_logs import logs_beside
 from lastgood.experiments.run import execute
 from lastgood.experiments.spec import RunSpec
 
@@ -64,5 +65,6 @@ if __name__ == "__main__":
     name, spec, out, data_dir, scratch = sys.argv[1:]
     kinds = {kind.name: kind for kind in (Stale, Late, Unfinished)}
     registry._BUILT_IN[name] = f"{__name__}:{kinds[name].__name__}"
-    record = execute(RunSpec.model_validate_json(spec), Path(data_dir), Path(scratch), lambda stage: None)
+    logs = logs_beside(Path(out))
+    record = execute(RunSpec.model_validate_json(spec), Path(data_dir), Path(scratch), logs, lambda stage: None)
     record.write(Path(out))

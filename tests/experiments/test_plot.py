@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from typer.testing import CliRunner
 
+from lastgood.checkpointers.registry import checkpointer_names
 from lastgood.errors import LastgoodError
 from lastgood.experiments.captions import throughput_caption
 from lastgood.experiments.collect import collect
@@ -22,6 +23,7 @@ from lastgood.experiments.record import RunRecord
 from lastgood.experiments.style import panel_title, system_styles
 from tests.experiments.records import make_ceilings, make_record
 
+ROOT = Path(__file__).resolve().parents[2]
 INTERVALS = (1, 5, 10, 25, 50, 75, 100, 200)
 SYSTEMS = ("sync", "checkfreq", "gpm", "gemini", "dcp", "pccheck")
 
@@ -154,11 +156,47 @@ def test_the_caption_says_it_all(tmp_path: Path) -> None:
         "20 to 40 iterations after 3 of warm-up",
         "state 100 MiB",
         "99.5 ms per iteration",
-        "fdatasync",
+        "is flushed to the disk (fsync, msync, or direct I/O and flush). Bound",
         "disk write 954 MiB/s, copy 9.31 GiB/s",
         "Revision 0123456789.",
     ):
         assert part in caption, caption
+
+
+DISK = "flushed to the disk (fsync, msync, or direct I/O and flush)"
+PEERS, SHADOWS = "in its peers' memory under Gemini", "in its shadows' memory under Checkmate"
+
+
+@pytest.mark.parametrize(
+    ("systems", "safe"),
+    [
+        (("sync", "pccheck"), DISK),
+        (("gemini",), PEERS),
+        (("checkmate",), SHADOWS),
+        (("checkmate", "gemini"), f"{PEERS} or {SHADOWS}"),
+        (("pccheck", "checkmate", "sync", "gemini"), f"{DISK}, or {PEERS}, or {SHADOWS}"),
+        (("other", "dcp"), f"{DISK}, or durable by its own word under other"),
+    ],
+)
+def test_the_caption_says_for_every_system_where_a_checkpoint_is_safe(
+    tmp_path: Path, systems: tuple[str, ...], safe: str
+) -> None:
+    frame = read_tidy(csv_of(tmp_path, panel(systems, (1,), 1)))
+    caption = throughput_caption(frame).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"the time until the last checkpoint is {safe}. Bound" in caption, caption
+    assert ("Gemini, which writes to no disk, may pass it" in caption) == ("gemini" in systems)
+
+
+def test_over_several_nodes_what_gemini_sends_has_a_bound_of_its_own() -> None:
+    frame = read_tidy(ROOT / "figures" / "measured" / "amd-epyc-2c" / "fig8e_opt.csv")
+    caption = throughput_caption(frame).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"is {DISK}, or {PEERS}. Bound" in caption and "on a disk or link)" in caption
+    assert "may pass it" not in caption
+
+
+def test_the_caption_knows_where_every_built_in_system_keeps_its_checkpoints(tmp_path: Path) -> None:
+    systems = tuple(name for name in checkpointer_names() if name != "none")
+    assert "by its own word" not in throughput_caption(read_tidy(csv_of(tmp_path, panel(systems, (1,), 1))))
 
 
 def test_the_caption_of_a_mixed_gpu_panel(tmp_path: Path) -> None:

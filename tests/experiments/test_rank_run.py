@@ -94,6 +94,11 @@ class Job:
             time.sleep(0.05)
         raise AssertionError(f"no two ranks within 200 s: {self.log.read_text()}")
 
+    @property
+    def kept(self) -> Path:
+        """Where logs go that outlive a run."""
+        return self.out.with_suffix(".logs")
+
     def left(self) -> list[Path]:
         return list(self.scratch.glob("*")) if self.scratch.exists() else []
 
@@ -137,7 +142,11 @@ def losses_of_one_process(spec: RunSpec) -> list[float]:
 
 
 def test_two_ranks_give_one_proved_record(job):
+    before = job.kept / "ranks" / "measure" / "rank-00001.log"
+    before.parent.mkdir(parents=True)
+    before.write_text("of an attempt that failed")
     record = proved(job, spec_of())
+    assert not job.kept.exists()
     assert record.workload.losses == pytest.approx(losses_of_one_process(spec_of()), rel=1e-5)
     assert record.ranks.launcher == "local" and len(record.ranks.hosts) == 1
     # Both write, on one disk.
@@ -250,6 +259,22 @@ def test_a_rank_that_is_lost_fails_the_run_and_is_named(job):
     assert "rank 1 on " in job.log.read_text() and "SIGKILL" in job.log.read_text()
     assert "Traceback" not in job.log.read_text()
     assert not first.is_running() and not job.out.exists() and job.left() == []
+    # The scratch folder is gone. All logs are beside the place of the record, and the error names the lost rank's.
+    log = job.kept / "ranks" / "measure" / "rank-00001.log"
+    assert f"SIGKILL; log: {log}\n" in job.log.read_text()
+    assert f"kept until the next one: {job.kept}\n" in job.log.read_text()
+    assert "building the workload" in log.read_text() and log.with_name("rank-00000.log").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_from_outside_keeps_its_logs_too(job):
+    process = job.start(spec_of(measured_steps=400_000))
+    ranks = job.ranks()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert f"kept until the next one: {job.kept}\n" in job.log.read_text()
+    assert len(list(job.kept.glob("ranks/measure/rank-*.log"))) == 2
+    assert not any(rank.is_running() for rank in ranks) and job.left() == []
 
 
 def test_no_rank_outlives_a_run_that_is_killed(job):
@@ -266,6 +291,8 @@ def test_what_does_not_run_over_ranks_is_refused(job):
     assert code == 2 and "gpm does not run over several ranks" in output
     code, output = job.finish(spec_of(ranks=1, parallel="none"), "--hostfile", "/no/hosts")
     assert code == 2 and "has one rank; leave it out" in output
+    code, output = job.finish(spec_of(nodes=2), "--how", "srun")
+    assert code == 2 and "--how srun: blob 3 MB ddp 2 pccheck f2 r0 needs --hostfile FILE with the names of 2" in output
 
 
 def test_a_run_that_has_no_room_is_refused_before_a_rank_starts(job):

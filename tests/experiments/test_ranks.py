@@ -141,7 +141,7 @@ def test_without_deepspeed_figures_that_need_it_are_left_out(monkeypatch: pytest
     assert "fig8e" not in {figure for figure, _ in plan.records} and ("fig8f", "bloom") in plan.records
     with pytest.raises(ConfigError, match=r"pip install 'lastgood\[deepspeed\]'"):
         spec = make_spec(workload="opt", ranks=2, parallel="pipeline")
-        execute_ranks(spec, Path(), Path(), str, RankHosts())
+        execute_ranks(spec, Path(), Path(), Path(), str, RankHosts())
 
 
 def test_each_rank_of_deepspeeds_writes_a_part_of_its_own() -> None:

@@ -262,6 +262,16 @@ def test_missing_data_names_the_command_that_makes_it(job, tmp_path):
     code, output = job.finish(spec_of("none", 0))
     assert code == 1
     assert "lastgood data prepare" in " ".join(output.split())
+    assert "all logs of this attempt" not in output
+
+
+def test_logs_of_shadows_outlive_a_run_that_fails(job, tmp_path):
+    job.data_dir = tmp_path / "nothing"
+    code, output = job.finish(spec_of("checkmate", 1, shadows=1))
+    assert code == 1 and "lastgood data prepare" in " ".join(output.split())
+    kept = job.out.with_suffix(".logs")
+    assert f"all logs of this attempt are kept until the next one: {kept}" in output
+    assert [path.name for path in kept.rglob("*.log")] == ["shadow-0.log"] and job.left() == []
 
 
 def test_scratch_in_memory_is_refused(job):

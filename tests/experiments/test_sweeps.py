@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments import feasible
-from lastgood.experiments.captions import persist_caption
+from lastgood.experiments.captions import persist_caption, sweep_caption
 from lastgood.experiments.collect import collect
 from lastgood.experiments.config import Config, load_config, parse_config, parse_overrides
 from lastgood.experiments.figures import figure_kind, figure_names
@@ -492,3 +492,15 @@ def test_the_caption_says_where_a_disk_was_faster_than_its_ceiling() -> None:
     slower = frame.assign(persist_p50_s=frame["persist_bound_s"] * 1.5)
     assert "Up to 1.50 times as fast" in persist_caption(faster)
     assert "times as fast" not in persist_caption(slower)
+    # What never goes to the disk says nothing about it.
+    in_memory = persist_caption(faster.assign(system="gemini")).replace("\N{NO-BREAK SPACE}", " ")
+    assert "from save() until it is in its peers' memory under Gemini." in in_memory
+    assert "GiB/s, which does not bind Gemini. Rev" in in_memory
+    assert "does not bind" not in persist_caption(faster)
+
+
+def test_the_caption_of_slowdowns_says_where_a_checkpoint_is_safe(tmp_path: Path) -> None:
+    frame = read_tidy(csv_of(tmp_path, "fig12", concurrency()))
+    disk = "checkpoint is flushed to the disk (fsync, msync, or direct I/O and flush). 1 is no slowdown."
+    assert disk in sweep_caption(frame)
+    assert disk in sweep_caption(frame[frame["system"] == "none"])

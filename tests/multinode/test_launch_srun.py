@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch import launch
 from lastgood.errors import LaunchError
+from lastgood.ports import free_ports
 from tests.multinode.slurm_cluster import SlurmCluster
 from tests.multinode.test_slurm import processes_with
 
@@ -55,8 +58,9 @@ def test_a_failed_rank_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> No
 
 def test_a_node_that_slurm_does_not_know(cluster: SlurmCluster, tmp_path: Path) -> None:
     hosts = parse_hostfile("node1 slots=1\nnode9 slots=1\n")
-    with pytest.raises(LaunchError, match=r"srun ended before rank 0 on node1, 1 on node9(?s:.*)srun: error"):
+    with pytest.raises(LaunchError, match=r"srun ended before rank 0 on node1, 1 on node9(?s:.*)srun: error") as caught:
         launch(["true"], hosts, "srun", log_dir=tmp_path, timeout_s=60)
+    assert "no Slurm controller" not in str(caught.value)
 
 
 @pytest.mark.parametrize("victim", ["launch", "srun"])
@@ -87,3 +91,39 @@ def test_ranks_outlive_nobody(cluster: SlurmCluster, tmp_path: Path, victim: str
         started.kill()
         started.wait()
     no_job_left(cluster)
+
+
+# No cluster is started for this: a Slurm that is not there, or whose controller is down, is what it is about.
+@pytest.mark.parametrize(
+    ("down", "first", "ping"),
+    [
+        (False, "srun ended before rank 0 on node1", "scontrol: fatal: "),
+        # srun tries to reach it for some seconds; the launch has given up before.
+        (True, "no word from rank 0 on node1", "Slurmctld(primary) at "),
+    ],
+    ids=["not configured", "down"],
+)
+def test_where_no_slurm_answers_the_error_says_what_was_tried_and_what_to_do(
+    down: bool, first: str, ping: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if shutil.which("srun") is None:
+        pytest.skip("srun is not installed (install/test_prerequisites.sh)")
+    (port,) = free_ports()
+    here = socket.gethostname()
+    lines = ["ClusterName=gone", f"SlurmctldHost={here.partition('.')[0]}(127.0.0.1)", f"SlurmctldPort={port}"]
+    lines += ["AuthType=auth/munge", "NodeName=node1 NodeAddr=127.0.0.1", "PartitionName=main Nodes=ALL"]
+    config = tmp_path / "slurm.conf"
+    config.write_text("".join(f"{line}\n" for line in lines) if down else "")
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    hosts = parse_hostfile("node1 slots=1\n")
+    with pytest.raises(LaunchError) as caught:
+        launch(["true"], hosts, "srun", log_dir=tmp_path, timeout_s=60, start_timeout_s=0.5 if down else 60)
+    tried, own = str(caught.value).split(f"\n{tmp_path / 'srun.log'}:\n")
+    assert tried.startswith(first)
+    assert (
+        f"no Slurm controller answers {here}, from where srun was to start ranks on node1 (`scontrol ping`: " in tried
+    )
+    assert f"(`scontrol ping`: {ping}" in tried
+    assert "Without a Slurm, take --how ssh or --how torchrun" in tried
+    if not down:
+        assert re.search(r"(?m)^    srun: fatal: ", own), own

@@ -47,6 +47,7 @@ def run(
     from lastgood.errors import ConfigError
     from lastgood.experiments.goodput_record import GoodputSpec
     from lastgood.experiments.goodput_run import execute_goodput
+    from lastgood.experiments.kept_logs import logs_beside
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
@@ -57,7 +58,11 @@ def run(
         chosen = GoodputSpec.model_validate_json(spec)
     except ValidationError as error:
         raise ConfigError(f"--spec: not a goodput run: {error}") from error
-    record = execute_goodput(chosen, data_dir, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
+
+    def report(stage: str) -> None:
+        console.print(f"{chosen.title()}: {stage}", markup=False)
+
+    record = execute_goodput(chosen, data_dir, scratch, logs_beside(out), report)
     record.write(out)
     console.print(
         f"{chosen.title()}: {record.useful_steps} useful steps in {record.window_s:.1f} s of uptime with "

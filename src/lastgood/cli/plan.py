@@ -75,4 +75,5 @@ def plan(
         ),
     )
     done = len(runs) - len(left)
-    console.print(f"{len(runs)} runs, {done} done, {len(left)} left: about {format_seconds(minutes * 60)}")
+    rest = f", {len(left)} left: about {format_seconds(minutes * 60)}" if left else ": nothing is left to be measured"
+    console.print(f"{len(runs)} runs, {done} done{rest}")

@@ -59,11 +59,12 @@ def run(
     """Measure one run and write its record, which appears whole or not at all.
 
     Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to
-    the hosts of a hostfile.
+    the hosts of a hostfile. The logs of one that fails stay beside its record, in r0.logs for r0.json, until the next.
     """
     from pydantic import ValidationError
 
     from lastgood.errors import ConfigError
+    from lastgood.experiments.kept_logs import logs_beside
     from lastgood.experiments.run import execute
     from lastgood.experiments.spec import RunSpec
     from lastgood.processes import die_with_parent
@@ -98,11 +99,13 @@ def run(
         console.print(f"{chosen.title()}: {stage}", markup=False)
 
     if chosen.ranks > 1:
-        record = _over_ranks(chosen, data_dir, scratch, report, timeline, hostfile, ssh_config, how, rate)
+        record = _over_ranks(
+            chosen, data_dir, scratch, logs_beside(out), report, timeline, hostfile, ssh_config, how, rate
+        )
     elif hostfile is not None:
         raise ConfigError(f"--hostfile: {chosen.title()} has one rank; leave it out")
     else:
-        record = execute(chosen, data_dir, scratch, report, timeline)
+        record = execute(chosen, data_dir, scratch, logs_beside(out), report, timeline)
     record.write(out)
     clocks = record.clocks
     proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"
@@ -129,6 +132,7 @@ def _over_ranks(
     spec: RunSpec,
     data_dir: Path,
     scratch: Path,
+    logs: Path,
     report: Callable[[str], None],
     timeline: Path | None,
     hostfile: Path | None,
@@ -152,4 +156,4 @@ def _over_ranks(
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    return execute_ranks(spec, data_dir, scratch, report, RankHosts(hostfile, ssh_config, how, rate))
+    return execute_ranks(spec, data_dir, scratch, logs, report, RankHosts(hostfile, ssh_config, how, rate))

@@ -25,7 +25,10 @@ from lastgood.cluster.launch_ways import Started, Way, way
 from lastgood.cluster.remote import Completed, Remote
 from lastgood.errors import ConfigError, HostError, LaunchError
 
-__all__ = ["LaunchResult", "RankResult", "launch"]
+__all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
+
+LOG_THERE: Final = "log there: "
+"""Stands before a log's path in an error, where that is a path on the rank's host."""
 
 _PROBE_S: Final = 60.0
 _LATE_S: Final = 3.0
@@ -235,9 +238,8 @@ def _attend(
             missing = board.missing
             names = ", ".join(f"{state.rank} on {state.host}" for state in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise LaunchError(
-                f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{_launcher_words(started)}"
-            )
+            why = f"{_advice(started)}{_launcher_words(started)}"
+            raise LaunchError(f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{why}")
         # A rank ends its program itself when time is up, and says so; this is for one that cannot.
         if deadline is not None and now > deadline + 30:
             alive = [f"{state.rank} on {state.host}" for state in board.ranks if not state.over]
@@ -258,7 +260,8 @@ def _look_at_launchers(board: Board, started: list[Started]) -> None:
             return
         left = [f"{state.rank} on {state.host}" for state in mine if not state.over]
         if left:
-            raise LaunchError(f"{one.name} ended before rank {', '.join(left[:8])}: {end}{_launcher_words([one])}")
+            why = f"{_advice([one])}{_launcher_words([one])}"
+            raise LaunchError(f"{one.name} ended before rank {', '.join(left[:8])}: {end}{why}")
 
 
 def _causes(board: Board, started: Sequence[Started]) -> str:
@@ -276,7 +279,7 @@ def _causes(board: Board, started: Sequence[Started]) -> str:
 def _describe(state: RankState, logs: str) -> str:
     path = rank_log(logs, state.rank)
     if state.fault is not None:
-        return f"rank {state.rank} on {state.host} failed: {state.fault} (log there: {path})"
+        return f"rank {state.rank} on {state.host} failed: {state.fault} ({LOG_THERE}{path})"
     assert state.status is not None
     if state.status < 0:
         try:
@@ -285,7 +288,12 @@ def _describe(state: RankState, logs: str) -> str:
             how = f"signal {-state.status}"
     else:
         how = f"exit status {state.status}"
-    return f"rank {state.rank} on {state.host} ended with {how}; log there: {path}\n{_indented(state.tail)}"
+    return f"rank {state.rank} on {state.host} ended with {how}; {LOG_THERE}{path}\n{_indented(state.tail)}"
+
+
+def _advice(started: Sequence[Started]) -> str:
+    found = [one.advice() for one in started]
+    return "".join(f"\n{advice}" for advice in found if advice)
 
 
 def _launcher_words(started: Sequence[Started]) -> str:

@@ -8,9 +8,10 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ wait
 _MAX_ENV_FILE_BYTES: Final = 64 << 10
 _END_S: Final = 10.0
 _LOOK_S: Final = 60.0
+_PING_S: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Started(ABC):
     def ended(self) -> str | None:
         """None while it runs; then how it ended."""
 
+    def advice(self) -> str:
+        """What its own words do not say where it came to nothing: what was tried, where, and what to do; or nothing."""
+        return ""
+
     @abstractmethod
     def ask(self) -> None:
         """Ask it to end, without waiting."""
@@ -89,17 +95,22 @@ class _Local(Started):
         *,
         polite: bool,
         scancel: bool,
+        advise: Callable[[Sequence[str]], str] | None,
     ) -> None:
         super().__init__(name, log, hosts)
         self._process = process
         self._polite = polite
         self._scancel = scancel
+        self._advise = advise
 
     def ended(self) -> str | None:
         status = self._process.poll()
         if status is None:
             return None
         return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    def advice(self) -> str:
+        return "" if self._advise is None else self._advise(self.hosts)
 
     def ask(self) -> None:
         # srun gives its nodes back when it is asked to end, and not when it is killed. DeepSpeed's runner is not asked:
@@ -309,7 +320,10 @@ def _plain_ssh_options(remote: Remote, whom: str) -> list[str]:
 
 def _srun(given: Way) -> list[Started]:
     if shutil.which("srun") is None:
-        raise ConfigError("there is no srun on this machine; launch from a machine that submits jobs to Slurm")
+        raise ConfigError(
+            "there is no srun on this machine; launch from a machine that submits jobs to Slurm, or take --how ssh or "
+            "--how torchrun"
+        )
     # One line for each rank: Slurm's way to say which rank is where.
     placement = given.log_dir / "slurm_hostfile"
     names = [host.name for host in given.hosts.hosts for _ in range(host.slots)]
@@ -322,7 +336,30 @@ def _srun(given: Way) -> list[Started]:
         seconds = given.ticket.start_s + given.ticket.timeout_s + 60
         command.append(f"--time={math.ceil(seconds / 60)}")
     env = {**os.environ, "SLURM_HOSTFILE": str(placement)}
-    return [_start("srun", [*command, *given.launcher_args, *given.rank_command], env, given, scancel=not inside)]
+    words = [*command, *given.launcher_args, *given.rank_command]
+    return [_start("srun", words, env, given, scancel=not inside, advise=_why_no_slurm)]
+
+
+def _why_no_slurm(hosts: Sequence[str]) -> str:
+    """That no Slurm answers this machine, and what to do; nothing where one does, as ``scontrol ping`` finds out."""
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=_PING_S)
+    except FileNotFoundError:
+        return ""  # it comes with srun; without it nothing is known
+    except subprocess.TimeoutExpired:
+        said = f"no answer within {_PING_S:.0f} s"
+    else:
+        if done.returncode == 0:
+            return ""
+        words = done.stdout.splitlines()[:1] or done.stderr.splitlines()[-1:] or [b"it says nothing"]
+        said = words[0].decode(errors="replace")[:200]
+    named = f"{', '.join(hosts[:8])}{f' and {len(hosts) - 8} more' if len(hosts) > 8 else ''}"
+    return (
+        f"no Slurm controller answers {socket.gethostname()}, from where srun was to start ranks on {named} "
+        f"(`scontrol ping`: {said}). --how srun needs a running Slurm that takes jobs from this machine: `sinfo` must "
+        "list these nodes; where its configuration is not in Slurm's own place, SLURM_CONF names it. Without a Slurm, "
+        "take --how ssh or --how torchrun, and hosts that ssh reaches"
+    )
 
 
 def _start(
@@ -333,6 +370,7 @@ def _start(
     *,
     cwd: Path | None = None,
     scancel: bool = False,
+    advise: Callable[[Sequence[str]], str] | None = None,
 ) -> Started:
     path = given.log_dir / f"{name}.log"
     parent, polite = os.getpid(), name == "srun"
@@ -351,4 +389,4 @@ def _start(
             # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM if polite else signal.SIGKILL),
         )
-    return _Local(name, path, given.hosts.names, process, polite=polite, scancel=scancel)
+    return _Local(name, path, given.hosts.names, process, polite=polite, scancel=scancel, advise=advise)

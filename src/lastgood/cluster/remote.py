@@ -258,12 +258,13 @@ class Remote:
         argv: Sequence[str],
         timeout_s: float,
         input: bytes | None = None,  # noqa: A002
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> dict[str, Completed | HostError]:
         """`run` on many hosts at the same time, at most 32; for each host its result, or why it has none."""
 
         def one(host: str) -> Completed | HostError:
             try:
-                return self.run(host, argv, timeout_s, input)
+                return self.run(host, argv, timeout_s, input, max_output_bytes)
             except HostError as error:
                 return error
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import pandas as pd
 
-from lastgood.experiments.style import system_label
+from lastgood.experiments.style import system_label, system_rank
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
 __all__ = [
@@ -17,6 +19,10 @@ __all__ = [
     "sweep_caption",
     "throughput_caption",
 ]
+
+_ON_DISK: Final = frozenset({"sync", "checkfreq", "gpm", "dcp", "torchsnapshot", "nvrx", "pccheck"})
+_IN_MEMORY: Final[Mapping[str, str]] = {"gemini": "in its peers' memory", "checkmate": "in its shadows' memory"}
+"""Where a checkpoint is when its system calls it durable. A system of another package may put it anywhere."""
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
@@ -99,7 +105,7 @@ def sweep_caption(frame: pd.DataFrame) -> str:
     points = "marker median, whisker range, circles single runs"
     reading = (
         "Slowdown: throughput without checkpoints over durable throughput, which counts the time until the last "
-        "checkpoint is flushed to the disk; 1 is no slowdown."
+        f"checkpoint is {_durable(frame['system'])}. 1 is no slowdown."
     )
     sentences = [_machine(frame), _set_up(frame, points), _knobs(frame), reading, _bound(frame), _revision(frame)]
     return _joined_sentences(sentences)
@@ -116,8 +122,8 @@ def persist_caption(frame: pd.DataFrame) -> str:
         f"{_repetitions(frame, 'marker median of the runs, circles their medians')}; {checkpoints} checkpoints a run "
         f"(whisker: fastest to slowest), {threads} thread{'' if threads == '1' else 's'}.",
         _knobs(frame),
-        "Time from save() until the checkpoint is flushed to the disk, one checkpoint at a time.",
-        f"Bound: size over the disk's write ceiling of {day}, {rate}.{_beyond(frame)}",
+        f"One checkpoint at a time, from save() until it is {_durable(frame['system'])}.",
+        f"Bound: size over the disk's write ceiling of {day}, {rate}{_not_bounded(frame)}.{_beyond(frame)}",
         _revision(frame),
     ]
     return _joined_sentences(sentences)
@@ -125,7 +131,8 @@ def persist_caption(frame: pd.DataFrame) -> str:
 
 def _beyond(frame: pd.DataFrame) -> str:
     """A word on checkpoints that were faster than the bound says a disk can be."""
-    faster = (frame["persist_bound_s"] / frame["persist_p50_s"]).max()
+    on_disk = frame[~frame["system"].isin(_IN_MEMORY)]
+    faster = (on_disk["persist_bound_s"] / on_disk["persist_p50_s"]).max()
     if not faster > 1.05:
         return ""
     return f" Up to {faster:.2f} times as fast: the disk's speed changes with time, and its ceiling is of one moment."
@@ -267,9 +274,28 @@ def _reading(frame: pd.DataFrame) -> str:
     if set(frame["system"]) == {"none"}:
         return ""
     return (
-        "Solid bar: durable throughput, which counts the time until the last checkpoint is flushed to the disk "
-        "(fdatasync, or direct I/O and flush)."
+        "Solid bar: durable throughput, which counts the time until the last checkpoint is "
+        f"{_durable(frame['system'])}."
     )
+
+
+def _durable(systems: Iterable[str]) -> str:
+    """When a checkpoint of these systems counts, behind "it is": on the disk, unless a system keeps it elsewhere."""
+    shown = sorted(set(systems) - {"none"}, key=system_rank)
+    elsewhere = [
+        f"{_IN_MEMORY.get(system, 'durable by its own word')} under {system_label(system)}"
+        for system in shown
+        if system not in _ON_DISK
+    ]
+    if shown and len(elsewhere) == len(shown):
+        return " or ".join(elsewhere)
+    return ", or ".join(["flushed to the disk (fsync, msync, or direct I/O and flush)", *elsewhere])
+
+
+def _not_bounded(frame: pd.DataFrame) -> str:
+    """A word on systems that write to no disk, where the bound is a disk's."""
+    names = [system_label(system) for system in sorted(set(frame["system"]) & set(_IN_MEMORY), key=system_rank)]
+    return f", which does not bind {' and '.join(names)}" if names else ""
 
 
 def _bound(frame: pd.DataFrame) -> str:
@@ -284,7 +310,11 @@ def _bound(frame: pd.DataFrame) -> str:
     )
     copy = format_rate(float(frame["copy_ceiling_bytes_per_s"].median()))
     day = str(frame["ceilings_measured_at"].iloc[0])[:10]
-    return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy}{more})."
+    # Over several ranks, what Gemini sends counts on its link.
+    alone = (
+        "; Gemini, which writes to no disk, may pass it" if shared is None and "gemini" in set(frame["system"]) else ""
+    )
+    return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy}{more}{alone})."
 
 
 def _revision(frame: pd.DataFrame) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.goodput_board import Board
 from lastgood.experiments.goodput_record import GoodputRecord, GoodputSpec, Life
+from lastgood.experiments.kept_logs import keep_logs_of_failure
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_shadows import local_shadows
 from lastgood.experiments.run import SILENCE_S, import_before_fork, start_child
@@ -30,14 +31,15 @@ _END_S = 60.0
 """A killed process that is not gone after this long is an error."""
 
 
-def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, report: Report) -> GoodputRecord:
+def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path, report: Report) -> GoodputRecord:
     """Live through the window of `spec` and return its record.
 
     Checkpoints live in a folder of their own below `scratch`, which is removed at the end. `report` is told each stage.
-    Raises LastgoodError, naming what failed; nothing is left behind then. A restore that gives back something else
+    Raises LastgoodError, naming what failed; nothing is left behind then but logs of the system's own processes (peers,
+    shadows), in `logs`. A restore that gives back something else
     than was saved is no error but a fault in the record.
     """
-    with take_turn(spec.run, scratch, report) as turn:
+    with take_turn(spec.run, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
         report("importing torch")
         import_before_fork(spec.run)
         window = _Window(spec, turn.folder / "checkpoints", data_dir, report)

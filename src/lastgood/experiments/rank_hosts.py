@@ -100,6 +100,11 @@ def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -
                 f"{spec.nodes} hosts and {spec.ranks} ranks"
             )
         yield Place(given.how, hosts, Remote(SshOptions.choose(given.ssh_config)), rate)
+    elif given.how == "srun":
+        raise ConfigError(
+            f"--how srun: {spec.title()} needs --hostfile FILE with the names of {spec.nodes} of Slurm's nodes (NAME "
+            "slots=N, one a line); without it ranks run on this machine, or on a testbed inside it, where no Slurm is"
+        )
     elif spec.nodes == 1:
         yield Place(given.how, Hostfile((Host(socket.gethostname(), spec.ranks),), "this machine"), None, None)
     else:
@@ -167,4 +172,5 @@ def _how_it_ended(rank: int, status: int, log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-15:]
-    return f"rank {rank} on {socket.gethostname()} ended with {how}\n" + "\n".join(f"    {line}" for line in lines)
+    tail = "\n".join(f"    {line}" for line in lines)
+    return f"rank {rank} on {socket.gethostname()} ended with {how}; log: {log}\n{tail}"

@@ -10,13 +10,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
+from lastgood.experiments.kept_logs import Logs, fetch_logs, keep_logs_of_failure
 from lastgood.experiments.kills import kill_moments, merge_lives
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_hosts import Place, RankHosts, find_place
@@ -52,11 +53,13 @@ _FETCH_S: Final = 120.0
 _MAX_RESULT_BYTES: Final = 64 << 20
 
 
-def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, given: RankHosts) -> RunRecord:
+def execute_ranks(
+    spec: RunSpec, data_dir: Path, scratch: Path, logs: Path, report: Report, given: RankHosts
+) -> RunRecord:
     """Measure `spec` on all its ranks and return their one record. See `lastgood.experiments.run.execute`.
 
     `data_dir` and `scratch` are folders of the same names on every host. Raises HostError for one that has no room for
-    its ranks; LastgoodError of a rank that failed, with its host and its last lines.
+    its ranks; LastgoodError of a rank that failed, with its host, its last lines and its log, which is in `logs` then.
     """
     problem = why_no_deepspeed(spec.parallel) or why_not_over_ranks(
         spec.workload, spec.system, spec.parallel, spec.ranks, spec.nodes
@@ -68,7 +71,8 @@ def execute_ranks(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, 
         check_room(spec, place, scratch, report)
         run = _Run(spec, data_dir.absolute(), turn.folder, place, report)
         try:
-            return run.record(turn.started_at, turn.began_s)
+            with keep_logs_of_failure(turn.folder, logs, report, run.logs_elsewhere):
+                return run.record(turn.started_at, turn.began_s)
         finally:
             run.tidy()
 
@@ -127,6 +131,14 @@ class _Run:
             failures=merge_lives(moments, lives),
         )
 
+    def logs_elsewhere(self) -> Mapping[str, Logs | HostError]:
+        """Logs of hosts whose ranks do not write to a disk that this machine sees. Slurm's nodes must do that."""
+        if self.place.remote is None or self.place.launcher == "srun":
+            return {}
+        here = {path.name for path in (self.folder / "ranks").glob("*/rank-*.log")}
+        apart = [host for rank, host in enumerate(self.place.host_of_rank) if f"rank-{rank:05d}.log" not in here]
+        return fetch_logs(self.place.remote, list(dict.fromkeys(apart)), self.folder)
+
     def tidy(self) -> None:
         """Remove what the run left on hosts that do not share this machine's disk; hosts that fail are reported."""
         if self.place.remote is None:
@@ -135,7 +147,7 @@ class _Run:
             "rm",
             "-rf",
             "--",
-            *(str(self.folder / name) for name in ("checkpoints", "results", "logs", "shadows")),
+            *(str(self.folder / name) for name in ("checkpoints", "results", "ranks", "shadows")),
         ]
         for host, answer in self.place.remote.run_everywhere(self.place.hosts.names, command, _FETCH_S).items():
             if isinstance(answer, HostError) or answer.rc:
@@ -167,7 +179,7 @@ class _Run:
         program = [sys.executable, "-m", "lastgood.experiments.rank_main", order.model_dump_json()]
         env = {"OMP_NUM_THREADS": str(self.spec.threads)}
         try:
-            self.place.start(program, env, self.folder / "logs" / order.name, _PHASE_S, self.report)
+            self.place.start(program, env, self.folder / "ranks" / order.name, _PHASE_S, self.report)
         except LaunchError:
             if kill_after_steps is None or not self._was_killed(token):
                 raise

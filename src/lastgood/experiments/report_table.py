@@ -107,7 +107,7 @@ _COLUMNS = [
     Column(
         "memory", "Memory over none", "MiB", "peak resident memory above that of training without checkpoints, median"
     ),
-    Column("restore", "Restore", "s", "time of a restore in a fresh process, from the disk, median"),
+    Column("restore", "Restore", "s", "time of a restore in a fresh process, from where the system keeps it, median"),
 ]
 _GOODPUT_KEYS = {
     "goodput_measured_iterations_per_s": "goodput_measured",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import ConfigError, LastgoodError, WaitTimeout
+from lastgood.experiments.kept_logs import keep_logs_of_failure
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_shadows import local_shadows
 from lastgood.experiments.record import Proof, RunRecord
@@ -38,16 +39,18 @@ SILENCE_S = 900.0
 """A child that says nothing for this long is ended."""
 
 
-def execute(spec: RunSpec, data_dir: Path, scratch: Path, report: Report, timeline: Path | None = None) -> RunRecord:
+def execute(
+    spec: RunSpec, data_dir: Path, scratch: Path, logs: Path, report: Report, timeline: Path | None = None
+) -> RunRecord:
     """Measure `spec` and return its record.
 
     Checkpoints live in a folder of their own below `scratch`, which is removed at the end. `report` is told each stage.
     A trace of the measured steps is written to `timeline`, if it is given. Raises LastgoodError, naming what failed;
-    nothing is left behind then.
+    nothing is left behind then but logs of the system's own processes (peers, shadows), in `logs`.
     """
     if timeline is not None and timeline.is_dir():
         raise ConfigError(f"timeline {timeline} is a folder; name a file, for instance {timeline / 'trace.json'}")
-    with take_turn(spec, scratch, report) as turn:
+    with take_turn(spec, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
         return _execute(spec, data_dir, turn, report, timeline)
 
 
