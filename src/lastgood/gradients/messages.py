@@ -246,7 +246,8 @@ class Side(_Message):
 class Have(_Message):
     """This shadow can be brought to exactly this iteration (to rank 0).
 
-    Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here.
+    Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here. What is torn
+    behind it takes nothing back; Torn of it or of an older one does, and Diverged.
     """
 
     kind: Literal["have"] = "have"
@@ -281,7 +282,10 @@ class Diverged(_Message):
 
 
 class Seeded(_Message):
-    """A bucket's seed has arrived whole. `whole`: no bucket of this shadow waits for one any more."""
+    """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
+
+    `whole`: no bucket of this shadow waits for one any more.
+    """
 
     kind: Literal["seeded"] = "seeded"
     bucket: _Number
