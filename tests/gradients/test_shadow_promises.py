@@ -167,6 +167,20 @@ def test_what_is_torn_is_so_behind_what_was_held_and_a_seed_is_said_before_what_
     assert [(m.kind, m.iteration) for m in lone.shadow.said] == [("seeded", 2), ("have", 2)]
 
 
+def test_gradients_that_come_behind_the_tear_promise_nothing():
+    lone = Lone()
+    lone.iterate(1)
+    lone.iterate(2, holes={0})
+    lone.iterate(3)
+    lone.shadow.said.clear()
+    lone.shadow.gradient(0, 2, 2)
+    assert [m for m in lone.shadow.said if m.kind == "have"] == []
+    assert lone.state.have == 1
+    lone.complete(1)
+    lone.work()
+    assert (lone.restorable(), lone.state.have) == ([1], 1), "it waits for a seed from here on"
+
+
 def test_a_seed_that_comes_too_late_for_its_slots_is_torn_again():
     lone = Lone()
     lone.iterate(1, holes={0})
