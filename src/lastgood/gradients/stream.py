@@ -51,8 +51,9 @@ class GradientStream:
         self.phase, self.fault, self._ended = "reduced", None, False
         with self._lock:
             self._sent.pop(self.iteration - _COUNTED, None)
+        # Behind what is on its way still: a connection that is new is not for that, and would end it before it comes.
         for link in self._links:
-            link.begin_iteration(self.iteration)
+            self.in_order(partial(link.begin_iteration, self.iteration))
         return self.iteration
 
     def send(
