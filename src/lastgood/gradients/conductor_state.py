@@ -203,8 +203,7 @@ class ConductorState:
         """The newest iteration that all shadows can be brought to, torn ones as well; -1 where that is not known."""
         if not all(known.have is not None and known.sound and not known.given_up for known in self.shadows):
             return -1
-        held = min(known.have or 0 for known in self.shadows)
-        return held if held >= self.floor else -1
+        return min(known.have or 0 for known in self.shadows)
 
     def _complete(self, iteration: int, lost: tuple[int, ...]) -> None:
         self.complete, self.lost = iteration, lost
