@@ -172,17 +172,17 @@ def test_what_is_lost_behind_the_switch_fails_that_step_and_is_healed(faults, st
     plain = pool.run(2, "train", steps=steps + 5)
     for rank in range(2):
         assert answers[rank]["losses"].items() <= plain[rank]["losses"].items()
-        assert {"durable"} <= set(answers[rank]["outcomes"]) <= {"durable", "failed"}
+        assert set(answers[rank]["outcomes"]) <= {"durable", "failed"}
+        # A failed step promises nothing, and may be held all the same. Not the last one: `drain` makes it whole.
+        assert answers[rank]["outcomes"][-1] == "durable", answers[rank]["errors"]
         assert answers[rank]["facts"]["diverged"] == 0
     assert answers[0]["facts"]["torn"] > 0 or "duplicate" in faults
     # Without faults on the way, the same shadows go on from what they have; never from something else.
     rest = pool.run(2, "train", steps=steps + 5, knobs=knobs_of(shadows, switch()), directory=job, restore=True)
-    held = rest[0]["restored"]
-    assert answers[0]["outcomes"][held - 1] == "durable"
-    assert "durable" not in answers[0]["outcomes"][held:]
     for rank in range(2):
+        assert rest[rank]["restored"] == steps
         assert rest[rank]["digest"] == plain[rank]["digest"]
-        assert rest[rank]["outcomes"] == ["durable"] * (steps + 5 - held), rest[rank]["errors"]
+        assert rest[rank]["outcomes"] == ["durable"] * 5, rest[rank]["errors"]
 
 
 def test_gradients_that_are_changed_behind_the_ring_fail_that_step_and_are_healed(pool, shadows, switch, tmp_path):

@@ -10,8 +10,10 @@ import torch
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate
 from lastgood.errors import NoCheckpoint, StateError
+from lastgood.gradients.conductor import Conductor
 from lastgood.gradients.links import ShadowLink
 from lastgood.gradients.step_tap import StepTap
+from lastgood.gradients.stream import GradientStream
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -165,6 +167,61 @@ def test_a_step_that_shadows_cannot_repeat_fails_its_save_and_the_training_goes_
         assert time.monotonic() < deadline, "waited 60 s for a durable save"
         steps(training, checkpointer, 1)
         checkpointer.drain(40)
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
+    assert fresh.digest() == training.digest()
+
+
+def test_the_last_step_is_made_whole_in_drain_where_all_others_have_no_room_left(make, monkeypatch):
+    """What is torn is heard of behind the last save: too late for all steps before it."""
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    steps(training, checkpointer, 2)
+    checkpointer.drain(20)
+    conductor = checkpointer._life.conductor
+    send, heard, late = GradientStream.send, Conductor.heard, []
+
+    def lose_some(stream, iteration, spans, address, **how):
+        return send(stream, iteration, [span for span in spans if span.bucket != 0], address, **how)
+
+    def hear_later(conductor, shadow, message):
+        with conductor._changed:
+            late.append((shadow, message))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientStream, "send", lose_some)
+        patch.setattr(Conductor, "heard", hear_later)
+        steps(training, checkpointer, 3)
+        deadline = time.monotonic() + 60
+        while not {("torn", 3, 0), ("have", 5, 1)} <= {(one.kind, one.iteration, shadow) for shadow, one in late}:
+            assert time.monotonic() < deadline, f"waited 60 s for shadows to say what they lack: {late}"
+            time.sleep(0.01)
+    with conductor._changed:
+        for shadow, message in sorted(late, key=lambda one: -one[0]):  # what shadow 0 says comes last
+            heard(conductor, shadow, message)
+    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    checkpointer.close()
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED] * 2 + [Outcome.DURABLE]
+    fresh = SmallTraining(seed=1)
+    assert make().restore(fresh.state) == training.step_number
+    assert fresh.digest() == training.digest()
+
+
+def test_in_drain_seeds_come_at_once_however_often_gradients_could_not_be_sent_before(make, monkeypatch):
+    training = SmallTraining()
+    checkpointer = make()
+    checkpointer.start(training.state)
+    with monkeypatch.context() as patch:
+
+        def no_memory(tap, parameters):
+            raise MemoryError("no room for zeros")
+
+        patch.setattr(StepTap, "send", no_memory)
+        steps(training, checkpointer, 4)
+    steps(training, checkpointer, 1)
+    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    assert outcomes(checkpointer) == [Outcome.FAILED] * 4 + [Outcome.DURABLE]
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == training.step_number
     assert fresh.digest() == training.digest()

@@ -1,12 +1,16 @@
 """What is chosen of what several shadows hold."""
 
+import socket
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.gradients.asking import _scratch, check_set, choose, connect_shadow
-from lastgood.gradients.messages import CHUNK_BYTES, Entry, Hello, Saved, Status
+from lastgood.gradients.messages import CHUNK_BYTES, PROTOCOL_VERSION, Entry, Hello, Saved, Status
+from lastgood.wire.frames import Wire, prove_peer
 
 LAYOUT = "b" * 64
 
@@ -75,6 +79,34 @@ def test_shadows_must_be_all_and_in_their_order():
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         connect_shadow(address, b"x" * 32, Hello(role="asker"), 1.0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"fenced": None}], ids=["first", "last"])
+def test_a_shadow_of_version_1_is_told_by_how_it_refuses_the_greeting(fields):
+    """As it did, from its first day to its last: the proof fails at the greeting, and a frame says so."""
+    refusals = []
+
+    def serve():
+        connection, _ = server.accept()
+        wire = Wire(connection, "127.0.0.1:50000", 10.0)
+        try:
+            prove_peer(wire, b"x" * 32, b"lastgood shadow 1\n")
+        except MismatchError as error:
+            refusals.append(str(error))
+            wire.send_message(kind="refused", why=str(error), **fields)
+        wire.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=serve)
+        thread.start()
+        said = (
+            f"{address} speaks version 1 of the shadows' protocol, this side version {PROTOCOL_VERSION}: use the same"
+        )
+        with pytest.raises(MismatchError, match=said):
+            connect_shadow(address, b"x" * 32, Hello(role="asker"), 10.0)
+        thread.join(10)
+    assert refusals == ["127.0.0.1:50000 does not speak this protocol"]
 
 
 def test_what_a_shadow_declares_is_bounded_also_where_nobody_wants_it():

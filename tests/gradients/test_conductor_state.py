@@ -20,8 +20,9 @@ class SimulatedShadow:
         self.number = number
         self.slots = slots
         self.values = dict.fromkeys(range(BUCKETS), base)
-        """Buckets that can be brought to `held`; None: torn or empty."""
+        """None: torn or empty."""
         self.held = base
+        """What it can be brought to, whatever is torn behind that; None: nothing."""
         self.floor = base
         self.connected = True
         self.said = deque()
@@ -31,7 +32,7 @@ class SimulatedShadow:
         return {bucket for bucket, value in self.values.items() if value is None}
 
     def can_make(self, iteration):
-        return not self.wants and self.floor <= iteration <= self.held
+        return self.held is not None and self.floor <= iteration <= self.held
 
     def receive(self, iteration, torn):
         for bucket in torn:
@@ -51,6 +52,11 @@ class SimulatedShadow:
             self.held = max(newest, iteration)
             self.say("have", self.held)
 
+    def lose(self, bucket):
+        """A comparison has found it to be another one than the trainer's."""
+        self.values[bucket] = self.held = None
+        self.say("diverged", bucket)
+
     def say(self, *message):
         if self.connected:
             self.said.append(message)
@@ -64,23 +70,25 @@ class Conducted(RuleBasedStateMachine):
         self.shadows = [SimulatedShadow(number, base, slots) for number in range(shadows)]
         for number in range(shadows):
             self.state.connected(number, (), slots)
-            self.shadows[number].say("have", base)
+            self.state.have(number, base)
+        assert self.state.decide() == Certificate(base, ())
         self.complete = base
         self.newest = base
         self.seeds = deque()
         self.durable = []
 
     def decide(self):
-        certificate = self.state.decide()
-        if certificate is None:
-            return
+        while (certificate := self.state.decide()) is not None:
+            self.check(certificate)
+
+    def check(self, certificate):
         assert certificate.iteration >= self.complete
         assert certificate.iteration <= self.newest
         for shadow in self.shadows:
             # A shadow that is not waited for may be anywhere; of the others nothing may be promised too early. One that
             # was torn, or has died, since it said so had it all the same, and its news is on its way.
             if shadow.number not in certificate.lost and not shadow.said and shadow.connected:
-                assert shadow.held >= certificate.iteration
+                assert shadow.held is not None and shadow.held >= certificate.iteration
                 assert not shadow.wants or self.state.shadows[shadow.number].wants
         if not certificate.lost and certificate.iteration >= self.state.floor:
             if all(shadow.connected and not shadow.said for shadow in self.shadows):
@@ -113,6 +121,8 @@ class Conducted(RuleBasedStateMachine):
             self.state.have(shadow.number, *what)
         elif kind == "torn":
             self.state.torn(shadow.number, *what)
+        elif kind == "diverged":
+            self.state.diverged(shadow.number, *what)
         else:
             self.state.seeded(shadow.number, *what)
 
@@ -133,7 +143,7 @@ class Conducted(RuleBasedStateMachine):
                 shadow.take_seed(bucket, iteration, self.newest)
             else:
                 shadow.say("seeded", bucket, iteration)
-                shadow.values[bucket] = None
+                shadow.values[bucket], shadow.floor = None, max(shadow.floor, iteration)
                 shadow.say("torn", iteration + 1, [bucket])
 
     @rule(number=st.integers(0, 2), dies=st.booleans())
@@ -145,7 +155,7 @@ class Conducted(RuleBasedStateMachine):
             self.seeds = deque(one for one in self.seeds if one[0] != shadow.number)
             if dies:
                 shadow.values = dict.fromkeys(range(BUCKETS))
-                shadow.held = self.base
+                shadow.held = None
             self.state.disconnected(shadow.number)
             self.decide()
 
@@ -154,12 +164,18 @@ class Conducted(RuleBasedStateMachine):
         shadow = self.shadows[number % len(self.shadows)]
         if not shadow.connected:
             shadow.connected = True
-            if self.newest > shadow.held:
+            if shadow.held is None or self.newest > shadow.held:
                 shadow.values = dict.fromkeys(range(BUCKETS))  # what it missed is missing for good
             self.state.connected(shadow.number, shadow.wants, shadow.slots)
-            if not shadow.wants:
+            if shadow.held is not None:
                 shadow.say("have", shadow.held)
             self.decide()
+
+    @rule(number=st.integers(0, 2), bucket=st.integers(0, BUCKETS - 1))
+    def diverge(self, number, bucket):
+        shadow = self.shadows[number % len(self.shadows)]
+        if shadow.connected and shadow.values[bucket] is not None:
+            shadow.lose(bucket)
 
     @rule(number=st.integers(0, 2))
     def is_behind_for_too_long(self, number):
@@ -227,13 +243,110 @@ def test_a_torn_shadow_is_waited_for_while_the_others_have_room_then_left_behind
         state.close_iteration(iteration)
         state.have(0, iteration)
         state.torn(1, 1, [1]) if iteration == 1 else None
-    found = state.decide()
-    assert (found.iteration, found.lost) == (2, (1,))
+    # The newest one is left open: a seed of just that iteration makes it whole.
+    assert state.decide() == Certificate(1, (1,))
+    assert state.decide() is None
     state.seeding(1, 1, 2)
     state.seeded(1, 1, 2)
     state.have(1, 2)
-    assert state.decide().lost == ()
+    assert state.decide() == Certificate(2, ())
     assert state.floor == 2
+
+
+def test_where_shadows_have_no_room_the_newest_is_not_left_open():
+    state = connected(slots=2)
+    state.decide()
+    state.close_iteration(1)
+    state.have(0, 1)
+    state.torn(1, 1, [1])
+    assert state.decide() == Certificate(1, (1,))
+
+
+def test_nor_where_the_shadow_that_lacks_it_is_given_up():
+    state = connected(slots=4)
+    state.decide()
+    state.close_iteration(1)
+    state.have(0, 1)
+    state.torn(1, 1, [1])
+    assert state.decide() is None
+    assert state.behind(1)
+    state.give_up(1)
+    assert state.decide() == Certificate(1, (1,))
+
+
+def torn_behind(have=1, torn=2):
+    """Both shadows hold iteration 1; before shadow 0 has said so, the next one is torn at shadow 1."""
+    state = connected()
+    state.decide()
+    state.close_iteration(1)
+    state.have(1, have)
+    state.close_iteration(2)
+    state.torn(1, torn, [1])
+    return state
+
+
+def test_what_all_shadows_hold_is_complete_though_the_next_one_is_torn():
+    state = torn_behind()
+    assert state.decide() is None
+    state.have(0, 1)
+    assert state.decide() == Certificate(1, ())
+    assert state.decide() is None
+    state.have(0, 2)
+    assert state.decide() is None
+
+
+def test_it_is_so_as_well_where_a_shadow_says_what_it_has_behind_the_tear():
+    state = connected()
+    state.decide()
+    state.close_iteration(1)
+    state.close_iteration(2)
+    state.torn(1, 2, [1])
+    state.have(0, 2)
+    assert state.decide() is None
+    state.have(1, 1)
+    assert state.decide() == Certificate(1, ())
+
+
+def test_what_all_hold_is_complete_before_the_others_go_on_without_the_torn_one():
+    state = torn_behind()
+    state.close_iteration(3)
+    state.have(0, 3)
+    state.close_iteration(4)
+    assert state.decide() == Certificate(1, ())
+    assert state.decide() == Certificate(3, (1,))
+
+
+def test_a_shadow_that_may_have_lost_what_it_had_is_not_relied_upon():
+    for speak in (
+        lambda state: state.torn(1, 1, [0]),  # it could not be applied
+        lambda state: state.diverged(1, 0),
+        lambda state: state.seeding(1, 0, 0),  # an older value
+        lambda state: (state.seeding(1, 0, 2), state.seeded(1, 0, 2)),
+        lambda state: state.disconnected(1),
+        lambda state: state.give_up(1),
+    ):
+        state = torn_behind()
+        state.seeding(1, 1, 2)
+        speak(state)
+        state.have(0, 1)
+        assert state.decide() in (None, Certificate(1, (1,))), speak
+
+
+def test_what_it_says_behind_a_loss_counts_again():
+    state = torn_behind()
+    state.diverged(1, 0)
+    state.have(1, 0)
+    state.have(0, 1)
+    assert state.decide() is None
+    state.have(1, 1)
+    assert state.decide() == Certificate(1, ())
+
+
+def test_what_all_hold_without_its_side_record_is_not_complete():
+    state = torn_behind()
+    state.torn(0, 1, [])
+    state.have(0, 1)
+    assert state.decide() is None
 
 
 def test_a_seed_that_is_on_its_way_is_not_sent_twice_and_a_later_tear_wants_another():

@@ -29,13 +29,19 @@ def span(nbytes: int) -> Span:
     return Span(0, DType.float32, 0, 0, nbytes)
 
 
-def connected(settings: DataSettings) -> tuple[DataLink, socket.socket]:
-    """A link whose first iteration has begun, and the shadow's end of its connection."""
+def pair() -> tuple[socket.socket, socket.socket]:
+    """A connection: a rank's end, and the shadow's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), WAIT_S)
         far, _ = server.accept()
     near.setblocking(False)
     far.settimeout(WAIT_S)
+    return near, far
+
+
+def connected(settings: DataSettings) -> tuple[DataLink, socket.socket]:
+    """A link whose first iteration has begun, and the shadow's end of its connection."""
+    near, far = pair()
     link = DataLink("10.9.8.7:6", 1, 1, 0, settings)
     link.connect(near.detach())
     link.begin_iteration(1)

@@ -76,19 +76,28 @@ def test_what_is_given_back_is_the_trainer_to_the_bit_and_training_goes_on(folde
     again.close()
 
 
-def train_until_killed(folder, addresses, parent):
-    die_with_parent(parent)
+def train_until_killed(folder, addresses):
+    die_with_parent()
     torch.set_num_threads(1)
     scripted_trainer.main(folder, addresses)
+
+
+def trainer_process(folder, addresses):
+    """Forked from a server that has torch imported and used nothing of it.
+
+    A fork of this process could make no optimizer's step where a test before has used CUDA.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", scripted_trainer.__name__])  # each first step would import that
+    process = context.Process(target=train_until_killed, args=(folder, addresses), daemon=True)
+    process.start()
+    return process
 
 
 def test_killed_at_any_moment_it_is_given_back_to_the_bit(folder, two):
     file = folder / "digests.jsonl"
     for life in range(3):
-        process = multiprocessing.get_context("fork").Process(
-            target=train_until_killed, args=(folder, addresses_of(two), os.getpid()), daemon=True
-        )
-        process.start()
+        process = trainer_process(folder, addresses_of(two))
         deadline = time.monotonic() + WAIT_S
         while not file.exists() or len(file.read_text().splitlines()) < 4 + 3 * life:
             assert process.is_alive() and time.monotonic() < deadline

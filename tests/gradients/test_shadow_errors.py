@@ -1,11 +1,15 @@
 """Errors inside a shadow that no retry mends: the trainer says what it is, and the shadow's log stays short."""
 
 import logging
+import socket
 
 import pytest
 
 from lastgood.checkpointers.checkmate import Checkmate
-from lastgood.errors import WaitTimeout
+from lastgood.errors import CheckpointError, MismatchError, WaitTimeout
+from lastgood.gradients.messages import PROTOCOL_VERSION
+from lastgood.gradients.token import read_token
+from lastgood.wire.frames import Wire, prove_trainer
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
@@ -30,3 +34,41 @@ def test_an_error_inside_a_shadow_is_said_to_the_trainer_and_logged_once(where, 
         checkpointer.close()
     assert len([record for record in caplog.records if record.exc_info]) == 1
     assert 2 <= len(calls) < 12, "tried again, with growing pauses"
+
+
+@pytest.mark.parametrize("version", [1, PROTOCOL_VERSION + 1])
+def test_a_trainer_of_another_version_is_told_of_both(version, tmp_path, caplog):
+    """It says a hello that nobody here knows, and gets an answer of fields that every version has."""
+    with caplog.at_level(logging.INFO), shadow_threads(tmp_path, 1) as (shadow,):
+        host, port = shadow.address.split(":")
+        with socket.create_connection((host, int(port)), 10) as connection:
+            wire = Wire(connection, "the shadow", 10.0)
+            prove_trainer(wire, read_token(tmp_path / "token"), b"lastgood shadow %d\n" % version)
+            wire.send_message(kind="hello", role="control", unheard_of=1)
+            answer = wire.receive_message("an answer")
+            assert wire.wait_readable(10.0) and wire.ended()
+        refused = shadow.service.core.all_refused()
+    assert set(answer) == {"kind", "why"} and answer["kind"] == "refused"
+    said = f"speaks version {version} of the shadows' protocol, this shadow version {PROTOCOL_VERSION}: use the same"
+    assert said in answer["why"] and said in caplog.text
+    assert refused == {"hello": 1}
+
+
+@pytest.mark.parametrize(
+    ("greeting", "token"),
+    [(b"lastgood shadow 1\n", b"another token of 32 bytes length"), (b"lastgood shadow x\n", None),
+     (b"lastgood shadow 1 ", None), (b"lastgood ghosts 2\n", None)],
+)  # fmt: skip
+def test_another_greeting_gets_no_further_than_the_proof(greeting, token, tmp_path):
+    with shadow_threads(tmp_path, 1) as (shadow,):
+        host, port = shadow.address.split(":")
+        with socket.create_connection((host, int(port)), 10) as connection:
+            wire = Wire(connection, "the shadow", 10.0)
+            with pytest.raises(MismatchError, match="token"):
+                prove_trainer(wire, token or read_token(tmp_path / "token"), greeting)
+            if token is not None:
+                wire.write("a false proof", bytes(32))
+            with pytest.raises(CheckpointError, match=r"closed|broke"):
+                while True:
+                    wire.read_into(memoryview(bytearray(1)), "more")
+        assert shadow.service.core.all_refused() == {"no proof of the token": 1, "hello": 1}

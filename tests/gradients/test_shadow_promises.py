@@ -148,6 +148,39 @@ def test_a_seed_waits_beside_the_value_that_can_still_be_given_back():
     assert (lone.at(), lone.restorable()) == ({2}, [2])
 
 
+def test_what_is_torn_is_so_behind_what_was_held_and_a_seed_is_said_before_what_it_makes_of_it():
+    lone = Lone()
+    for bucket in BUCKETS[0]:  # the next one tears before the step of this one has come
+        lone.shadow.gradient(bucket, 1, 1)
+    lone.shadow.gradient(BUCKETS[0][0], 2, 2)
+    for rank in range(RANKS):
+        lone.state.ended(rank, 2)
+    lone.shadow.said.clear()
+    lone.iterate(1)
+    assert [(m.kind, m.iteration) for m in lone.shadow.said] == [("torn", 2), ("have", 1)]
+    lone.iterate(2, holes={BUCKETS[0][1]})
+    lone.complete(1)
+    lone.work()
+    assert (lone.at(), lone.restorable(), lone.state.have) == ({1}, [1], 1)
+    lone.shadow.said.clear()
+    lone.seed(BUCKETS[0][1], 2)
+    assert [(m.kind, m.iteration) for m in lone.shadow.said] == [("seeded", 2), ("have", 2)]
+
+
+def test_gradients_that_come_behind_the_tear_promise_nothing():
+    lone = Lone()
+    lone.iterate(1)
+    lone.iterate(2, holes={0})
+    lone.iterate(3)
+    lone.shadow.said.clear()
+    lone.shadow.gradient(0, 2, 2)
+    assert [m for m in lone.shadow.said if m.kind == "have"] == []
+    assert lone.state.have == 1
+    lone.complete(1)
+    lone.work()
+    assert (lone.restorable(), lone.state.have) == ([1], 1), "it waits for a seed from here on"
+
+
 def test_a_seed_that_comes_too_late_for_its_slots_is_torn_again():
     lone = Lone()
     lone.iterate(1, holes={0})
@@ -265,7 +298,7 @@ def test_gradients_that_the_update_did_not_use_count_as_lost_until_a_seed_comes(
     lone.work()
     lone.iterate(2, saved=False, void=True)
     lone.iterate(3)
-    assert (lone.restorable(), lone.state.have) == ([1], 0), "what comes behind it is not offered either"
+    assert (lone.restorable(), lone.state.have) == ([1], 1), "what comes behind it is not offered either"
     torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
     assert torn == [(2, set(BUCKETS[0]))]
     lone.complete(3)  # the others go on

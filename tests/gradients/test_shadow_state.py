@@ -129,6 +129,17 @@ class Shadow:
         return True
 
 
+def newest_word(said):
+    """What a shadow can be brought to, as far as it has said: what it says of losses later may speak against it."""
+    word = -1
+    for message in said:
+        if message.kind == "have":
+            word = message.iteration
+        elif message.kind == "diverged" or (message.kind == "torn" and message.buckets and message.iteration <= word):
+            word = -1
+    return word
+
+
 class World(RuleBasedStateMachine):
     """Trainers are at iteration `now`; `history` says which updates they made, in this lineage."""
 
@@ -202,6 +213,7 @@ class World(RuleBasedStateMachine):
             shadow.flow()
         self.epoch = self.epoch or 1
         self.lost = set()
+        self.whole = False
         if adopt is None:
             for shadow in self.shadows:
                 for bucket in BUCKETS[shadow.number]:
@@ -210,7 +222,8 @@ class World(RuleBasedStateMachine):
     # -- training
 
     def seed(self, shadow, bucket):
-        """All of a bucket as it is now, at once."""
+        """All of a bucket as it is now, at once. It takes the place of older ones, and may not be saved itself."""
+        self.whole &= self.saved.get(self.now, False)
         shadow.state.seed_begun(bucket, self.now)
         shadow.flow()
         if shadow.state.is_landing(bucket, self.now):
@@ -281,7 +294,7 @@ class World(RuleBasedStateMachine):
         """Rank 0: complete what all (but lost ones) hold; take those back that are whole again."""
         haves = {}
         for shadow in self.shadows:
-            haves[shadow.number] = max((m.iteration for m in shadow.said if m.kind == "have"), default=-1)
+            haves[shadow.number] = newest_word(shadow.said)
             torn = [m for m in shadow.said if m.kind == "torn" and m.buckets]
             if give_up and torn and shadow.state.waiting:
                 self.lost.add(shadow.number)
@@ -291,6 +304,8 @@ class World(RuleBasedStateMachine):
         newest = min(waited) if waited else self.now
         if newest > self.completed:
             self.completed = newest
+            floor = max((m.iteration for shadow in self.shadows for m in shadow.said if m.kind == "seeded"), default=0)
+            self.whole = not self.lost and newest >= floor
             for shadow in self.shadows:
                 shadow.state.complete(Complete(iteration=newest, lost=tuple(self.lost)))
                 shadow.flow()
@@ -346,6 +361,7 @@ class World(RuleBasedStateMachine):
         fresh.state.declare(LAYOUT, BUCKETS[shadow], [shadow], RANKS, None)
         fresh.flow()
         self.lost.add(shadow)
+        self.whole = False
         # As trainers do when they connect: what is not complete is said again.
         for iteration in range(self.completed + 1, self.now + 1):
             fresh.state.step(self.step_of(iteration))
@@ -368,7 +384,7 @@ class World(RuleBasedStateMachine):
                 pass
         offered = [set(shadow.state.restorable()) for shadow in self.shadows]
         common = sorted(set.intersection(*offered), key=lambda saved: saved.iteration)
-        if not self.lost and self.whole_life():
+        if self.whole:
             newest = max((one for one in range(1, self.completed + 1) if self.saved[one]), default=None)
             after = [one for one in range((newest or 0) + 1, self.completed + 1) if self.rules[one]]
             if newest is not None and not after:
@@ -398,9 +414,6 @@ class World(RuleBasedStateMachine):
         self.void = {one for one in self.void if one <= chosen.iteration}
         self.now = self.completed = chosen.iteration
         self.restart(adopt=chosen.iteration)
-
-    def whole_life(self):
-        return all(not shadow.state.waiting for shadow in self.shadows)
 
     # -- what holds always
 

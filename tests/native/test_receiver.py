@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import itertools
@@ -713,6 +714,63 @@ def test_memory_lives_as_long_as_the_receiver() -> None:
     del receiver
     gc.collect()
     assert gone.is_set()
+
+
+KEEPS = """
+import ctypes, gc, os, sys, weakref
+from lastgood._native import Receiver
+
+class Owner:
+    memory = ctypes.create_string_buffer(8)
+
+owner = Owner()
+before = set(os.listdir("/proc/self/task"))
+receiver = Receiver(1, 1, [(0, 8, 1)], [[ctypes.addressof(owner.memory)]], owner=owner)
+(thread,) = set(os.listdir("/proc/self/task")) - before
+alive = weakref.ref(owner)
+del owner
+print(thread, flush=True)
+sys.stdin.readline()
+del receiver
+gc.collect()
+print("kept" if alive() else "freed", flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 17, 0x4206, 0x4207, 0x40000000
+
+
+def trace(request: int, thread: int) -> int:
+    """The operating system's number of what went wrong, or 0."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    ptrace.restype = ctypes.c_long
+    return ctypes.get_errno() if ptrace(request, thread, None, None) else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [True, False])
+def test_memory_that_a_thread_may_write_into_for_ever_is_never_freed(stopped: bool) -> None:
+    """A thread that is stopped (as a debugger does) does not end in the time that the receiver's end gives it."""
+    child = subprocess.Popen([sys.executable, "-c", KEEPS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        thread = int(child.stdout.readline())
+        if stopped:
+            if number := trace(PTRACE_SEIZE, thread):
+                pytest.skip(f"no thread can be stopped here: {os.strerror(number)}")
+            assert trace(PTRACE_INTERRUPT, thread) == 0
+            assert os.WIFSTOPPED(os.waitpid(thread, WALL)[1])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        said = child.stdout.readline()
+        if stopped:
+            assert trace(PTRACE_DETACH, thread) == 0
+        child.communicate("\n", timeout=TIMEOUT_S)
+        assert said == ("kept\n" if stopped else "freed\n")
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_poll_can_be_interrupted() -> None:

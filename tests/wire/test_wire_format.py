@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from lastgood.gradients import messages
+from lastgood.gradients.side import SIDE_VERSIONS
 from lastgood.wire import frames, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +99,15 @@ def test_a_frame_s_fields_lie_one_behind_another() -> None:
     for limit in (frames.MAX_CHUNK_BYTES, messages.MAX_MESSAGE_BYTES, messages.CHUNK_BYTES):
         assert f"{limit >> 20} MiB" in PAGE
     assert messages.GREETING.decode().encode("unicode_escape").decode() in PAGE
+    assert PAGE.startswith(f"# What goes over the wire to a shadow, version {messages.PROTOCOL_VERSION}\n")
+    assert rows_of("A connection begins")[-1][0] == str(messages.PROTOCOL_VERSION)
+
+
+def test_messages_change_with_their_version_only() -> None:
+    """Both sides refuse fields that they do not know. Who changes one raises `PROTOCOL_VERSION`, and this with it."""
+    fields = [(kind_of(model), fields_of(model)) for model in [*MODELS, messages.Entry, messages.Saved]]
+    known = json.dumps([sorted(fields), SIDE_VERSIONS[-1]]).encode()
+    assert (messages.PROTOCOL_VERSION, hashlib.sha256(known).hexdigest()[:16]) == (2, "bcc07a03a64d18c4")
 
 
 def test_every_cause_of_a_refusal_is_told() -> None:

@@ -26,12 +26,23 @@ namespace {
 // As Python holds them: where there is something to wait for, their threads are ended without the GIL.
 class ReceiverHandle : public Receiver {
   public:
-    using Receiver::Receiver;
+    // `owner`, of the slots' memory, is kept by the Python object, whose end comes behind this one's.
+    ReceiverHandle(std::uint64_t job, std::uint32_t epoch, const std::vector<DeclaredBucket>& buckets,
+                   const std::vector<std::vector<std::uintptr_t>>& slots, const ReceiverOptions& options,
+                   nb::handle owner)
+        : Receiver(job, epoch, buckets, slots, options), owner_(owner) {}
     ~ReceiverHandle() {
         if (forked() || close(deadline_after(0.0))) return;
-        const GilReleased released;
-        shut_down();
+        bool ended;
+        {
+            const GilReleased released;
+            ended = shut_down();
+        }
+        if (!ended) owner_.inc_ref();  // for ever: the thread that is left may write into it at any time
     }
+
+  private:
+    const nb::handle owner_;
 };
 
 class SenderHandle : public Sender {
@@ -114,9 +125,9 @@ void bind_receiver(nb::module_& module) {
             "__init__",
             [](ReceiverHandle* self, std::uint64_t job, std::uint32_t epoch, const std::vector<BucketTuple>& buckets,
                const std::vector<std::vector<std::uintptr_t>>& slots, unsigned threads, const std::vector<int>& cpus,
-               std::size_t queue, double stall_s, nb::handle) {
+               std::size_t queue, double stall_s, nb::handle owner) {
                 const ReceiverOptions options{threads, cpus, queue, stall_s};
-                new (self) ReceiverHandle(job, epoch, to_buckets(buckets), slots, options);
+                new (self) ReceiverHandle(job, epoch, to_buckets(buckets), slots, options, owner);
             },
             "job"_a, "epoch"_a, "buckets"_a, "slots"_a, nb::kw_only(), "threads"_a = 1, "cpus"_a = std::vector<int>(),
             "queue"_a = 4096, "stall_s"_a = 60.0, "owner"_a.none() = nb::none(), nb::keep_alive<1, 10>())

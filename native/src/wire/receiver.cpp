@@ -71,17 +71,19 @@ Receiver::Receiver(std::uint64_t job, std::uint32_t epoch, const std::vector<Dec
 
 Receiver::~Receiver() { shut_down(); }
 
-void Receiver::shut_down() {
-    if (!state_) return;
+bool Receiver::shut_down() {
+    if (!state_) return true;
     if (forked()) {
         // A fork copied the object but not its threads: locks may be held by nobody, so all of it is left alone.
         for (std::thread& thread : state_->threads) thread.detach();
         new std::shared_ptr<State>(std::move(state_));
-        return;
+        return true;
     }
-    if (!close(deadline_after(kDestructorWaitS)))
+    const bool ended = close(deadline_after(kDestructorWaitS));
+    if (!ended)
         for (std::thread& thread : state_->threads) thread.detach();
     state_.reset();
+    return ended;
 }
 
 std::uint64_t Receiver::add(int fd, std::uint32_t rank) {

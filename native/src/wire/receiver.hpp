@@ -30,7 +30,7 @@ struct ReceiverCounters {
 
 class Receiver {
   public:
-    // Starts the threads. The memory at `slots` must live until this object does not.
+    // Starts the threads. The memory at `slots` must live as long as this object, and for ever where `shut_down` says so.
     Receiver(std::uint64_t job, std::uint32_t epoch, const std::vector<DeclaredBucket>& buckets,
              const std::vector<std::vector<std::uintptr_t>>& slots, const ReceiverOptions& options);
     ~Receiver();
@@ -60,8 +60,10 @@ class Receiver {
     bool forked() const;
 
   protected:
-    // What the destructor does; for a derived class that must do it before its own end.
-    void shut_down();
+    // What the destructor does; for a derived class that must do it before its own end. False: a thread has not ended
+    // in time (nothing that it does waits, so it is not given a CPU, or waits for a page), and is left to itself. It
+    // shares the ownership of all that it uses but the slots, which it may still write into.
+    bool shut_down();
 
   private:
     struct State;

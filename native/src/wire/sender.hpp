@@ -61,6 +61,8 @@ class Sender {
     bool close(Clock::time_point deadline, const Tick& tick);
     // Gives up what is queued and ends the connection, without waiting; join() waits for the thread.
     void abort();
+    // Where that fails the thread is left to itself in the end. It shares the ownership of all that it uses but lent
+    // memory, which it may still read: as long as returned() says so.
     bool join(Clock::time_point deadline);
     // Whether this is a copy that a fork made, without the thread.
     bool forked() const;

@@ -359,13 +359,15 @@ class Checkmate(Checkpointer):
                     return
                 steps = [event.step for event, _ in self._pending.values()]
                 self._settling.wait(0.05)
+                newest_saved = max(self._pending, default=-1)
             now = time.monotonic()
             if life is None or life.conductor.fenced is not None:
                 self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
                 continue
-            if life.stream.phase == "closed" and life.stream.iteration >= self._seeds_from:
-                # What was torn at the end has no later step to be healed in.
-                self._send_seeds(life, life.stream.iteration)
+            iteration = life.stream.iteration
+            if life.stream.phase == "closed" and (iteration >= self._seeds_from or iteration == newest_saved):
+                # What was torn at the end has no later step to be healed in. A save is not put off for what was before.
+                self._send_seeds(life, iteration)
             # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
             away_since = None if life.conductor.reachable else away_since or now
             if away_since is not None and now - away_since > self._knobs.behind_s:

@@ -116,6 +116,8 @@ class Life:
             self.mover.close()
         self.stream.settle()
         self.conductor.close()
+        if self.mover is not None:
+            self.mover.release()
 
     def facts(self) -> dict[str, Any]:
         """For a run record."""

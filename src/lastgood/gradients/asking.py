@@ -18,6 +18,8 @@ from lastgood.gradients.messages import (
     CHUNK_BYTES,
     GREETING,
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    VERSION_ADVICE,
     Entry,
     Fence,
     Fetch,
@@ -44,6 +46,8 @@ __all__ = ["Asker", "Choice", "ask_all", "choose", "connect_shadow", "fence", "f
 _CONNECT_S = 10.0
 _MAX_SIDE_BYTES = 1 << 34
 _MAX_TENSOR_BYTES = 1 << 44
+_OF_VERSION_1 = f"speaks version 1 of the shadows' protocol, this side version {PROTOCOL_VERSION}: {VERSION_ADVICE}"
+"""Of what refuses the greeting. From version 2 on a shadow takes that of other versions, and refuses the hello."""
 _Answer = TypeVar("_Answer", bound=Message)
 _Result = TypeVar("_Result")
 
@@ -70,7 +74,7 @@ def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -
     """Open a connection of any role.
 
     Raises ConfigError for what is no HOST:PORT, CheckpointError where nobody listens, WaitTimeout, MismatchError where
-    the shadow does not know the token or refuses the hello.
+    the shadow does not know the token, speaks another version of the protocol, or refuses the hello.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -82,7 +86,7 @@ def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -
     keep_alive(connection)
     wire = Wire(connection, f"the shadow at {address}", timeout_s, MAX_MESSAGE_BYTES)
     try:
-        prove_trainer(wire, token, GREETING)
+        prove_trainer(wire, token, GREETING, unwelcome=_OF_VERSION_1)
         wire.send_message(**hello.content())
         return wire, _expect(wire, Welcome, "its welcome")
     except BaseException:

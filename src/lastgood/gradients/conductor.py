@@ -89,7 +89,7 @@ class Conductor:
         self._changed = threading.Condition()
         self._fenced: str | None = None
         self._behind_since: dict[int, float] = {}
-        self._last_progress: dict[int, int] = {}
+        self._last_progress: dict[int, tuple[int, int]] = {}
         self._why: dict[int, str] = {}
         self._diverged = 0
         self._torn = 0
@@ -340,13 +340,11 @@ class Conductor:
         self._changed.notify_all()
         if self._identity.rank != 0 or self._fenced is not None:
             return
-        certificate = self._state.decide()
-        if certificate is None:
-            return
-        message = Complete(iteration=certificate.iteration, lost=certificate.lost)
-        for link in self.links:
-            link.post(message, certificate.iteration)
-        self._announce()
+        while (certificate := self._state.decide()) is not None:
+            message = Complete(iteration=certificate.iteration, lost=certificate.lost)
+            for link in self.links:
+                link.post(message, certificate.iteration)
+            self._announce()
 
     def _announce(self) -> None:
         state = self._state
@@ -363,7 +361,7 @@ class Conductor:
             now = time.monotonic()
             with self._changed:
                 for number, known in enumerate(self._state.shadows):
-                    progress = known.have or 0
+                    progress = known.have or 0, self._state.complete
                     if not self._state.behind(number):
                         self._behind_since.pop(number, None)
                         self._last_progress.pop(number, None)

@@ -6,7 +6,8 @@ asks for. The other ranks keep one too, for the buckets that they seed, and only
 A shadow is *waited for* while it is connected, all of its buckets are seeded, and it is not behind for too long.
 Nothing is complete before every shadow that is waited for holds it. One that is away or wants a seed is waited for as
 long as the others have room to hold what they may not apply yet; then they go on without it, and nothing can be given
-back from memory until it has caught up.
+back from memory until it has caught up. What a torn shadow had before the tear it still has: with all others it is
+complete. And the newest iteration is left open for as long as a seed of just that one may come: it may be the last.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Known:
     slots: int = 2
     have: int | None = None
     """None: it has said nothing since it was away."""
+    sound: bool = True
+    """Nothing that it has said since speaks against `have`, though it may want seeds of later iterations."""
     wants: set[int] = field(default_factory=set)
     """Buckets without a state, or with one that is not the trainer's."""
     on_the_way: dict[int, int] = field(default_factory=dict)
@@ -68,7 +71,7 @@ class ConductorState:
     def connected(self, shadow: int, wants: Iterable[int], slots: int) -> None:
         """A control connection is open; `wants` are the shadow's buckets that have no state."""
         known = self.shadows[shadow]
-        known.connected, known.slots, known.have = True, max(1, slots), None
+        known.connected, known.slots, known.have, known.sound = True, max(1, slots), None, True
         known.on_the_way = {}
         known.wants |= set(wants)
 
@@ -82,9 +85,10 @@ class ConductorState:
         self.closed = max(self.closed, iteration)
 
     def have(self, shadow: int, iteration: int) -> None:
-        """It holds all of every iteration up to this one. A shadow says so only while none of its buckets is torn."""
+        """It can be brought to this iteration; what is torn in it is so behind that."""
         known = self.shadows[shadow]
-        known.have = iteration if known.have is None else max(known.have, iteration)
+        known.have = max(known.have, iteration) if known.have is not None and known.sound else iteration
+        known.sound = True
         if known.whole and known.have >= self.complete:
             known.given_up = False
         if known.have >= known.floor + known.slots:
@@ -96,6 +100,8 @@ class ConductorState:
         torn = set(buckets)
         if not torn:
             known.spoiled.add(iteration)
+        elif known.have is not None and iteration <= known.have:
+            known.sound = False
         for bucket in torn:
             seed = known.on_the_way.get(bucket)
             if seed is not None and seed >= iteration:
@@ -108,6 +114,7 @@ class ConductorState:
     def diverged(self, shadow: int, bucket: int) -> None:
         """A bucket of it is not the trainer's."""
         known = self.shadows[shadow]
+        known.sound = False
         if bucket not in known.on_the_way:
             known.wants.add(bucket)
 
@@ -119,7 +126,10 @@ class ConductorState:
 
     def seeding(self, shadow: int, bucket: int, iteration: int) -> None:
         """A seed is on its way."""
-        self.shadows[shadow].on_the_way[bucket] = iteration
+        known = self.shadows[shadow]
+        known.on_the_way[bucket] = iteration
+        if known.have is not None and iteration < known.have:
+            known.sound = False  # it takes the place of a value that is further
 
     def seed_refused(self, shadow: int) -> None:
         """It takes none of the seeds that are on their way now; they must come again."""
@@ -172,17 +182,35 @@ class ConductorState:
         # The others hold this many iterations that they have not applied, and one that is arriving.
         room = min((known.slots for known in self.shadows if known.connected), default=1) - 1
         full = self.closed - self.complete >= room
-        if away and all(not self.shadows[number].given_up for number in away) and not full:
-            return None
+        held = self._unspoiled(min(self._held_by_all(), self.closed), False) if away else self.complete
+        if held > self.complete:
+            self._complete(held, ())
+            return self._news()
+        if away and all(not self.shadows[number].given_up for number in away):
+            if not full:
+                return None
+            if room > 1:
+                limit = min(limit, self.closed - 1)  # a seed of the newest one may be on its way
         limit = self._unspoiled(min(limit, self.closed), full)
         if limit > self.complete:
-            self.complete = limit
             # Who is not waited for may hold it all the same, but nobody may rely on that.
-            self.lost = away or self._spoilers(limit)
-            for known in self.shadows:
-                known.spoiled = {one for one in known.spoiled if one >= limit}
+            self._complete(limit, away or self._spoilers(limit))
         elif not away and self.complete >= self.floor and not self._spoilers(self.complete):
             self.lost = ()
+        return self._news()
+
+    def _held_by_all(self) -> int:
+        """The newest iteration that all shadows can be brought to, torn ones as well; -1 where that is not known."""
+        if not all(known.have is not None and known.sound and not known.given_up for known in self.shadows):
+            return -1
+        return min(known.have or 0 for known in self.shadows)
+
+    def _complete(self, iteration: int, lost: tuple[int, ...]) -> None:
+        self.complete, self.lost = iteration, lost
+        for known in self.shadows:
+            known.spoiled = {one for one in known.spoiled if one >= iteration}
+
+    def _news(self) -> Certificate | None:
         news = Certificate(self.complete, self.lost)
         if news == self._told:
             return None
@@ -197,8 +225,7 @@ class ConductorState:
 
         Each shadow alone would keep what it can still give back itself, which need not be the same on all of them.
         """
-        spoiled = any(known.spoiled for known in self.shadows)
-        for iteration in range(limit, max(self.complete, self.floor - 1) if spoiled else self.complete, -1):
+        for iteration in range(limit, max(self.complete, self.floor - 1), -1):
             if not self._spoilers(iteration):
                 return iteration
         return limit if full else min(limit, self.complete)

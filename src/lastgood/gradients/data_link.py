@@ -182,11 +182,14 @@ class DataLink:
             self._cut(sender, f"its queue stayed full for {patience_s:g} s")
         return Ticket(sender, ticket) if ticket else None
 
-    def wait_returned(self) -> None:
-        """Return when no borrowed memory is read any more; a connection that takes longer than its patience is cut."""
+    def wait_returned(self) -> bool:
+        """Return when no borrowed memory is read any more; a connection that takes longer than its patience is cut.
+
+        False: its thread has not ended even then, and may read it still (nothing of that is sent).
+        """
         ticket = self._borrowed
         if ticket is None:
-            return
+            return True
         sender = ticket.sender
         patience_s = self._patience_s
         begin = time.perf_counter()
@@ -197,6 +200,7 @@ class DataLink:
             self._cut(sender, str(error))
         self.waited_s += time.perf_counter() - begin
         self._borrowed = None
+        return ticket.returned
 
     @property
     def sent_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.gradients.data_link import Ticket
 from lastgood.gradients.pieces import Span
-from lastgood.gradients.stream import GradientStream
+from lastgood.gradients.stream import GradientStream, keep_for_ever
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +94,14 @@ class DeviceMover:
         """Hand over what is on its way, within a bounded time, and end."""
         self._queue.put(None)
         self._thread.join(_END_S)
+
+    def release(self) -> None:
+        """Give all memory back, once no connection is left."""
+        with self._lock:
+            self._reclaim()
+            keep_for_ever(self._lent)
+            self._lent = []
+            self._free.clear()
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

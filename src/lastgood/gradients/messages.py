@@ -18,6 +18,8 @@ __all__ = [
     "CHUNK_BYTES",
     "GREETING",
     "MAX_MESSAGE_BYTES",
+    "PROTOCOL_VERSION",
+    "VERSION_ADVICE",
     "Absent",
     "Applied",
     "Complete",
@@ -46,8 +48,11 @@ __all__ = [
     "parse_message",
 ]
 
-GREETING = b"lastgood shadow 1\n"
+PROTOCOL_VERSION = 2
+"""Of these messages and of side records: another one where one side would not understand what the other one says."""
+GREETING = b"lastgood shadow %d\n" % PROTOCOL_VERSION
 """Opens every connection to a shadow (`wire.frames.prove_trainer`)."""
+VERSION_ADVICE = "use the same Lastgood on both sides; what a shadow holds in memory ends with its process"
 MAX_MESSAGE_BYTES = 64 * MIB
 """Once the other side has shown that it knows the token; a layout of a million parameters fits."""
 CHUNK_BYTES = 4 * MIB
@@ -246,7 +251,8 @@ class Side(_Message):
 class Have(_Message):
     """This shadow can be brought to exactly this iteration (to rank 0).
 
-    Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here.
+    Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here. What is torn
+    behind it takes nothing back; Torn of it or of an older one does, and Diverged.
     """
 
     kind: Literal["have"] = "have"
@@ -281,7 +287,10 @@ class Diverged(_Message):
 
 
 class Seeded(_Message):
-    """A bucket's seed has arrived whole. `whole`: no bucket of this shadow waits for one any more."""
+    """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
+
+    `whole`: no bucket of this shadow waits for one any more.
+    """
 
     kind: Literal["seeded"] = "seeded"
     bucket: _Number

@@ -18,6 +18,8 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, M
 from lastgood.gradients.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    VERSION_ADVICE,
     Absent,
     Complete,
     Declare,
@@ -184,11 +186,17 @@ class ShadowService:
         """The proof and the hello; None where it was refused."""
         try:
             try:
-                prove_peer(wire, self._token, GREETING)
+                version = prove_peer(wire, self._token, GREETING, any_version=True)
             except CheckpointError:
                 self.core.refuse("no proof of the token")
                 raise
-            hello = parse_message(wire.receive_message("a hello"), wire.other)
+            content = wire.receive_message("a hello")
+            if version != PROTOCOL_VERSION:
+                raise MismatchError(
+                    f"{wire.other} speaks version {version} of the shadows' protocol, this shadow version "
+                    f"{PROTOCOL_VERSION}: {VERSION_ADVICE}"
+                )
+            hello = parse_message(content, wire.other)
             if not isinstance(hello, Hello):
                 raise CorruptCheckpoint(f"{wire.other} began with {hello.kind}")
             if hello.role != "asker":
@@ -403,5 +411,6 @@ def _streaming() -> Any:
 
 
 def _refuse(wire: Wire, error: LastgoodError) -> None:
+    # What may be left out is: the other side may be of an older version, which refuses fields that it does not know.
     with contextlib.suppress(CheckpointError):  # it may have gone
-        wire.send_message(**Refused(why=str(error)[:10_000]).content())
+        wire.send_message(**Refused(why=str(error)[:10_000]).model_dump(mode="json", exclude_none=True))

@@ -56,7 +56,10 @@ class BucketState:
         """The newest iteration that it can be brought to without a further word from trainers; -1 if none."""
         if self.landed and self.landing is not None:
             return self.chain_end(self.landing)
-        return -1 if self.at is None else self.chain_end(self.at)
+        if self.at is None:
+            return -1
+        end = self.chain_end(self.at)  # what comes late for one that is torn is not relied upon
+        return end if self.torn is None else min(end, self.torn - 1)
 
     def base_for(self, iteration: int) -> int | None:
         """Behind which iteration the value stands that it has for, or can bring to, exactly this iteration."""

@@ -77,10 +77,10 @@ class ShadowHoldings:
         )
 
     def _newest(self) -> int | None:
-        """The newest iteration that can be produced, with its side records if it was saved."""
-        if not self._buckets or self.waiting:
+        """The newest iteration that can be produced, before whatever is torn; with its side records if it was saved."""
+        newest = min((bucket.end for bucket in self._buckets.values()), default=-1)
+        if newest < 0:
             return None
-        newest = min(bucket.end for bucket in self._buckets.values())
         low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
         for iteration in range(newest, low - 1, -1):
             complete = iteration not in self._known.saves or self._known.sides_whole(iteration)

@@ -279,9 +279,10 @@ class ShadowState(ShadowHoldings):
         if iteration is None:
             return
         found.landed = True
-        self._settle()
+        # Said before what can be made with it: rank 0 must know then that nothing older can.
         seeded = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
         self._out.append(Tell(seeded, everyone=True))
+        self._settle()
 
     def seed_failed(self, bucket: int) -> None:
         """The seed will not come whole; the bucket waits for another one."""

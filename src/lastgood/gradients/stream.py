@@ -11,12 +11,18 @@ from lastgood.gradients.data_link import DataLink, Ticket
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.pieces import Span
 
-__all__ = ["GradientStream", "Phase"]
+__all__ = ["GradientStream", "Phase", "keep_for_ever"]
 
 _COUNTED = 1024
 """Iterations whose bytes are remembered until somebody asks."""
 Phase = Literal["closed", "reduced", "updated"]
 """Of the newest iteration: nothing is open; its gradients are (being) reduced; the optimizer's step has begun."""
+_kept_for_ever: list[Any] = []
+
+
+def keep_for_ever(owners: Iterable[Any]) -> None:
+    """Never free this memory: the thread of a connection that was given up has not ended, and may read it still."""
+    _kept_for_ever.extend(owners)
 
 
 class GradientStream:
@@ -51,8 +57,9 @@ class GradientStream:
         self.phase, self.fault, self._ended = "reduced", None, False
         with self._lock:
             self._sent.pop(self.iteration - _COUNTED, None)
+        # Behind what is on its way still: a connection that is new is not for that, and would end it before it comes.
         for link in self._links:
-            link.begin_iteration(self.iteration)
+            self.in_order(partial(link.begin_iteration, self.iteration))
         return self.iteration
 
     def send(
@@ -104,8 +111,9 @@ class GradientStream:
     def settle(self) -> None:
         """Return when no borrowed memory is read any more: it may be overwritten."""
         if self._kept:
-            for link in self._links:
-                link.wait_returned()
+            returned = [link.wait_returned() for link in self._links]  # each of them is waited for
+            if not all(returned):
+                keep_for_ever(self._kept)
             self._kept = []
 
     @property

@@ -267,10 +267,11 @@ class Wire:
 # -- proof -------------------------------------------------------------------------------------------------------------
 
 
-def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> None:
+def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unwelcome: str | None = None) -> None:
     """The trainer's side: make the peer show that it knows `token`, then show it as well. The token is not sent.
 
-    Raises MismatchError where the peer is another one (its port was given to another process, say).
+    Raises MismatchError where the peer is another one (its port was given to another process, say). `unwelcome` is what
+    it is said to be where it answers this greeting by a frame, in place of its proof.
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
     wire.write("a greeting to go out", greeting, ours)
@@ -278,15 +279,23 @@ def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> 
     wire.read_into(memoryview(answer), "the peer's proof")
     theirs, shown = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
     if not hmac.compare_digest(shown, proof(token, b"peer", ours, theirs)):
+        if unwelcome is not None and answer.startswith(_MAGIC):
+            raise MismatchError(f"{wire.other} {unwelcome}")
         raise MismatchError(f"{wire.other} does not know this job's token: it is not the peer that was started here")
     wire.write("a proof to go out", proof(token, b"trainer", ours, theirs))
 
 
-def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> None:
-    """The peer's side. Raises MismatchError where the other side does not know `token`."""
+def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False) -> int:
+    """The peer's side. Returns the version that the other side greeted with, the digit before a greeting's newline.
+
+    Raises MismatchError where the other side does not know `token`, or greets otherwise. With `any_version` another
+    digit is taken, so that the caller can say what is wrong to a side that is known.
+    """
     opening = bytearray(len(greeting) + _NONCE_BYTES)
     wire.read_into(memoryview(opening), "a greeting")
-    if not hmac.compare_digest(bytes(opening[: len(greeting)]), greeting):
+    version = bytes(opening[len(greeting) - 2 : len(greeting) - 1])
+    expected = greeting[:-2] + version + greeting[-1:] if any_version and version.isdigit() else greeting
+    if not hmac.compare_digest(bytes(opening[: len(greeting)]), expected):
         raise MismatchError(f"{wire.other} does not speak this protocol")
     theirs, ours = bytes(opening[len(greeting) :]), secrets.token_bytes(_NONCE_BYTES)
     wire.write("a proof to go out", ours, proof(token, b"peer", theirs, ours))
@@ -294,6 +303,7 @@ def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING) -> Non
     wire.read_into(memoryview(answer), "the trainer's proof")
     if not hmac.compare_digest(bytes(answer), proof(token, b"trainer", theirs, ours)):
         raise MismatchError(f"{wire.other} does not know the token")
+    return int(version)
 
 
 def proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
