@@ -44,6 +44,28 @@ def steps(training, checkpointer, count):
         checkpointer.save(training.step_number)
 
 
+def test_a_last_save_whose_side_record_finds_no_room_fails_without_waiting(tmp_path):
+    training = SmallTraining()
+    with shadow_threads(tmp_path, 2, side_limit_bytes=100_000) as shadows:
+        where = {"shadows": [one.address for one in shadows], "token_file": str(tmp_path / "token")}
+        checkpointer = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096})
+        try:
+            checkpointer.start(training.state)
+            steps(training, checkpointer, 2)
+            checkpointer.drain(20)
+            training.plain["large"] = torch.zeros(100_000, dtype=torch.uint8)
+            steps(training, checkpointer, 1)
+            checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+            assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED]
+            assert "side record" in checkpointer.events[2].error
+        finally:
+            checkpointer.close()
+        fresh = SmallTraining(seed=1)
+        again = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096})
+        assert again.restore(fresh.state) == 2
+        again.close()
+
+
 def test_a_state_that_cannot_be_stored_fails_that_save_and_shadows_go_on(make):
     training = SmallTraining()
     checkpointer = make(verify_every=1)

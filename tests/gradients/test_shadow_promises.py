@@ -210,6 +210,46 @@ def test_an_iteration_without_its_side_record_is_not_offered_and_is_reported():
     assert (lone.restorable(), lone.state.have) == ([2], 2)
 
 
+def test_a_side_record_that_comes_again_and_finds_no_room_takes_nothing_back():
+    lone = Lone()
+
+    def torn():
+        lone.shadow.flow()
+        return [(m.iteration, m.buckets) for m in lone.shadow.said if m.kind == "torn"]
+
+    lone.iterate(1)
+    assert (lone.restorable(), lone.state.have) == ([1], 1)
+    lone.state.side_refused(0, 1, "side records take all their memory")
+    assert (lone.restorable(), lone.state.have, torn()) == ([1], 1, [])
+    for iteration in (2, 3, 4):
+        lone.complete(iteration - 1)
+        lone.work()
+        lone.iterate(iteration)
+    lone.state.side_refused(0, 1, "side records take all their memory")
+    assert torn() == [], "nobody needs it any more"
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 5, 5)
+    lone.state.step(Step(iteration=5, rule={}, saved=True, step=5))
+    lone.state.side_refused(0, 5, "side records take all their memory")
+    assert torn() == [(5, ())], "one that never came is missing for good"
+    assert 5 not in lone.restorable()
+
+
+def test_rank_0_hears_again_of_what_counts_as_unsaved_before_it_hears_that_it_is_held():
+    lone = Lone()
+    lone.iterate(1)
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 2, 2)
+    lone.state.step(Step(iteration=2, rule={}, saved=True, step=2))
+    lone.state.side_refused(0, 2, "side records take all their memory")
+    lone.shadow.flow()
+    lone.shadow.said.clear()  # its connection broke
+    lone.state.greet()
+    lone.shadow.flow()
+    said = [(m.kind, m.iteration) for m in lone.shadow.said if m.kind in ("have", "torn")]
+    assert said == [("torn", 2), ("have", 2)]
+
+
 def test_a_spill_is_copied_once_applied_and_its_end_is_said():
     lone = Lone()
     lone.iterate(1, spill=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -348,6 +348,12 @@ class Checkmate(Checkpointer):
                 self._fail(self._take_pending(next(iter(self._pending))), CheckpointError(why))
             self._settling.notify_all()
 
+    def _fail_spoiled(self, iterations: Set[int]) -> None:
+        """Whatever comes of these iterations, what was saved in them cannot be given back."""
+        with self._settling:
+            for number in [one for one in self._pending if one in iterations]:
+                self._fail(self._take_pending(number), CheckpointError("a shadow lacks a side record"))
+
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until every saved step is complete on all shadows, or has failed."""
         deadline = time.monotonic() + timeout_s
@@ -364,6 +370,7 @@ class Checkmate(Checkpointer):
             if life is None or life.conductor.fenced is not None:
                 self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
                 continue
+            self._fail_spoiled(life.conductor.spoiled())
             iteration = life.stream.iteration
             if life.stream.phase == "closed" and (iteration >= self._seeds_from or iteration == newest_saved):
                 # What was torn at the end has no later step to be healed in. A save is not put off for what was before.

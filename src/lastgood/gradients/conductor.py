@@ -251,6 +251,11 @@ class Conductor:
         with self._changed:
             return self._state.torn_often()
 
+    def spoiled(self) -> set[int]:
+        """Newer iterations than what is complete that some shadow lacks a side record of, for good."""
+        with self._changed:
+            return {iteration for known in self._state.shadows for iteration in known.spoiled}
+
     # -- from shadows ----------------------------------------------------------------------------------------------
 
     def connected(self, shadow: int, welcome: Welcome) -> None:

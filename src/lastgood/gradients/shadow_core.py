@@ -336,7 +336,7 @@ class ShadowCore:
             described = self.sides.described(message)
             if content is None or described is None:
                 why = "its layout was never sent" if described is None else "side records take all their memory"
-                self.state.side_refused(message.iteration, f"rank {message.rank}: {why}")
+                self.state.side_refused(message.rank, message.iteration, why)
             elif self.state.side(message.rank, message.iteration):
                 self.sides.put(SideRecord(described, content))
                 self.counters.side_bytes += len(content)

@@ -68,15 +68,18 @@ class Iterations:
             del self._early[iteration]
             self._absent.pop(iteration, None)
 
-    def add_side(self, rank: int, iteration: int, oldest: int) -> bool:
-        """Whether this side record is to be kept; not that of an iteration before `oldest`."""
-        self.newest_side[rank] = max(iteration, self.newest_side.get(rank, 0))
+    def lacks_side(self, rank: int, iteration: int, oldest: int) -> bool:
+        """Whether this side record is of use: not one of an iteration before `oldest`, nor one that is held."""
         if rank not in self.side_ranks or iteration in self.given_up or iteration < oldest:
             return False
-        held = self.sides.setdefault(iteration, set())
-        if rank in held:
+        return rank not in self.sides.get(iteration, set())
+
+    def add_side(self, rank: int, iteration: int, oldest: int) -> bool:
+        """Whether this side record is to be kept."""
+        self.newest_side[rank] = max(iteration, self.newest_side.get(rank, 0))
+        if not self.lacks_side(rank, iteration, oldest):
             return False
-        held.add(rank)
+        self.sides.setdefault(iteration, set()).add(rank)
         return True
 
     def sides_whole(self, iteration: int) -> bool:

@@ -143,6 +143,9 @@ class ShadowState(ShadowHoldings):
     def greet(self) -> None:
         """Rank 0 has (again) connected: tell it how things stand."""
         self._have = self._applied = None
+        # Before any word of what is held: they count as not saved here, and what was said of them may not have come.
+        for iteration in sorted(self._known.given_up):
+            self._out.append(Tell(Torn(iteration=iteration, buckets=(), why="a side record of it is missing for good")))
         self._settle()
         wanting = self.unseeded
         if wanting and self.declared:
@@ -225,10 +228,14 @@ class ShadowState(ShadowHoldings):
         self._settle()
         return wanted
 
-    def side_refused(self, iteration: int, why: str) -> None:
-        """A side record could not be kept: that iteration cannot be given back."""
-        self._give_up([(iteration, why)])
-        self._settle()
+    def side_refused(self, rank: int, iteration: int, why: str) -> None:
+        """A side record could not be kept: that iteration cannot be given back.
+
+        Unless it is held: behind a broken connection a rank sends its newest ones again.
+        """
+        if self._known.lacks_side(rank, iteration, self._oldest()):
+            self._give_up([(iteration, f"rank {rank}: {why}")])
+            self._settle()
 
     def complete(self, message: Complete) -> None:
         """All shadows (but lost ones) hold everything up to this iteration."""
