@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from lastgood.errors import LastgoodError
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan
 from lastgood.gradients.messages import GREETING
+from lastgood.ports import free_ports
 from lastgood.wire import frames, records
 
 __all__ = ["Net"]
@@ -35,7 +36,9 @@ class Path:
     def __init__(self, rank: int, shadow: int, target: int, chance: random.Random) -> None:
         self.rank, self.shadow, self.target = rank, shadow, target
         self.chance = chance
-        self.listener: socket.socket | None = socket.create_server(("127.0.0.1", 0), backlog=64)
+        # One that is found free again once its shadow is replaced.
+        port = free_ports()[0]
+        self.listener: socket.socket | None = socket.create_server(("127.0.0.1", port), backlog=64)
         self.port = self.listener.getsockname()[1]
         self.cut = False
         self.delay_s = 0.0
