@@ -231,6 +231,9 @@ class Net:
     @staticmethod
     def _unlisten(path: Path) -> None:
         if path.listener is not None:
+            # A thread that polls it keeps it open until it is done, and its port in use: not without listening.
+            with contextlib.suppress(OSError):
+                path.listener.shutdown(socket.SHUT_RDWR)
             path.listener.close()
             path.listener = None
 
