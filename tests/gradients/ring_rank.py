@@ -82,7 +82,8 @@ def error_of(call: Callable[[], None]) -> str:
     try:
         call()
     except Exception as error:
-        return str(error)
+        # Its name too: DDP gives the error itself, or one of its own around it, as the reduction ends early or late.
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
