@@ -38,7 +38,7 @@ def test_a_shadow_that_is_gone_while_seeds_are_waited_for_is_named():
 
 def torn_at_2(settled):
     """Both hold iteration 0; shadow 1 holds 1 as well, and 2 is torn there."""
-    conductor = conductor_of(lambda iteration, lost, floor: settled.append((iteration, tuple(lost))))
+    conductor = conductor_of(lambda word: settled.append((word.iteration, word.lost)))
     for number in range(2):
         conductor.heard(number, Have(iteration=0))
     conductor.heard(1, Have(iteration=1))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lastgood.gradients.conductor_state import Certificate, ConductorState
+from lastgood.gradients.messages import MAX_SPOILED, Complete
 
 BUCKETS = 2
 
@@ -244,12 +246,12 @@ def test_a_torn_shadow_is_waited_for_while_the_others_have_room_then_left_behind
         state.have(0, iteration)
         state.torn(1, 1, [1]) if iteration == 1 else None
     # The newest one is left open: a seed of just that iteration makes it whole.
-    assert state.decide() == Certificate(1, (1,))
+    assert state.decide() == Certificate(1, (1,), floor=2)
     assert state.decide() is None
     state.seeding(1, 1, 2)
     state.seeded(1, 1, 2)
     state.have(1, 2)
-    assert state.decide() == Certificate(2, ())
+    assert state.decide() == Certificate(2, (), floor=2)
     assert state.floor == 2
 
 
@@ -259,7 +261,7 @@ def test_where_shadows_have_no_room_the_newest_is_not_left_open():
     state.close_iteration(1)
     state.have(0, 1)
     state.torn(1, 1, [1])
-    assert state.decide() == Certificate(1, (1,))
+    assert state.decide() == Certificate(1, (1,), floor=2)
 
 
 def test_nor_where_the_shadow_that_lacks_it_is_given_up():
@@ -271,7 +273,7 @@ def test_nor_where_the_shadow_that_lacks_it_is_given_up():
     assert state.decide() is None
     assert state.behind(1)
     state.give_up(1)
-    assert state.decide() == Certificate(1, (1,))
+    assert state.decide() == Certificate(1, (1,), floor=2)
 
 
 def torn_behind(have=1, torn=2):
@@ -313,7 +315,7 @@ def test_what_all_hold_is_complete_before_the_others_go_on_without_the_torn_one(
     state.have(0, 3)
     state.close_iteration(4)
     assert state.decide() == Certificate(1, ())
-    assert state.decide() == Certificate(3, (1,))
+    assert state.decide() == Certificate(3, (1,), floor=4)
 
 
 def test_a_shadow_that_may_have_lost_what_it_had_is_not_relied_upon():
@@ -329,7 +331,7 @@ def test_a_shadow_that_may_have_lost_what_it_had_is_not_relied_upon():
         state.seeding(1, 1, 2)
         speak(state)
         state.have(0, 1)
-        assert state.decide() in (None, Certificate(1, (1,))), speak
+        assert state.decide() in (None, Certificate(1, (1,), floor=2)), speak
 
 
 def test_what_it_says_behind_a_loss_counts_again():
@@ -378,9 +380,39 @@ def test_distrust_wants_every_bucket_again_though_the_shadow_has_all():
     state.close_iteration(1)
     state.have(0, 1)
     state.have(1, 1)
-    state.distrust(lambda shadow: [shadow])
+    state.seeding(0, 0, 0)
+    state.distrust(lambda shadow: [shadow], 1)
     assert sorted(state.wanted_seeds(lambda bucket: True)) == [(0, 0), (1, 1)]
     assert not any(known.whole for known in state.shadows)
+    state.seeded(0, 0, 0)
+    assert (0, 0) in state.wanted_seeds(lambda bucket: True), "a seed from before is of no use"
+    state.seeding(0, 0, 1)
+    state.seeded(0, 0, 1)
+    assert state.wanted_seeds(lambda bucket: True) == [(1, 1)]
+
+
+def test_who_was_away_hears_of_seeds_that_came_meanwhile():
+    state = connected()
+    state.torn(1, 1, [0, 1])
+    state.disconnected(1)
+    state.connected(1, [1], 4, seeds=[(0, 3), (1, 0)])
+    assert state.wanted_seeds(lambda bucket: True) == [(1, 1)]
+    assert state.floor == 3, "what another rank seeded counts as well"
+
+
+def test_many_spoiled_iterations_are_told_by_where_they_end():
+    state = connected(slots=3)
+    for number in range(1, MAX_SPOILED + 4):
+        state.close_iteration(number)
+        state.torn(1, number, [])
+    for shadow in (0, 1):
+        state.have(shadow, MAX_SPOILED + 4)
+    state.close_iteration(MAX_SPOILED + 4)
+    word = state.decide()
+    assert (word.iteration, word.lost, word.floor) == (MAX_SPOILED + 4, (), 4)
+    assert word.spoiled == tuple(range(4, MAX_SPOILED + 4))
+    promised = Complete(**asdict(word)).promises
+    assert [number for number in range(1, MAX_SPOILED + 5) if promised(number)] == [MAX_SPOILED + 4]
 
 
 def test_only_owned_buckets_are_seeded_in_turn_by_shadow():
@@ -410,7 +442,7 @@ def test_what_a_side_record_is_missing_of_is_not_complete_before_one_that_has_al
     state.have(0, 3)
     assert state.decide() is None
     state.have(1, 3)
-    assert state.decide() == Certificate(3, ())
+    assert state.decide() == Certificate(3, (), spoiled=(1, 2))
 
 
 def test_the_newest_that_has_all_side_records_is_complete():
@@ -446,12 +478,12 @@ def test_without_room_it_goes_on_and_says_who_lacks_a_side_record_until_all_is_t
     state = connected(slots=3)
     state.decide()
     assert iteration_without_side(state, 1, 1) is None
-    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,))
+    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,), floor=3)
     assert state.decide() is None
     state.close_iteration(3)
     state.have(0, 3)
     state.have(1, 3)
-    assert state.decide() == Certificate(3, ())
+    assert state.decide() == Certificate(3, (), floor=3)
 
 
 def test_followers_hear_the_same_news_from_every_shadow():

@@ -54,9 +54,9 @@ class Scene:
         for event in [*(("send", 0), ("send", 1)), *(("hear", 0), ("hear", 1)), *(("obey", 0), ("obey", 1)), *path]:
             getattr(self, event[0])(event[1])
 
-    def settled(self, iteration, lost, floor):
-        if not lost and iteration >= floor:
-            self.durable = max(self.durable, iteration)
+    def settled(self, word):
+        if word.promises(word.iteration):
+            self.durable = max(self.durable, word.iteration)
 
     def possible(self):
         for number in range(2):

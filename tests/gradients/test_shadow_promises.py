@@ -210,6 +210,42 @@ def test_an_iteration_without_its_side_record_is_not_offered_and_is_reported():
     assert (lone.restorable(), lone.state.have) == ([2], 2)
 
 
+def test_what_its_side_record_may_still_come_for_is_not_held_though_a_later_iteration_needs_none():
+    lone = Lone()
+    lone.iterate(1, saved=False)
+    lone.state.step(Step(iteration=2, rule={}, saved=True, step=2))
+    for bucket in BUCKETS[0]:
+        lone.shadow.gradient(bucket, 2, 2)
+    lone.iterate(3, saved=False)
+    assert [m.iteration for m in lone.shadow.said if m.kind == "have"][-1] == 1
+    assert lone.state.side(0, 2)
+    lone.shadow.flow()
+    assert [m.iteration for m in lone.shadow.said if m.kind == "have"][-1] == 3
+
+
+def test_a_step_that_was_lost_on_its_way_is_as_a_gradient_that_was():
+    lone = Lone()
+    lone.iterate(1)
+    lone.complete(1)
+    for iteration in (2, 3):
+        for bucket in BUCKETS[0]:
+            lone.shadow.gradient(bucket, iteration, iteration)
+    lone.state.step(Step(iteration=3, rule={}, saved=False, step=None))
+    lone.shadow.flow()
+    assert lone.state.waiting == 0, "it may still come"
+    lone.complete(2)
+    lone.work()
+    torn = [m for m in lone.shadow.said if m.kind == "torn"]
+    assert [(m.iteration, set(m.buckets)) for m in torn] == [(2, set(BUCKETS[0]))]
+    for bucket in BUCKETS[0]:
+        lone.seed(bucket, 2)
+    lone.work()
+    assert [m.iteration for m in lone.shadow.said if m.kind == "have"][-1] == 3
+    lone.complete(3)
+    lone.work()
+    assert lone.at() == {3}
+
+
 def test_a_side_record_that_comes_again_and_finds_no_room_takes_nothing_back():
     lone = Lone()
 
@@ -401,7 +437,6 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
         lone.shadow.gradient(bucket, 1, 1)
     lone.state.side(0, 1)
     lone.shadow.sides.add(1)
-    lone.state.complete(Complete(iteration=1))
     if not step_first:
         others((7, 8))
     lone.state.step(step)
@@ -409,6 +444,7 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
         others((7, 8))
     lone.state.absent(1, Absent(iteration=1, parameters=(9,), updated=True))  # said again, it changes nothing
     assert lone.restorable() == [1]
+    lone.state.complete(Complete(iteration=1))
     work = lone.state.next_work()
     assert isinstance(work, Apply) and work.step.absent == (4, 7, 8)
     lone.state.absent(1, Absent(iteration=2, parameters=(6,), updated=True))

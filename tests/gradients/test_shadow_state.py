@@ -76,7 +76,7 @@ class Shadow:
         while outputs := self.state.take():
             for output in outputs:
                 if isinstance(output, Tell):
-                    self.said.append(output.message)
+                    self.say(output)
                 elif isinstance(output, Open):
                     self.slots[output.bucket].placed = False
                 elif isinstance(output, DropSide):
@@ -91,6 +91,9 @@ class Shadow:
         parked, self.parked = self.parked, []
         for bucket, iteration, gradient in parked:
             self.gradient(bucket, iteration, gradient)
+
+    def say(self, output):
+        self.said.append(output.message)
 
     def gradient(self, bucket, iteration, gradient):
         held = self.slots[bucket].put(iteration, gradient)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +25,7 @@ from lastgood.checkpointers.checkmate_life import Life, begin_life
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, check_held, find_newest, restore_together
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
-from lastgood.gradients.messages import Absent, Side, Step
+from lastgood.gradients.messages import Absent, Complete, Side, Step
 from lastgood.gradients.parts import Part
 from lastgood.gradients.ring_tap import RingTap
 from lastgood.gradients.step_tap import StepTap
@@ -44,6 +44,7 @@ __all__ = ["Checkmate", "CheckmateOptions"]
 
 _log = logging.getLogger("lastgood")
 
+_NO_SIDE = "a shadow lacks a side record"
 _DISTRUST_LIMIT = 64
 """Iterations for which no seed is sent, at most, where gradients are changed again and again behind the tap."""
 
@@ -289,7 +290,7 @@ class Checkmate(Checkpointer):
     def _distrust(self, life: Life, iteration: int) -> None:
         """Shadows have other gradients than the update used: give them the state itself, less and less often."""
         self._distrusted += 1
-        life.conductor.distrust(life.layout.buckets_of)
+        life.conductor.distrust(life.layout.buckets_of, iteration)
         self._seeds_from = iteration + min(2**self._distrusted - 1, _DISTRUST_LIMIT)
 
     def _seed(self, life: Life, iteration: int) -> None:
@@ -318,22 +319,22 @@ class Checkmate(Checkpointer):
 
     # -- what became of saves --------------------------------------------------------------------------------------
 
-    def _settled(self, iteration: int, lost: Sequence[int], floor: int) -> None:
-        """All shadows but the lost ones hold everything up to an iteration."""
+    def _settled(self, word: Complete) -> None:
+        """Rank 0 has said what became of everything up to an iteration."""
         now = time.perf_counter()
         with self._settling:
-            for number in [one for one in self._pending if one <= iteration]:
+            for number in [one for one in self._pending if one <= word.iteration]:
                 event = self._take_pending(number)
-                if lost:
-                    names = ", ".join(self._knobs.shadows[shadow] for shadow in lost)
-                    self._fail(
-                        event,
-                        CheckpointError(f"shadow {names} is lost, is being brought up to date, or lacks a side record"),
-                    )
-                elif number < floor:
-                    self._fail(event, CheckpointError(f"a shadow was brought up to date behind it, at {floor}"))
-                else:
+                if word.promises(number):
                     event.finished_s, event.outcome = now, Outcome.DURABLE
+                    continue
+                why = f"a shadow was lost, or was brought up to date behind it, before iteration {word.floor}"
+                if number in word.spoiled:
+                    why = _NO_SIDE
+                elif word.lost:
+                    names = ", ".join(self._knobs.shadows[shadow] for shadow in word.lost)
+                    why = f"shadow {names} is lost, is being brought up to date, or lacks a side record"
+                self._fail(event, CheckpointError(why))
             self._settling.notify_all()
 
     def _take_pending(self, iteration: int) -> CheckpointEvent:
@@ -352,7 +353,7 @@ class Checkmate(Checkpointer):
         """Whatever comes of these iterations, what was saved in them cannot be given back."""
         with self._settling:
             for number in [one for one in self._pending if one in iterations]:
-                self._fail(self._take_pending(number), CheckpointError("a shadow lacks a side record"))
+                self._fail(self._take_pending(number), CheckpointError(_NO_SIDE))
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until every saved step is complete on all shadows, or has failed."""

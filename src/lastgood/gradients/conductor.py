@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from lastgood import _native
@@ -62,8 +62,8 @@ class Settings:
 class Settled(Protocol):
     """Called, in some thread, when it is known what became of iterations."""
 
-    def __call__(self, iteration: int, lost: Sequence[int], floor: int) -> None:
-        """Every shadow but `lost` holds all up to `iteration`; seeds begin at `floor`."""
+    def __call__(self, word: Complete) -> None:
+        """Rank 0's word, on every rank the same."""
 
 
 class Conductor:
@@ -241,10 +241,10 @@ class Conductor:
         message = Verify(iteration=copy.iteration, bucket=copy.bucket, checksum=checksum)
         self.links[shadow].post(message, copy.iteration)
 
-    def distrust(self, buckets: Callable[[int], Sequence[int]]) -> None:
-        """What was sent is not what the training used."""
+    def distrust(self, buckets: Callable[[int], Sequence[int]], iteration: int) -> None:
+        """What was sent is not what the training used in this iteration."""
         with self._changed:
-            self._state.distrust(buckets)
+            self._state.distrust(buckets, iteration)
 
     def seeds_are_outrun(self) -> bool:
         """Whether the training should wait for the seeds on their way, since it outran them before."""
@@ -261,7 +261,8 @@ class Conductor:
     def connected(self, shadow: int, welcome: Welcome) -> None:
         """A link has opened its control connection."""
         with self._changed:
-            self._state.connected(shadow, welcome.unseeded, welcome.gradient_slots)
+            seeds = [(seeded.bucket, seeded.iteration) for seeded in welcome.seeds]
+            self._state.connected(shadow, welcome.unseeded, welcome.gradient_slots, seeds)
             self._spills.connected(shadow, welcome.spills, welcome.spilling)
             self._why.pop(shadow, None)
             self._decide()
@@ -310,7 +311,7 @@ class Conductor:
             elif isinstance(message, Complete):
                 self._follow(message)
             elif isinstance(message, Torn):
-                if not set(message.buckets) <= state.shadows[shadow].wants or not message.buckets:
+                if not set(message.buckets) <= state.shadows[shadow].wants.keys() or not message.buckets:
                     self._torn += 1
                     _log.warning("checkmate: shadow %d, iteration %d: %s", shadow, message.iteration, message.why)
                 state.torn(shadow, message.iteration, message.buckets)
@@ -338,7 +339,7 @@ class Conductor:
 
     def _follow(self, complete: Complete) -> None:
         if self._identity.rank != 0 and self._state.follow(complete.iteration, complete.lost):
-            self._announce()
+            self._announce(complete)
 
     def _decide(self) -> None:
         """Say what is complete now. Called with the lock held, whenever something has changed."""
@@ -346,17 +347,16 @@ class Conductor:
         if self._identity.rank != 0 or self._fenced is not None:
             return
         while (certificate := self._state.decide()) is not None:
-            message = Complete(iteration=certificate.iteration, lost=certificate.lost)
+            message = Complete(**asdict(certificate))
             for link in self.links:
                 link.post(message, certificate.iteration)
-            self._announce()
+            self._announce(message)
 
-    def _announce(self) -> None:
-        state = self._state
+    def _announce(self, word: Complete) -> None:
         for number, link in enumerate(self.links):
-            link.completed(state.complete)
-            link.data.patient = number not in state.lost
-        self._settled(state.complete, state.lost, state.floor)
+            link.completed(word.iteration)
+            link.data.patient = number not in word.lost
+        self._settled(word)
 
     def _tick(self) -> None:
         """Rank 0: go on without shadows that are behind for too long."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from lastgood.gradients.messages import MAX_SPOILED
+
 __all__ = ["Certificate", "ConductorState", "Known"]
 
 
@@ -23,7 +25,9 @@ class Certificate:
     """What a Complete message says."""
 
     iteration: int
-    lost: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    floor: int = 0
+    spoiled: tuple[int, ...] = ()
 
 
 @dataclass
@@ -36,8 +40,8 @@ class Known:
     """None: it has said nothing since it was away."""
     sound: bool = True
     """Nothing that it has said since speaks against `have`, though it may want seeds of later iterations."""
-    wants: set[int] = field(default_factory=set)
-    """Buckets without a state, or with one that is not the trainer's."""
+    wants: dict[int, int] = field(default_factory=dict)
+    """Buckets without a state, or with one that is not the trainer's, and the oldest iteration of a seed that helps."""
     on_the_way: dict[int, int] = field(default_factory=dict)
     """Iterations of seeds that are sent and not yet answered, by bucket."""
     tries: dict[int, int] = field(default_factory=dict)
@@ -64,16 +68,26 @@ class ConductorState:
         self.closed = base
         """The newest iteration whose update is done in the training."""
         self.lost: tuple[int, ...] = ()
+        self._kept_from = 0
+        """Of no save before this iteration it is known that all shadows held it."""
+        self._spoiled: tuple[int, ...] = ()
+        """Those from there on that were complete without all of their side records."""
         self._told: Certificate | None = None
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def connected(self, shadow: int, wants: Iterable[int], slots: int) -> None:
-        """A control connection is open; `wants` are the shadow's buckets that have no state."""
+    def connected(self, shadow: int, wants: Iterable[int], slots: int, seeds: Iterable[tuple[int, int]] = ()) -> None:
+        """A control connection is open; `wants` are the shadow's buckets that have no state.
+
+        `seeds` are those that it has taken: who sent one may have heard of that, and others not.
+        """
         known = self.shadows[shadow]
         known.connected, known.slots, known.have, known.sound = True, max(1, slots), None, True
         known.on_the_way = {}
-        known.wants |= set(wants)
+        for bucket, iteration in seeds:
+            self.seeded(shadow, bucket, iteration)
+        for bucket in wants:
+            known.wants.setdefault(bucket, 0)
 
     def disconnected(self, shadow: int) -> None:
         """Its control connection is gone, and what was on its way with it."""
@@ -109,20 +123,20 @@ class ConductorState:
             if seed is not None or bucket not in known.wants:  # what is said again tells nothing of a seed
                 known.tries[bucket] = known.tries.get(bucket, -1) + 1
             known.on_the_way.pop(bucket, None)
-            known.wants.add(bucket)
+            known.wants.setdefault(bucket, 0)
 
     def diverged(self, shadow: int, bucket: int) -> None:
         """A bucket of it is not the trainer's."""
         known = self.shadows[shadow]
         known.sound = False
         if bucket not in known.on_the_way:
-            known.wants.add(bucket)
+            known.wants.setdefault(bucket, 0)
 
-    def distrust(self, buckets: Callable[[int], Iterable[int]]) -> None:
-        """What was sent is not what the update used: every bucket (`buckets(shadow)`) must be seeded anew."""
+    def distrust(self, buckets: Callable[[int], Iterable[int]], iteration: int) -> None:
+        """An iteration's update used other gradients than were sent: `buckets(shadow)` must be seeded behind it."""
         for number, known in enumerate(self.shadows):
             known.on_the_way = {}
-            known.wants |= set(buckets(number))
+            known.wants |= dict.fromkeys(buckets(number), iteration)
 
     def seeding(self, shadow: int, bucket: int, iteration: int) -> None:
         """A seed is on its way."""
@@ -141,7 +155,8 @@ class ConductorState:
         known.floor = max(known.floor, iteration)
         if known.on_the_way.get(bucket) in (None, iteration):
             known.on_the_way.pop(bucket, None)
-            known.wants.discard(bucket)
+            if iteration >= known.wants.get(bucket, 0):
+                known.wants.pop(bucket, None)
 
     def give_up(self, shadow: int) -> None:
         """It was behind for too long."""
@@ -207,15 +222,19 @@ class ConductorState:
 
     def _complete(self, iteration: int, lost: tuple[int, ...]) -> None:
         self.complete, self.lost = iteration, lost
+        if lost:
+            self._kept_from = iteration + 1
+        spoiled = {*self._spoiled, *(one for known in self.shadows for one in known.spoiled if one <= iteration)}
+        self._kept_from = max([self._kept_from, *(one + 1 for one in sorted(spoiled)[:-MAX_SPOILED])])
+        self._spoiled = tuple(sorted(one for one in spoiled if one >= max(self._kept_from, self.floor)))
         for known in self.shadows:
             known.spoiled = {one for one in known.spoiled if one >= iteration}
 
     def _news(self) -> Certificate | None:
-        news = Certificate(self.complete, self.lost)
-        if news == self._told:
+        if self._told is not None and (self._told.iteration, self._told.lost) == (self.complete, self.lost):
             return None
-        self._told = news
-        return news
+        self._told = Certificate(self.complete, self.lost, max(self._kept_from, self.floor), self._spoiled)
+        return self._told
 
     def _spoilers(self, iteration: int) -> tuple[int, ...]:
         return tuple(number for number, known in enumerate(self.shadows) if iteration in known.spoiled)

@@ -246,6 +246,13 @@ class ShadowLink:
         except BaseException:
             wire.close()
             raise
+        self._begin(wire, welcome)
+        for message in early:
+            self._listener.heard(self.shadow, message)
+        return wire
+
+    def _begin(self, wire: Wire, welcome: Welcome) -> None:
+        """Say again what is not complete yet, before anything new."""
         with self._changed:
             self._wire = wire
             self._outbox = deque(map(_again, self._resent))
@@ -253,9 +260,13 @@ class ShadowLink:
                 self._outbox.append(_Outgoing(self._complete, self._complete.iteration, _NOTHING))
             self._outbox_bytes = sum(len(one.payload) for one in self._outbox)
         self._listener.connected(self.shadow, welcome)
-        for message in early:
-            self._listener.heard(self.shadow, message)
-        return wire
+
+    def _end(self) -> None:
+        with self._changed:
+            self._wire = None
+            self._outbox.clear()
+            self._outbox_bytes = 0
+            self._changed.notify_all()
 
     def _answer_to_layout(self, wire: Wire) -> tuple[Welcome, list[Message]]:
         """What the shadow answers, and what it says of the state that it has kept before that."""
@@ -311,11 +322,7 @@ class ShadowLink:
         except (LastgoodError, OSError) as error:
             why = str(error)
         finally:
-            with self._changed:
-                self._wire = None
-                self._outbox.clear()
-                self._outbox_bytes = 0
-                self._changed.notify_all()
+            self._end()
             wire.abort()
             reader.join(self._timeout_s)
             if not self._ended:  # `close` lets the data connection send what is queued

@@ -18,6 +18,7 @@ __all__ = [
     "CHUNK_BYTES",
     "GREETING",
     "MAX_MESSAGE_BYTES",
+    "MAX_SPOILED",
     "PROTOCOL_VERSION",
     "VERSION_ADVICE",
     "Absent",
@@ -56,6 +57,8 @@ VERSION_ADVICE = "use the same Lastgood on both sides; what a shadow holds in me
 MAX_MESSAGE_BYTES = 64 * MIB
 """Once the other side has shown that it knows the token; a layout of a million parameters fits."""
 CHUNK_BYTES = 4 * MIB
+MAX_SPOILED = 64
+"""So many spoiled iterations are told one by one; before them nothing is promised."""
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -81,6 +84,18 @@ class Saved(_Message):
     """In which it was made: what two lives of a training made under one number is not one thing."""
     iteration: _Number
     step: _Number
+
+
+class Seeded(_Message):
+    """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
+
+    `whole`: no bucket of this shadow waits for one any more.
+    """
+
+    kind: Literal["seeded"] = "seeded"
+    bucket: _Number
+    iteration: _Number
+    whole: bool
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -112,7 +127,9 @@ class Welcome(_Message):
     gradient_slots: _Number
     """Iterations beyond the applied one that it can hold."""
     unseeded: tuple[_Number, ...] = ()
-    """Its buckets that wait for a Seed."""
+    """Its buckets that wait for a Seed, or for the rest of one."""
+    seeds: tuple[Seeded, ...] = ()
+    """The newest of each bucket that came in this epoch: who was away has not heard of them."""
     spills: tuple[Saved, ...] = ()
     """What lies on its disk."""
     spilling: tuple[_Number, ...] = ()
@@ -173,12 +190,21 @@ class Step(_Message):
 class Complete(_Message):
     """Every shadow has all of every iteration up to this one: apply. Shadows tell it to all control connections.
 
-    `lost` are shadows that are not waited for any more: nothing can be given back from memory until they are whole.
+    The newest one says all: a rank that was away when others were said hears it once it is back.
     """
 
     kind: Literal["complete"] = "complete"
     iteration: _Number
     lost: tuple[_Number, ...] = ()
+    """Shadows that are not waited for any more: nothing can be given back from memory until they are whole."""
+    floor: _Number = 0
+    """Nothing before this iteration is promised: a shadow was seeded behind it, or it was complete without one."""
+    spoiled: Annotated[tuple[_Number, ...], Field(max_length=MAX_SPOILED)] = ()
+    """From `floor` on, those that cannot be given back, since side records are missing for good."""
+
+    def promises(self, iteration: int) -> bool:
+        """Whether what was saved in an iteration up to `iteration`, or something newer, can be given back."""
+        return iteration >= self.floor and iteration not in self.spoiled
 
 
 class Entry(_Message):
@@ -284,18 +310,6 @@ class Diverged(_Message):
     kind: Literal["diverged"] = "diverged"
     iteration: _Number
     bucket: _Number
-
-
-class Seeded(_Message):
-    """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
-
-    `whole`: no bucket of this shadow waits for one any more.
-    """
-
-    kind: Literal["seeded"] = "seeded"
-    bucket: _Number
-    iteration: _Number
-    whole: bool
 
 
 class Spilled(_Message):

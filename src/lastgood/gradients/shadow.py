@@ -247,8 +247,8 @@ class ShadowService:
                 control.tell(self.core.welcome())
                 with self._controls_lock:
                     self._controls.append(control)
-                if hello.rank == 0 and self.core.state.declared:
-                    self.core.greet()
+                if self.core.state.declared:
+                    self.core.greet(hello.rank, control.tell)
             while self._wait(wire, hello.epoch):
                 message = parse_message(wire.receive_message("a message"), wire.other)
                 self._obey(control, message)
@@ -294,7 +294,7 @@ class ShadowService:
             _log.error("the layout is refused: %s", error)
             control.tell(Refused(why=str(error)[:10_000]))
             return
-        self.core.greet()
+        self.core.greet(control.rank, control.tell)
 
     def _receive_side(self, control: _Control, message: Side) -> None:
         if message.rank != control.rank:

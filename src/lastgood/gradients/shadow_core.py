@@ -103,7 +103,8 @@ class ShadowCore:
                 epoch=self.state.epoch,
                 layout=self.state.layout if self.state.declared else None,
                 gradient_slots=self.settings.slots,
-                unseeded=tuple(self.state.unseeded) if self.state.declared else (),
+                unseeded=tuple(self.state.unlanded) if self.state.declared else (),
+                seeds=self.state.seeds if self.state.declared else (),
                 spills=self._durable(),
                 spilling=self.state.spilling if self.state.declared else (),
             )
@@ -288,11 +289,14 @@ class ShadowCore:
             self._data.setdefault(hello.rank, set()).add(number)
             self.state.connected(hello.rank)
 
-    def greet(self) -> None:
-        """Rank 0's control connection is there (again)."""
+    def greet(self, rank: int, tell: Callable[[Message], None]) -> None:
+        """A rank's control connection is there (again). What only this rank needs to hear goes to `tell`."""
         with self.change:
-            self.state.greet()
-            self.flow()
+            if rank == 0:
+                self.state.greet()
+                self.flow()
+            elif self.state.word is not None:
+                tell(self.state.word)
 
     def step(self, epoch: int, message: Step) -> None:
         """See `Step`."""

@@ -26,9 +26,7 @@ class ShadowHoldings:
     @property
     def waiting(self) -> int:
         """Buckets that wait for a seed, or have one on its way."""
-        return sum(
-            1 for one in self._buckets.values() if one.wants_seed or (one.landing is not None and not one.landed)
-        )
+        return len(self.unlanded)
 
     @property
     def whole(self) -> bool:
@@ -44,6 +42,15 @@ class ShadowHoldings:
     def unseeded(self) -> list[int]:
         """Buckets that wait for a seed, none of which is on its way."""
         return [number for number, bucket in self._buckets.items() if bucket.wants_seed]
+
+    @property
+    def unlanded(self) -> list[int]:
+        """Those, and the ones whose seed is still arriving: its connection may have broken, unnoticed so far."""
+        return [
+            number
+            for number, bucket in self._buckets.items()
+            if bucket.wants_seed or (bucket.landing is not None and not bucket.landed)
+        ]
 
     @property
     def applied(self) -> int:
@@ -77,16 +84,22 @@ class ShadowHoldings:
         )
 
     def _newest(self) -> int | None:
-        """The newest iteration that can be produced, before whatever is torn; with its side records if it was saved."""
+        """The newest iteration that can be produced, before whatever is torn, and before any side record still to come.
+
+        What is complete counts without them: it is said already that it was held, or that it is not promised.
+        """
         newest = min((bucket.end for bucket in self._buckets.values()), default=-1)
         if newest < 0:
             return None
         low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
-        for iteration in range(newest, low - 1, -1):
-            complete = iteration not in self._known.saves or self._known.sides_whole(iteration)
-            if complete and self._producible(iteration):
-                return iteration
-        return None
+        found = None
+        for iteration in range(low, newest + 1):
+            awaited = iteration > self.completed and iteration in self._known.saves
+            if awaited and not self._known.sides_whole(iteration):
+                break
+            if self._producible(iteration):
+                found = iteration
+        return found
 
     def _oldest(self) -> int:
         """No older iteration can ever be given back."""

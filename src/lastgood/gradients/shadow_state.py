@@ -39,6 +39,9 @@ class ShadowState(ShadowHoldings):
         self.declared = False
         """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
         self.missed_checks = 0
+        self.word: Complete | None = None
+        """The last one of this epoch."""
+        self._seeds: dict[int, Seeded] = {}
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
         self._unseen: set[int] = set()
@@ -126,6 +129,8 @@ class ShadowState(ShadowHoldings):
         self._unseen = set(range(ranks))
         self.completed = adopt if kept and adopt is not None else 0
         self._spill.begin_epoch(self.completed)
+        self.word = None
+        self._seeds.clear()
         self._known.given_up.clear()
         self._holding.clear()
         self._have = self._applied = self._restoring = None
@@ -239,8 +244,8 @@ class ShadowState(ShadowHoldings):
 
     def complete(self, message: Complete) -> None:
         """All shadows (but lost ones) hold everything up to this iteration."""
-        if message.iteration > self.completed:
-            self.completed = message.iteration
+        if message.iteration >= self.completed and message != self.word:
+            self.word, self.completed = message, message.iteration
             self._out.append(Tell(message, everyone=True))
             self._settle()
 
@@ -287,7 +292,7 @@ class ShadowState(ShadowHoldings):
             return
         found.landed = True
         # Said before what can be made with it: rank 0 must know then that nothing older can.
-        seeded = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
+        seeded = self._seeds[bucket] = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
         self._out.append(Tell(seeded, everyone=True))
         self._settle()
 
@@ -375,6 +380,11 @@ class ShadowState(ShadowHoldings):
             self._settle()
 
     @property
+    def seeds(self) -> tuple[Seeded, ...]:
+        """The newest of each bucket that came whole in this epoch."""
+        return tuple(self._seeds.values())
+
+    @property
     def spilling(self) -> tuple[int, ...]:
         """Iterations that are to be spilled, or are being so."""
         return self._spill.open
@@ -410,29 +420,44 @@ class ShadowState(ShadowHoldings):
         self._forget()
 
     def _tear(self) -> None:
-        # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
-        known = max(self._known.steps, default=0)
-        ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
-        # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
-        ended = {**dict.fromkeys(self._unseen, known - self.slots), **self._ended, **ended}
-        if len(ended) < self._known.ranks or not self._known.ranks or not self.declared:
+        if not self.declared:
             return
-        over = min(ended.values())
+        over = self._over()
         torn: dict[int, list[int]] = {}
         for number, bucket in self._buckets.items():
             if bucket.at is None or bucket.landing is not None or bucket.opened:
                 continue
             # The one that is being applied is still among the received.
             missing = bucket.chain_end(bucket.at) + 1
+            # Rank 0 says each step before the word that it is complete, and on a new connection only those behind that.
+            reached = range(bucket.at + 1, min(missing - 1, self.completed) + 1)
+            unknown = next((one for one in reached if one not in self._known.steps), None)
+            if unknown is not None:
+                missing = unknown
+            elif missing > over:
+                continue
             # One that is void may be found to be so behind one that is torn.
-            if missing <= over and (bucket.torn is None or missing < bucket.torn):
+            if bucket.torn is None or missing < bucket.torn:
                 bucket.torn = missing
                 torn.setdefault(missing, []).append(number)
         for iteration, numbers in torn.items():
             why = "all ranks have ended this iteration, and bytes of it have not come"
             if iteration in self._known.void:
                 why = "the training's update used other gradients than were sent"
+            elif iteration <= self.completed and iteration not in self._known.steps:
+                why = "it is complete elsewhere, and what its update was never came"
             self._torn(iteration, numbers, why)
+
+    def _over(self) -> int:
+        """Of iterations up to this one nothing more comes; -1 if that is not known of any."""
+        # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
+        known = max(self._known.steps, default=0)
+        ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
+        # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
+        ended = {**dict.fromkeys(self._unseen, known - self.slots), **self._ended, **ended}
+        if len(ended) < self._known.ranks or not self._known.ranks:
+            return -1
+        return min(ended.values())
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
         self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))
