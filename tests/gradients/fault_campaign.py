@@ -81,6 +81,8 @@ class Schedule:
     side_limit_bytes: int | None
     pace_s: float
     lives: tuple[LifePlan, ...]
+    save_every: int
+    """Steps; the last one of a life is saved as well."""
 
     @property
     def shadows_lost(self) -> bool:
@@ -136,6 +138,7 @@ def make_schedule(seed: int) -> Schedule:
         chance.choice((None,) * 9 + (4000,)),
         chance.choice((0.0, 0.001, 0.003)),
         tuple(lives),
+        chance.choice((1, 1, 1, 2, 3)),
     )
 
 
@@ -329,7 +332,7 @@ def _run(schedule: Schedule, oracle: Oracle, bed: Bed) -> Report:
         former = run
         run = [*(run if restored else []), (number, life.step + 1)]
         start = life.step
-        life.train(plan.steps, schedule.pace_s)
+        life.train(plan.steps, schedule.pace_s, schedule.save_every)
         _live(plan, life, net, bed, start)
         durable, spilled = life.durable(bed.died_s), max(spilled, life.spilled())
         counts.update({name: count for name, count in life.facts().items() if name in ("torn", "diverged", "cut_off")})
@@ -350,7 +353,10 @@ def _run(schedule: Schedule, oracle: Oracle, bed: Bed) -> Report:
         # What memory held is gone with one shadow, unless all were whole again behind that; and where trainers went on
         # without a shadow, the others have left behind what it still has.
         counts["went on without a shadow"] += bool(life.lost)
-        gone = dead or bool(life.lost)
+        # And a seed behind a step that was not saved takes the place of what was, until the next saved one.
+        jumped = schedule.save_every > 1 and life.floor > durable
+        counts["jumped by a seed"] += jumped
+        gone = dead or bool(life.lost) or jumped
         in_memory = 0 if gone else max(durable, in_memory if bed.died_s < began_s else 0)
         promised = max(in_memory, spilled)
         if restored is None:

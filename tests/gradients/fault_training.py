@@ -224,6 +224,8 @@ class Life:
         self.results: list[Any] = []
         self.lost: tuple[int, ...] = ()
         """Shadows without which it went on, as rank 0's last word says."""
+        self.floor = 0
+        """Behind which step the newest seed was, as far as ranks had heard, or had sent one."""
         self._crashed: set[int | None] = set()
         self._thread: threading.Thread | None = None
 
@@ -240,7 +242,7 @@ class Life:
         raise_first(results := on_all_ranks(begin, self.meeting))
         self.step = results[0]
 
-    def train(self, steps: int, pace_s: float) -> None:
+    def train(self, steps: int, pace_s: float, save_every: int) -> None:
         """Train in the background up to a step, or until killed, and let all saves settle."""
 
         def run(rank: int) -> None:
@@ -249,7 +251,8 @@ class Life:
                 training.backward(self.data)
                 reduce_gradients(training, checkpointer)
                 training.update(checkpointer.clip_grad_norm_)
-                checkpointer.save(training.plain["step"])
+                if training.plain["step"] % save_every == 0 or training.plain["step"] == steps:
+                    checkpointer.save(training.plain["step"])
                 if rank == 0:
                     self.step = training.plain["step"]
                 time.sleep(pace_s)
@@ -288,14 +291,25 @@ class Life:
         return 0 if spilled is None else spilled.iteration
 
     def crash(self, net: Net, rank: int | None) -> None:
-        """Cut one rank or all of them off for good, and note what rank 0 had said until then."""
+        """Cut one rank or all of them off for good, and note what was said until then."""
         life = self.checkpointers[0]._life
         assert life is not None
+        self._note_floor()
         with life.conductor._changed:
             if not self._crashed & {0, None}:
                 self.lost = life.conductor._state.lost
             self._crashed.add(rank)
             net.crash(rank)
+        self._note_floor()
+
+    def _note_floor(self) -> None:
+        for checkpointer in self.checkpointers:
+            life = checkpointer._life
+            if life is not None:
+                with life.conductor._changed:
+                    state = life.conductor._state
+                    sent = [one for known in state.shadows for one in known.on_the_way.values()]
+                    self.floor = max([self.floor, state.floor, *sent])
 
     def facts(self) -> dict[str, Any]:
         return dict(self.checkpointers[0].storage_facts())
