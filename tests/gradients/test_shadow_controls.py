@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.messages import Declare, Hello, Seeded, parse_message
+from lastgood.gradients.messages import Complete, Declare, Hello, Seeded, parse_message
 from lastgood.gradients.token import read_token
 from lastgood.optim.spec import OptimizerSpec
 from tests.gradients.shadow_processes import shadow_threads
@@ -78,6 +79,37 @@ class Lingering:
 
     def __getattr__(self, name):
         return getattr(self.receiver, name)
+
+
+def test_a_rank_that_connects_again_hears_which_word_was_the_newest(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    spec = OptimizerSpec.of(torch.optim.SGD([parameter], lr=0.1)).to_data()
+    layout = plan_layout([("p", (3,), "float32")], spec, ranks=2, shadows=1)
+    with shadow_threads(tmp_path, 1) as (shadow,):
+        token = read_token(tmp_path / "token")
+        core = shadow.service.core
+        core.fence(JOB, 1)
+        core.declare(1, Declare(layout=layout.to_data(), adopt=None), lambda welcome: None)
+        hello = Hello(role="control", job=JOB, epoch=1, rank=1, layout=layout.digest)
+
+        def connected():
+            wire, welcome = connect_shadow(shadow.address, token, hello, 20.0)
+            assert welcome.unseeded == (0,)
+            return contextlib.closing(wire)
+
+        with connected() as wire:
+            assert not wire.wait_readable(0.2), "nothing has been said in this epoch"
+        words = [Complete(iteration=3), Complete(iteration=5, lost=(0,), floor=6, spoiled=(2,))]
+        for word in words:
+            core.complete(1, word)
+        with connected() as wire:
+            assert parse_message(wire.receive_message("the newest word"), "the shadow") == words[-1]
+        core.complete(1, words[-1])
+        core.fence(JOB, 2)
+        core.declare(2, Declare(layout=layout.to_data(), adopt=None), lambda welcome: None)
+        hello = hello.model_copy(update={"epoch": 2})
+        with connected() as wire:
+            assert not wire.wait_readable(0.2), "that was another epoch's"
 
 
 @pytest.mark.parametrize("size", [5, 3], ids=["the new layout again", "the old one again"])
