@@ -356,11 +356,15 @@ def _run(schedule: Schedule, oracle: Oracle, bed: Bed) -> Report:
         # And a seed behind a step that was not saved takes the place of what was, until the next saved one.
         jumped = schedule.save_every > 1 and life.floor > durable
         counts["jumped by a seed"] += jumped
-        gone = dead or bool(life.lost) or jumped
+        # And no shadow holds more iterations than it has slots for, if none of them could be given back.
+        overrun = life.complete - durable >= schedule.slots
+        counts["overrun"] += overrun
+        gone = dead or bool(life.lost) or jumped or overrun
         in_memory = 0 if gone else max(durable, in_memory if bed.died_s < began_s else 0)
         promised = max(in_memory, spilled)
         if restored is None:
             lossy = gone or bed.died_s > began_s or schedule.side_limit_bytes is not None
+            lossy |= durable < start + 2  # on a busy machine all its steps may be over before the first one is whole
             assert lossy, f"nothing can be given back, though no shadow was lost: {why}"
             assert not promised, f"step {promised} was durable, and nothing can be given back: {why}"
             former, run = [], []

@@ -224,6 +224,8 @@ class Life:
         self.results: list[Any] = []
         self.lost: tuple[int, ...] = ()
         """Shadows without which it went on, as rank 0's last word says."""
+        self.complete = 0
+        """What rank 0 had last said to be complete."""
         self.floor = 0
         """Behind which step the newest seed was, as far as ranks had heard, or had sent one."""
         self._crashed: set[int | None] = set()
@@ -297,7 +299,7 @@ class Life:
         self._note_floor()
         with life.conductor._changed:
             if not self._crashed & {0, None}:
-                self.lost = life.conductor._state.lost
+                self.lost, self.complete = life.conductor._state.lost, life.conductor._state.complete
             self._crashed.add(rank)
             net.crash(rank)
         self._note_floor()
