@@ -25,7 +25,6 @@ from lastgood.gradients.links import ShadowLink as Link
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, seed_everything, state_digest
 
-
 WAIT_S = 120
 
 
