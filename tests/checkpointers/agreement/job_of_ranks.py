@@ -52,7 +52,7 @@ class Server:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -243,4 +243,4 @@ class Proxy:
 
     def end(self) -> None:
         self._ended = True
-        self._thread.join(20)
+        self._thread.join(60)
