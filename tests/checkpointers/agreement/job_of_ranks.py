@@ -34,8 +34,8 @@ class Server:
             [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], 120)
-        assert ready and self._process.stdout.readline() == "ready\n", "the server of ranks did not start in 120 s"
+        ready, _, _ = select.select([self._process.stdout], [], [], 200)
+        assert ready and self._process.stdout.readline() == "ready\n", "the server of ranks did not start in 200 s"
 
     def fork(self) -> RankProcess:
         # A socket's path is short.
