@@ -511,7 +511,7 @@ def test_a_shadow_that_stands_still_fails_saves_not_the_training(policy, shadows
 
 def test_a_pause_that_a_queue_can_hold_costs_no_step(shadows, make):
     training = SmallTraining()
-    checkpointer = make(policy="queue", patience_s=30)
+    checkpointer = make(policy="queue", patience_s=300)
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
     shadows.pause(0)

@@ -52,7 +52,7 @@ class Rank:
             self.lines.put(line)
         self.lines.put("")
 
-    def wait_for(self, start, seconds=120):
+    def wait_for(self, start, seconds=250):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
