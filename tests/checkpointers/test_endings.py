@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
+from lastgood.checkpointers import endings
 
 SCRIPT = Path(__file__).with_name("ending_script.py")
 
@@ -74,12 +76,23 @@ def test_sigterm_that_is_somebody_elses_stays_so(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
+def wait_for_nobody_to_have_sigterm():
+    """An earlier test may not have closed one, and a thread that is still ending may hold it."""
+    deadline = time.monotonic() + 60
+    while endings._live:
+        assert time.monotonic() < deadline, "waited 60 s for SIGTERM to be given back"
+        gc.collect()
+        time.sleep(0.01)
+    if signal.getsignal(signal.SIGTERM) is endings._leave:  # that thread may not give it back
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def test_sigterm_goes_back_with_the_last_one(tmp_path):
-    gc.collect()  # one of an earlier test that was never closed
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    wait_for_nobody_to_have_sigterm()
     dropped = PCcheck(tmp_path / "dropped", interval_steps=1)
     dropped.attach(model=torch.nn.Linear(2, 2))
     dropped._store.close()
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     del dropped
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -89,6 +102,28 @@ def test_sigterm_goes_back_with_the_last_one(tmp_path):
     first.close()
     with pytest.raises(SystemExit, match="143"):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        time.sleep(60)
     second.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_sigterm_is_nobody_s_once_the_last_one_is_dropped_in_a_thread(tmp_path, monkeypatch):
+    """Only the main thread may set handlers."""
+    wait_for_nobody_to_have_sigterm()
+    held = [PCcheck(tmp_path, interval_steps=1)]
+    held[0].attach(model=torch.nn.Linear(2, 2))
+    held[0]._store.close()
+
+    def drop():
+        held.clear()
+        gc.collect()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join(60)
+    assert not endings._live
+    told = []
+    monkeypatch.setattr(os, "kill", lambda *how: told.append(how))
+    endings._leave(signal.SIGTERM, None)  # as a SIGTERM would
+    assert told == [(os.getpid(), signal.SIGTERM)]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
