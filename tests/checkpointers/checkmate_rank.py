@@ -25,6 +25,8 @@ from lastgood.gradients.links import ShadowLink as Link
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, seed_everything, state_digest
 
+WAIT_S = 120
+
 
 def make_model(device="cpu"):
     torch.manual_seed(7)
@@ -144,11 +146,11 @@ def train(
     checkpointer.events_kept = None
     for number in range(restored + 1, steps + 1):
         if made.get("meddle") == number - 1:
-            checkpointer.drain(60)  # what is held may count as failed if the next one tears before that is said
+            checkpointer.drain(WAIT_S)  # what is held may count as failed if the next one tears before that is said
         losses[number] = training.step(checkpointer)
         for _ in range(1 + (number in again) - (number in unsaved)):
             checkpointer.save(number)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     facts = checkpointer.storage_facts()
     checkpointer.close()
     return {
@@ -162,17 +164,18 @@ def train(
     }
 
 
-def train_until_killed(rank, world, knobs, directory, restore=False, **made):
-    """Train and save for ever, at a pace that lets a test kill it anywhere."""
+def train_until_killed(rank, world, knobs, directory, most, restore=False, **made):
+    """Train and save, at a pace that lets a test kill it anywhere, `most` steps at most; and wait for the kill."""
     training = Training(rank, world, **made)
     checkpointer = Checkmate(directory, **knobs)
     checkpointer.watch(training.model)
     restored = checkpointer.restore(training.state) if restore else 0
     checkpointer.start(training.state)
-    for number in range(restored + 1, 1 << 30):
+    for number in range(restored + 1, most + 1):
         training.step(checkpointer)
         checkpointer.save(number)
         time.sleep(0.01)
+    time.sleep(600)
 
 
 def train_with_late_data(rank, world, knobs, directory, stop, late_s):
@@ -204,7 +207,7 @@ def train_with_late_data(rank, world, knobs, directory, stop, late_s):
         dist.all_reduce(ends)
         going = not ends.item()
         time.sleep(0.01)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     outcomes = [event.outcome.value for event in checkpointer.events]
     checkpointer.close()
     return {"steps": number, "outcomes": outcomes}
@@ -249,7 +252,7 @@ def apart(rank, world, knobs, directory, steps, left_out=None, restore=False):
         plain["step"] = number
         checkpointer.save(number)
         dist.barrier()
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     answer = {"digest": state_digest(state)}
     answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
     answer["errors"] = [event.error for event in checkpointer.events if event.error]
@@ -305,7 +308,7 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
             checkpointer.save(number)
     answer = {"restored": restored, "losses": losses, "digest": state_digest(state)}
     if checkpointer is not None:
-        checkpointer.drain(60)
+        checkpointer.drain(WAIT_S)
         answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
         answer["diverged"] = checkpointer.storage_facts()["diverged"]
         checkpointer.close()

@@ -43,7 +43,7 @@ class Shadows:
         return ShadowProcess(self.folder, number, len(self.ports), *own, port=self.ports[number])
 
     def _ready(self, number):
-        self.processes[number].wait_ready(90)
+        self.processes[number].wait_ready(200)
 
     def kill(self, number):
         self.processes[number].kill()

@@ -1,7 +1,11 @@
-"""A training that ends in one way or another. Run as: ending_script.py DIRECTORY HOW [SLOW_S]; prints as it goes."""
+"""A training that ends in one way or another. Run as: ending_script.py DIRECTORY HOW SLOW_S GRANTED_S [SIGNAL].
+
+It prints as it goes. Each flush takes SLOW_S longer, GRANTED_S is its `exit_drain_s`, SIGNAL what it sends itself.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,11 +16,11 @@ from lastgood import PCcheck
 from lastgood.storage import files
 
 
-def main(directory: str, how: str, slow_s: float) -> None:
+def main(directory: str, how: str, slow_s: float, granted_s: float, number: int = 0) -> None:
     torch.set_num_threads(1)
     model = torch.nn.Linear(700, 700)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = PCcheck(directory, interval_steps=2, exit_drain_s=1.0)
+    checkpointer = PCcheck(directory, interval_steps=2, exit_drain_s=granted_s)
     resumed = checkpointer.attach(model=model, optimizer=optimizer)
     print("resumed", resumed, flush=True)
     if how == "at-once":
@@ -44,9 +48,9 @@ def main(directory: str, how: str, slow_s: float) -> None:
         raise RuntimeError("the loop failed")
     if how == "return":
         return
-    while True:  # until the signal comes
-        time.sleep(0.05)
+    os.kill(os.getpid(), number)
+    time.sleep(600)  # the signal comes before
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), *map(int, sys.argv[5:]))

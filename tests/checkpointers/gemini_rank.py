@@ -34,7 +34,7 @@ def main(rank, world, port, directory, steps, device):
     if device == "cuda":
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
     training = SmallTraining(WIDTH, device=device)
     parallel = torch.nn.parallel.DistributedDataParallel(training.model, bucket_cap_mb=0.2)
     training.plain["of rank"] = rank

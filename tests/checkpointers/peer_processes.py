@@ -30,12 +30,31 @@ def peers_below(folder: Path) -> list[int]:
     return found
 
 
-def wait_for_no_peer(folder: Path, seconds: float = 15.0) -> list[int]:
+def wait_for_no_peer(folder: Path, seconds: float = 60.0) -> list[int]:
     """The peers that are still there after `seconds`."""
     deadline = time.monotonic() + seconds
     while (left := peers_below(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def kill_peer(pid: int, seconds: float = 60.0) -> None:
+    """Kill a peer; on return nobody listens at its address.
+
+    Its first thread may be gone, and with it its name, while another one still holds its open files.
+    """
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + seconds
+    while any(_lives(thread) for thread in Path(f"/proc/{pid}/task").glob("*")):
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for peer {pid} to end"
+        time.sleep(0.01)
+
+
+def _lives(thread: Path) -> bool:
+    try:
+        return thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-LIMIT_S = 150
+LIMIT_S = 250
 
 
 class RankPool:

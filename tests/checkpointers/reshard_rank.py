@@ -35,6 +35,8 @@ from lastgood.errors import WaitTimeout
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, state_digest
 
+WAIT_S = 120.0
+
 
 class Odd(torch.nn.Module):
     """Shapes that no world size divides, and one smaller than every world."""
@@ -148,7 +150,7 @@ def save(rank, world, job, kind="fsdp", dcp_to=None, device="cpu"):
     checkpointer.start(training.state)
     losses = [training.step(), training.step()]
     checkpointer.save(2)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     outcomes = [(event.outcome.value, event.error) for event in checkpointer.events]
     answer = {"outcomes": outcomes, "sums": training.whole_sums(), "digest": state_digest(training.state)}
     answer["next"] = torch.rand(1, generator=torch.Generator().set_state(torch.get_rng_state())).item()
@@ -212,7 +214,7 @@ def replicated(rank, world, job):
     for step in (1, 2):
         training.step()
         checkpointer.save(step)
-        checkpointer.drain(60)
+        checkpointer.drain(WAIT_S)
     digest = state_digest(training.state)
     outcomes = [event.outcome.value for event in checkpointer.events]
     checkpointer.close()
@@ -239,7 +241,7 @@ def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="f
     for _ in range(steps):
         training.step()
         checkpointer.step()
-    checkpointer.drain(60)
+        checkpointer.drain(WAIT_S)  # of two under way the newer may be whole on all ranks first, and the older dropped
     answer["outcomes"] = [(event.outcome.value, event.error) for event in checkpointer.events]
     checkpointer.close()
     answer["sums"] = training.whole_sums()
@@ -260,7 +262,7 @@ def two_dimensions(rank, world, job):
     checkpointer = PCcheck(rank_directory(job, rank), **knobs)
     checkpointer.start(state)
     checkpointer.save(1)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     outcomes = [event.outcome.value for event in checkpointer.events]
     checkpointer.close()
     dist.barrier()
@@ -303,7 +305,7 @@ def tensor_parallel(rank, world, job):
     checkpointer = PCcheck(rank_directory(job, rank), rank=rank, world_size=world, control="off", chunk_bytes=4096)
     checkpointer.start(state)
     checkpointer.save(1)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     outcomes = [(event.outcome.value, event.error) for event in checkpointer.events]
     checkpointer.close()
     kinds = sorted({type(one).__name__ for value in model.state_dict().values() for one in value.placements})
@@ -363,7 +365,7 @@ def lonely(rank, world):
     else:
         StoreExchange(rank, world, 1.0)
     dist.barrier()
-    texts = [text.decode() for text in StoreExchange(rank, world, 20.0).gather(f"{rank} again".encode())]
+    texts = [text.decode() for text in StoreExchange(rank, world, WAIT_S).gather(f"{rank} again".encode())]
     return found or texts
 
 
@@ -376,7 +378,7 @@ def main():
     for line in sys.stdin:
         asked = json.loads(line)
         work, meeting = globals()[asked.pop("work")], Path(asked.pop("meeting"))
-        limit = datetime.timedelta(seconds=60)
+        limit = datetime.timedelta(seconds=WAIT_S)
         backend = "gloo"
         if asked.get("device", "cpu") != "cpu":
             backend = "cpu:gloo,cuda:nccl"

@@ -25,9 +25,9 @@ def put(store: SlotStore, step: int, state) -> SlotInfo:
     for offset, block in zip(flat.layout.block_offsets(), flat.blocks, strict=True):
         stream[offset : offset + block.numel()] = block
     stream[flat.layout.stream_bytes :] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-    write = store.begin(step, stream.numel(), 20)
-    write.copy_host([(stream.data_ptr(), stream.numel())], 20)
-    assert write.commit(flat.layout.stream_bytes, len(meta), flat.layout.digest(), 20) == "durable"
+    write = store.begin(step, stream.numel(), 60)
+    write.copy_host([(stream.data_ptr(), stream.numel())], 60)
+    assert write.commit(flat.layout.stream_bytes, len(meta), flat.layout.digest(), 60) == "durable"
     return next(info for info in store.committed() if info.sequence == write.sequence)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def attached():
 def train(training, checkpointer, until, most=60_000):
     for _ in range(most):
         training.step()
+        time.sleep(0.001)  # or a disk that takes seconds makes an interval of very many steps
         checkpointer.step()
         if until():
             return
@@ -65,7 +67,7 @@ def test_the_budget_is_kept_by_its_own_account_and_saves_come_at_its_interval(at
         assert all(value >= 0 for value in inputs.values())
         assert 0 < inputs["room_s"] <= inputs["iteration_s"]
         assert change["interval_steps"] == choose_interval(Profile(**inputs), budget)
-    assert interval_of(checkpointer)["expected_overhead"] <= budget
+    assert interval_of(checkpointer)["expected_overhead"] <= budget * (1 + 1e-9)
     # Six more saves: as many steps apart as the interval was, which may have changed meanwhile.
     intervals, saves = [], len(checkpointer.events)
     while len(checkpointer.events) < saves + 6:

@@ -264,7 +264,9 @@ def test_an_update_in_parts_is_one_step(make):
     sent = checkpointer.storage_facts()["sent_bytes"]
     steps(training, checkpointer, 1)
     gradients = 4 * sum(one.numel() for one in training.model.parameters())
-    assert gradients < checkpointer.storage_facts()["sent_bytes"] - sent < 1.5 * gradients + 2000
+    # A sender counts what has gone out, which shadows may have answered to before.
+    until(lambda: checkpointer.storage_facts()["sent_bytes"] - sent > gradients, "the gradients to be counted")
+    assert checkpointer.storage_facts()["sent_bytes"] - sent < 1.5 * gradients + 2000
     for groups in ((0,), (), (1,), (1, 0)):  # a part that does not come leaves its parameters alone
         training.step(groups)
         checkpointer.save(training.step_number)
@@ -327,9 +329,13 @@ def test_a_life_that_cannot_begin_leaves_no_thread(make, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(checkmate_life, "_mover_for", mover_for)
     monkeypatch.setattr(checkmate_life, "_seed_first", refuse)
+    before = set(threading.enumerate())  # those of an earlier test may still be ending
     with pytest.raises(CheckpointError, match="were not taken"):
         make().start(SmallTraining().state)
-    assert [one.name for one in threading.enumerate() if one.name.startswith("checkmate-")] == []
+    until(
+        lambda: not [one for one in set(threading.enumerate()) - before if one.name.startswith("checkmate-")],
+        "all threads to end",
+    )
 
 
 def test_options_say_where_shadows_are(tmp_path, shadows):
@@ -430,7 +436,7 @@ def test_a_change_behind_the_optimizer_is_found_and_healed(make):
 
 def test_a_shadow_dies_and_another_one_is_seeded_while_training_goes_on(shadows, make):
     training = SmallTraining()
-    checkpointer = make(patience_s=3)
+    checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 3)
     shadows.kill(1)
@@ -505,7 +511,7 @@ def test_a_shadow_that_stands_still_fails_saves_not_the_training(policy, shadows
 
 def test_a_pause_that_a_queue_can_hold_costs_no_step(shadows, make):
     training = SmallTraining()
-    checkpointer = make(policy="queue", patience_s=30)
+    checkpointer = make(policy="queue", patience_s=300)
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
     shadows.pause(0)

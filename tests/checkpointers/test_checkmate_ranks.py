@@ -151,7 +151,7 @@ def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
         asker = Checkmate(job, **knobs)
 
         def wait_for_step(step):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while True:
                 try:
                     if (tmp_path / "job" / "checkmate.json").exists() and (asker.latest() or 0) >= step:
@@ -168,7 +168,7 @@ def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
         wait_for_step(reached + 30)
         stop.touch()
         for rank in range(2):
-            answer = json.loads(victims.answers[rank].get(timeout=90))["ok"]
+            answer = json.loads(victims.answers[rank].get(timeout=150))["ok"]
             assert answer["outcomes"][-1] == "durable"
     finally:
         shadows.end()
@@ -207,7 +207,7 @@ def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
     plain = pool.run(2, "train", steps=STEPS, optimizer=optimizer)
     for rank in range(2):
         asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / f"meet-{seed}")}
-        victims.send(rank, asked | {"knobs": knobs, "directory": job, "optimizer": optimizer})
+        victims.send(rank, asked | {"knobs": knobs, "directory": job, "most": STEPS - 1, "optimizer": optimizer})
     asker = Checkmate(job, **knobs)
     reached, deadline = 0, time.monotonic() + 120
     while reached < 4:

@@ -89,7 +89,7 @@ def test_a_rank_that_gets_nothing_leaves_every_rank_as_it_was(tmp_path, monkeypa
         life.train(2, 0.0)
         life.join()
         for checkpointer in life.checkpointers:
-            checkpointer.drain(60)
+            checkpointer.drain(120)
         life.bury()
         fetch = asking.fetch
 
@@ -113,7 +113,7 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
         checkpointer.start(training.state)
         training.step()
         checkpointer.save(1)
-        checkpointer.drain(60)
+        checkpointer.drain(120)
         deadline = time.monotonic() + 60
         while checkpointer._life.conductor.spilled is None:
             assert time.monotonic() < deadline, "waited 60 s for the spill"
@@ -122,12 +122,12 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
     read = SpillStore.read
 
     def slowly(*arguments):
-        time.sleep(2.5)  # a disk that takes longer than a shadow is given for an answer
+        time.sleep(3.5)  # a disk that takes longer than a shadow is given for an answer
         read(*arguments)
 
     monkeypatch.setattr(SpillStore, "read", slowly)
     monkeypatch.setattr(checkmate_restore, "_READING_BYTES_PER_S", 1e4)
     with shadow_threads(tmp_path, 2, spill_directory=spills) as shadows:
         fresh = SmallTraining(seed=1)
-        assert Checkmate(tmp_path / "job", **knobs_of(tmp_path, shadows, timeout_s=1.0)).restore(fresh.state) == 1
+        assert Checkmate(tmp_path / "job", **knobs_of(tmp_path, shadows, timeout_s=2.0)).restore(fresh.state) == 1
         assert fresh.digest() == training.digest()

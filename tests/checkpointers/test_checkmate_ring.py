@@ -38,7 +38,7 @@ class SwitchProcess:
         ports = free_ports(2 * ranks)
         self.listen = [f"127.0.0.1:{port}" for port in ports[:ranks]]
         self.next = [f"127.0.0.1:{port}" for port in ports[ranks:]]
-        words = [*COMMAND, "--token-file", shadows.knobs["token_file"], "--timeout", "10"]
+        words = [*COMMAND, "--token-file", shadows.knobs["token_file"], "--timeout", "60"]
         for rank in range(ranks):
             words += ["--link", f"{self.next[rank]}={self.listen[(rank + 1) % ranks]}"]
         for address in shadows.addresses:
@@ -51,7 +51,7 @@ class SwitchProcess:
             self.process = subprocess.Popen(
                 words, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=lambda: die_with_parent(own)
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while self.log.read_text().count("goes to") < ranks:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
@@ -129,7 +129,7 @@ def killed_and_restored(seed, pool, victims, shadows, switch, directory, meanwhi
     plain = pool.run(2, "train", steps=steps, **made)
     for rank in range(2):
         asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / "meeting")}
-        victims.send(rank, asked | {"knobs": knobs, "directory": job, **made})
+        victims.send(rank, asked | {"knobs": knobs, "directory": job, "most": steps - 1, **made})
     reached = reaches(4, job, knobs, victims)
     if meanwhile is not None:
         meanwhile()

@@ -17,6 +17,10 @@ from lastgood.gradients.stream import GradientStream
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 
+WAIT_S = 100
+PATIENCE_S = 300.0
+"""With a shadow that lacks something: what was only over because that is over would take longer than any wait here."""
+
 
 @pytest.fixture
 def make(tmp_path):
@@ -25,7 +29,7 @@ def make(tmp_path):
 
         def checkpointer(**knobs):
             where = {"shadows": [one.address for one in shadows], "token_file": str(tmp_path / "token")}
-            one = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096, **knobs})
+            one = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096, "patience_s": PATIENCE_S, **knobs})
             made.append(one)
             return one
 
@@ -48,14 +52,14 @@ def test_a_last_save_whose_side_record_finds_no_room_fails_without_waiting(tmp_p
     training = SmallTraining()
     with shadow_threads(tmp_path, 2, side_limit_bytes=100_000) as shadows:
         where = {"shadows": [one.address for one in shadows], "token_file": str(tmp_path / "token")}
-        checkpointer = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096})
+        checkpointer = Checkmate(tmp_path / "job", **{**where, "bucket_bytes": 4096, "patience_s": PATIENCE_S})
         try:
             checkpointer.start(training.state)
             steps(training, checkpointer, 2)
-            checkpointer.drain(20)
+            checkpointer.drain(WAIT_S)
             training.plain["large"] = torch.zeros(100_000, dtype=torch.uint8)
             steps(training, checkpointer, 1)
-            checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+            checkpointer.drain(WAIT_S)
             assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED]
             assert "side record" in checkpointer.events[2].error
         finally:
@@ -75,7 +79,7 @@ def test_a_state_that_cannot_be_stored_fails_that_save_and_shadows_go_on(make):
     steps(training, checkpointer, 2)
     del training.plain["strange"]
     steps(training, checkpointer, 2)
-    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED] * 2 + [Outcome.DURABLE] * 2
     assert checkpointer.events[2].error.startswith(StateError.__name__)
     fresh = SmallTraining(seed=1)
@@ -102,7 +106,7 @@ def test_a_seed_that_cannot_be_copied_fails_no_save_and_comes_later(make, monkey
     with life.conductor._changed:
         life.conductor._state.diverged(0, 0)
     steps(training, checkpointer, 3)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer)[-1] is Outcome.DURABLE
     assert "no seed could be copied" in caplog.text
     assert not [one for one in caplog.messages if "the checkpoint of step" in one and "no room" in one]
@@ -114,7 +118,7 @@ def test_an_unexpected_error_in_a_link_costs_a_connection_and_not_the_shadow(mak
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 1)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     write, calls = ShadowLink._write, []
 
     def breaks_once(link, wire, outgoing):
@@ -125,11 +129,11 @@ def test_an_unexpected_error_in_a_link_costs_a_connection_and_not_the_shadow(mak
         write(link, wire, outgoing)
 
     monkeypatch.setattr(ShadowLink, "_write", breaks_once)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while len(calls) < 2 or outcomes(checkpointer)[-1] is not Outcome.DURABLE:
-        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for a durable save"
         steps(training, checkpointer, 1)
-        checkpointer.drain(40)
+        checkpointer.drain(WAIT_S)
     assert "a fault of the link's own" in caplog.text
 
 
@@ -138,7 +142,7 @@ def test_shadows_that_hold_nothing_together_are_said_before_a_training_begins_an
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     checkpointer.close()
     with pytest.raises(NoCheckpoint):
         make().restore(training.state, step=7)
@@ -155,7 +159,7 @@ def test_a_restore_of_what_nobody_holds_costs_a_running_training_nothing(make):
         checkpointer.restore(training.state, step=99)
     assert checkpointer._life is life and checkpointer.latest() == 3
     steps(training, checkpointer, 1)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 4
 
 
@@ -184,11 +188,11 @@ def test_a_step_that_shadows_cannot_repeat_fails_its_save_and_the_training_goes_
             for parameter, value in zip(training.model.parameters(), frozen, strict=True):
                 parameter.copy_(value)
     assert checkpointer.events[-1].outcome is Outcome.FAILED and why in checkpointer.events[-1].error
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while outcomes(checkpointer)[-1] is not Outcome.DURABLE:
-        assert time.monotonic() < deadline, "waited 60 s for a durable save"
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for a durable save"
         steps(training, checkpointer, 1)
-        checkpointer.drain(40)
+        checkpointer.drain(WAIT_S)
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == training.step_number
     assert fresh.digest() == training.digest()
@@ -200,7 +204,7 @@ def test_the_last_step_is_made_whole_in_drain_where_all_others_have_no_room_left
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     conductor = checkpointer._life.conductor
     send, heard, late = GradientStream.send, Conductor.heard, []
 
@@ -215,14 +219,14 @@ def test_the_last_step_is_made_whole_in_drain_where_all_others_have_no_room_left
         patch.setattr(GradientStream, "send", lose_some)
         patch.setattr(Conductor, "heard", hear_later)
         steps(training, checkpointer, 3)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while not {("torn", 3, 0), ("have", 5, 1)} <= {(one.kind, one.iteration, shadow) for shadow, one in late}:
-            assert time.monotonic() < deadline, f"waited 60 s for shadows to say what they lack: {late}"
+            assert time.monotonic() < deadline, f"waited {WAIT_S} s for shadows to say what they lack: {late}"
             time.sleep(0.01)
     with conductor._changed:
         for shadow, message in sorted(late, key=lambda one: -one[0]):  # what shadow 0 says comes last
             heard(conductor, shadow, message)
-    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    checkpointer.drain(WAIT_S)
     checkpointer.close()
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 2 + [Outcome.FAILED] * 2 + [Outcome.DURABLE]
     fresh = SmallTraining(seed=1)
@@ -242,7 +246,7 @@ def test_in_drain_seeds_come_at_once_however_often_gradients_could_not_be_sent_b
         patch.setattr(StepTap, "send", no_memory)
         steps(training, checkpointer, 4)
     steps(training, checkpointer, 1)
-    checkpointer.drain(20)  # less than the patience with a shadow that lacks something
+    checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer) == [Outcome.FAILED] * 4 + [Outcome.DURABLE]
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == training.step_number
@@ -254,10 +258,10 @@ def test_parameters_that_the_optimizer_gets_later_fail_saves_with_the_reason(mak
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
-    checkpointer.drain(20)
+    checkpointer.drain(WAIT_S)
     training.model.append(torch.nn.Linear(64, 64))
     training.optimizer.add_param_group({"params": training.model[-1].parameters()})
     steps(training, checkpointer, 6)
-    checkpointer.drain(60)
+    checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer)[2:] == [Outcome.FAILED] * 6
     assert "parameters that it had not when checkpointing began" in checkpointer.events[-1].error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from lastgood.checkpointers.gemini import Gemini
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.errors import NoCheckpoint
 from lastgood.ports import free_ports
-from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test
+from tests.checkpointers.peer_processes import kill_peer, peers_below, peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
 WIDTH = 256
@@ -53,7 +52,7 @@ class Rank:
             self.lines.put(line)
         self.lines.put("")
 
-    def wait_for(self, start, seconds=120):
+    def wait_for(self, start, seconds=250):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -106,7 +105,7 @@ def killed_rank_comes_back(tmp_path, ranks, device):
     (address,) = directory.glob("peer-0-*.json")
     own_peer = Address.read(address).pid
     assert own_peer in peers_below(directory)
-    os.kill(own_peer, signal.SIGKILL)
+    kill_peer(own_peer)
     first.end()
     step, rank, digest = restored(directory, 0, device)
     assert step >= durable

@@ -6,16 +6,19 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
+from lastgood.checkpointers import base
+from lastgood.checkpointers.base import BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.checkpointers.snapshot import CopyFence
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
+from lastgood.storage import SlotWrite
 from tests.checkpointers.peer_processes import peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
@@ -115,15 +118,23 @@ def test_a_pool_far_smaller_than_the_state(opened, tmp_path, device):
     assert fresh.digest() == digest
 
 
-def test_pressure_skip_never_waits_and_counts(opened, tmp_path):
+def test_pressure_skip_never_waits_and_counts(opened, tmp_path, monkeypatch):
+    go, commit = threading.Event(), SlotWrite.commit
+    # The first one is under way until all have been asked for, however long that takes here.
+    monkeypatch.setattr(SlotWrite, "commit", lambda *how, **more: go.wait(250) and commit(*how, **more))
     training = SmallTraining(width=900)
     kind = checkpointer_class("pccheck")
     checkpointer = opened(kind, tmp_path, training.state, max_in_flight=1, keep=1, pressure="skip")
     training.step()
-    for _ in range(12):
-        checkpointer.save(training.step_number)
+    waits = []
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer._flights._landed, "wait", waits.append)
+        for _ in range(12):
+            checkpointer.save(training.step_number)
+    go.set()
     checkpointer.drain()
-    assert set(outcomes(checkpointer)) == {Outcome.DURABLE, Outcome.SKIPPED}
+    assert outcomes(checkpointer) == [Outcome.DURABLE] + [Outcome.SKIPPED] * 11
+    assert waits == []
 
 
 def test_losses_after_a_restore_are_those_of_the_unbroken_run(system, opened, tmp_path, device):
@@ -318,6 +329,30 @@ def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
     assert event.requested_s <= event.copied_s <= event.finished_s
     assert event.bytes_written >= 64 * 64 * 4 * 3
     assert checkpointer.storage_facts()["durability"]
+
+
+class Watched(CheckpointEvent):
+    """Whoever sees in another thread that a checkpoint has ended may ask at once when, and why it failed."""
+
+    def __setattr__(self, name, value):
+        if name == "outcome" and value is not Outcome.PENDING:
+            assert self.finished_s is not None
+            assert self.error or value is not Outcome.FAILED
+        super().__setattr__(name, value)
+
+
+def test_an_outcome_is_the_last_that_is_known_of_a_checkpoint(system, opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "CheckpointEvent", Watched)
+    training = SmallTraining()
+    checkpointer = opened(system, tmp_path, training.state)
+    training.step()
+    checkpointer.save(1)
+    checkpointer.drain()
+    training.state["odd"] = lambda: None
+    checkpointer.save(2)
+    checkpointer.drain()
+    del training.state["odd"]
+    assert outcomes(checkpointer) == [Outcome.DURABLE, Outcome.FAILED], checkpointer.events
 
 
 @pytest.mark.parametrize(

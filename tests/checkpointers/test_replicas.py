@@ -62,9 +62,9 @@ class Together:
             def gather(self, text):
                 together.texts[rank] = text
                 try:
-                    together.barrier.wait(20)
+                    together.barrier.wait(60)
                     found = list(together.texts)
-                    together.barrier.wait(20)
+                    together.barrier.wait(60)
                 except threading.BrokenBarrierError:
                     raise WaitTimeout("the other rank did not come") from None
                 return found
@@ -84,7 +84,7 @@ class Together:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(150)
         return results
 
 

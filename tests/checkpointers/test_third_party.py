@@ -49,7 +49,7 @@ def test_a_plan_on_the_command_line_says_what_it_leaves_out(tmp_path):
         [*command, "systems=sync,torchsnapshot", f"scratch={tmp_path}", f"results_dir={tmp_path}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         cwd=LAPTOP.parents[1],
     )
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def test_a_dead_worker_fails_one_save_and_the_next_starts_another(worker_system)
     assert save_one(checkpointer, training).outcome is Outcome.DURABLE
     worker = checkpointer._queue.persistent_caller.process
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join(10)
+    worker.join(60)
     event = save_one(checkpointer, training)
     assert event.outcome is Outcome.FAILED
     assert "is dead" in event.error
@@ -97,4 +97,4 @@ def test_the_worker_ends_at_close(worker_system):
     save_one(checkpointer, training)
     worker = psutil.Process(checkpointer._queue.persistent_caller.process.pid)
     checkpointer.close()
-    worker.wait(10)
+    worker.wait(60)

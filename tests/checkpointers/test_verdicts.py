@@ -185,10 +185,10 @@ def test_a_life_that_ends_by_an_error_is_one_though_it_was_closed(tmp_path):
 def test_an_uncaught_error_counts_as_a_failed_restart(tmp_path):
     for slow_life in range(2):
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("ending_script.py")), str(tmp_path), "at-once", "0"],
+            [sys.executable, str(Path(__file__).with_name("ending_script.py")), str(tmp_path), "at-once", "0", "60"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert done.returncode == 1, done.stderr
         book = VerdictBook(tmp_path)

@@ -35,7 +35,7 @@ from lastgood.processes import die_with_parent
 from lastgood.state import apply_tree, flatten, state_digest, unflatten
 from lastgood.storage.write import SlotWrite
 
-RANK_LIMIT_S = 90
+RANK_LIMIT_S = 200
 
 
 def save_twice(rank, asked):
@@ -152,7 +152,7 @@ def in_background(rank, asked):
     latest = Path(asked["lastgood"]) / "latest"
     training.engine.save_checkpoint(asked["lastgood"], tag="a")
     digests = training.digests()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while placed._saves.pending is not None:
         assert time.monotonic() < deadline, "DeepSpeed never committed the save"
         training.train(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lastgood.ports import free_ports
 
-LIMIT_S = 120
+LIMIT_S = 250
 KILLED = -signal.SIGKILL
 
 
@@ -61,7 +61,7 @@ class Ranks:
 
     def end(self):
         self.process.kill()  # its ranks end with it
-        self.process.wait(30)
+        self.process.wait(60)
         self.process.stdin.close()
         self.process.stdout.close()
         self.errors.close()

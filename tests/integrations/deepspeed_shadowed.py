@@ -70,7 +70,7 @@ def kept_by_shadows(rank, asked):
     checkpointer.start(shadowed.parts)
     for _ in range(asked["sure"]):
         checkpointer.save(shadowed.step())
-    checkpointer.drain(60)
+    checkpointer.drain(120)
     yield {
         "plain": plain.found(),
         "kept": shadowed.found(),
@@ -84,7 +84,7 @@ def kept_by_shadows(rank, asked):
     with suppress(RuntimeError):  # of torch, where the other rank is gone first
         while shadowed.engine.global_steps < asked["steps"] - 3:
             checkpointer.save(shadowed.step())
-    time.sleep(60)  # its own SIGKILL comes before
+    time.sleep(600)  # its own SIGKILL comes before
 
 
 def restored_from_shadows(rank, asked):
@@ -97,7 +97,7 @@ def restored_from_shadows(rank, asked):
     checkpointer.start(shadowed.parts)
     for _ in range(3):
         checkpointer.save(shadowed.step())
-    checkpointer.drain(60)
+    checkpointer.drain(120)
     yield {
         "restored": restored,
         **shadowed.found(),

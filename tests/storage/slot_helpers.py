@@ -12,7 +12,7 @@ from lastgood.storage import format as fmt
 
 CHUNK = 16384
 SMALL_POOL = 8 * CHUNK
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def content_of(step: int, nbytes: int) -> bytes:

@@ -341,10 +341,18 @@ def test_touching_makes_every_page_dirty_again(tmp_path: Path, monkeypatch: pyte
     if dirty_kib(area):
         pytest.skip("pages of this file system are always dirty")
     monkeypatch.setattr(MappedArea, "populate", lambda *_: None)  # would make them dirty by itself
-    area.redirty(5 * 4096 + 7, 100 * 4096 - 7)
-    assert 100 * 4 <= dirty_kib(area) < 300 * 4  # a file system may count several pages as one
-    area.redirty(0, area.nbytes)
-    assert dirty_kib(area) == 300 * 4
+
+    def redirtied(offset: int, nbytes: int, least_kib: int) -> int:
+        for _ in range(20):  # the kernel may write them, and make them clean, before we look
+            area.redirty(offset, nbytes)
+            found = dirty_kib(area)
+            if found >= least_kib:
+                break
+        return found
+
+    # A file system may count several pages as one.
+    assert 100 * 4 <= redirtied(5 * 4096 + 7, 100 * 4096 - 7, 100 * 4) < 300 * 4
+    assert redirtied(0, area.nbytes, 300 * 4) == 300 * 4
     area.flush(0, area.nbytes)
     assert dirty_kib(area) == 0
     area.close()
@@ -379,7 +387,7 @@ def test_one_process_at_a_time(opened: AreaStore, tmp_path: Path) -> None:
         "import sys\nfrom lastgood.storage.areas import AreaStore\nfrom lastgood.errors import LockHeld\n"
         "try: AreaStore(sys.argv[1], chunk_bytes=4096)\nexcept LockHeld as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=150)
     assert f"process {os.getpid()}" in done.stdout, done.stderr
     with pytest.raises(LockHeld):
         SlotStore(tmp_path, slots=3)

@@ -84,7 +84,7 @@ def test_through_libpmem_itself(tmp_path: Path) -> None:
         env={**os.environ, "PMEM_IS_PMEM_FORCE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert (done.stdout.strip(), done.returncode) == ("libpmem", 0), done.stderr
     assert load(SlotStore.peek(tmp_path / "job"), SlotStore.peek(tmp_path / "job").newest()) == content_of(1, 70_000)

@@ -358,7 +358,7 @@ except LockHeld as error:
     print(error)
 """
     with open_store(tmp_path):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True)
         assert f"process {os.getpid()}" in done.stdout and str(tmp_path) in done.stdout
         with pytest.raises(LockHeld, match=f"process {os.getpid()}"):
             open_store(tmp_path)

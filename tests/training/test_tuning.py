@@ -190,11 +190,12 @@ def test_a_budget_too_short_for_all_says_what_was_not_tried(tmp_path):
     assert len(found.not_tried) == len(grid(20 * MIB, 4, 2)) - 1
 
 
-def test_a_training_is_measured_and_the_choice_tried_on_it(tmp_path):
+def test_a_training_is_measured_and_the_choice_tried_on_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHECK_S", 0.2)  # a long budget must not make the test long
     training = SmallTraining(width=256)
-    found = tune_training(tmp_path, training.step, training.state, slowdown=50.0, limits=Limits(seconds=5, cores=2))
+    found = tune_training(tmp_path, training.step, training.state, slowdown=1000.0, limits=Limits(seconds=60, cores=2))
     assert list(tmp_path.iterdir()) == []
-    assert found.kept, "a slowdown of 50 is more than any checkpoint of this size costs"
+    assert found.kept, "a slowdown of 1000 is more than any checkpoint of this size costs, on a busy disk as well"
     assert found.checks[-1].interval_steps == found.interval_steps
     assert found.checks[-1].checkpoints > found.options.max_in_flight
     assert found.iteration_s > 0
@@ -275,10 +276,15 @@ def test_a_disk_too_small_is_refused_with_bytes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def tried_or_not(found):
+    """Checkpoints in flight that there was room for."""
+    return [measured.max_in_flight for measured in found.curve] + [n for n, _, _ in found.not_tried]
+
+
 def test_free_disk_bounds_the_checkpoints_in_flight(tmp_path):
     # Slots of 4 MiB of state and 1 MiB of head: 21 MiB hold four, of which two are kept.
     found = tune(tmp_path, iteration_s=1, state_bytes=4 * MIB, limits=Limits(1.0, cores=1, disk_bytes=21 * MIB))
-    assert max(measured.max_in_flight for measured in found.curve) == 2
+    assert max(tried_or_not(found)) == 2, "whatever the time sufficed for"
 
 
 def test_slots_that_the_job_has_already_count_as_free(tmp_path):
@@ -286,7 +292,7 @@ def test_slots_that_the_job_has_already_count_as_free(tmp_path):
         store.reserve(4 * MIB)
     before = sorted(tmp_path.iterdir())
     found = tune(tmp_path, iteration_s=1, state_bytes=4 * MIB, limits=Limits(1.0, cores=1, disk_bytes=0))
-    assert max(measured.max_in_flight for measured in found.curve) <= 2
+    assert max(tried_or_not(found)) == 2
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -343,14 +349,14 @@ def test_what_a_killed_tuning_leaves_is_removed_by_the_next(tmp_path):
     )
     child = subprocess.Popen([sys.executable, "-c", program, tmp_path])
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(f"{PROBE_FOLDER}/*/*.lgs")):
+        deadline = time.monotonic() + 150
+        while not list((tmp_path / PROBE_FOLDER / "curve").glob("*.lgs")):
             assert child.poll() is None, "the tuning ended before it was killed"
-            assert time.monotonic() < deadline, "no slot file appeared within 60 s"
+            assert time.monotonic() < deadline, "no slot file appeared within 150 s"
             time.sleep(0.01)
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(30)
+        child.wait(60)
     assert [path.name for path in tmp_path.iterdir()] == [PROBE_FOLDER]
     tune(tmp_path, iteration_s=1, state_bytes=MIB, limits=SHORT)
     assert list(tmp_path.iterdir()) == []

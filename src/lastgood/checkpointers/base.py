@@ -393,9 +393,9 @@ class Checkpointer(ABC):
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
         """Note that a checkpoint failed; the first failure of each kind is logged."""
-        event.outcome = Outcome.FAILED
         event.finished_s = time.perf_counter()
         event.error = f"{type(error).__name__}: {error}"
+        event.outcome = Outcome.FAILED  # last: whoever sees it in another thread may ask why
         kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
         if kind not in self._kinds_logged:
             self._kinds_logged.add(kind)

@@ -89,5 +89,10 @@ def _give_back_sigterm() -> None:
 
 def _leave(number: int, frame: Any) -> None:
     del frame
+    if not _live:
+        # The last one was dropped in another thread, which may set no handler: this is as if it had.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
     _asked.append(number)
     raise SystemExit(128 + number)

