@@ -87,6 +87,7 @@ def assert_safe(outcome: Outcome, wanted: int) -> None:
     assert outcome.lives >= wanted // 500
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lives", [["first", "second", "third"]], ids=["three-lives"])
 def test_power_cut(shim: Path, place: Path, lives: list[str]) -> None:
     assert_safe(cut_power(shim, place, lives, wanted=10_500), 10_000)
