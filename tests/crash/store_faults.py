@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def expect_error(words: str, action: Callable[[], object]) -> StorageError:
         assert re.search(words, str(error)), f"{error} does not say {words}"
         return error
     raise AssertionError("no StorageError")
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
+        time.sleep(0.01)
 
 
 def started(directory: Path) -> SlotStore:
@@ -214,9 +222,10 @@ def hanging_write(directory: Path) -> None:
     release = directory / "release"
     with open_store(directory, slots=4) as store:
         outcomes: list[str] = []
-        with fault("write", "slot-", HANG, skip=1, release=release, hits=1):
+        with fault("write", "slot-", HANG, skip=1, release=release, hits=1) as struck:
             slow = store.begin(5, STATE, TIMEOUT_S)
             give(slow, content_of(5, STATE))
+            wait_until(lambda: struck() == 1, "the write that hangs")  # its thread may come late: then others would
             thread = threading.Thread(target=lambda: outcomes.append(commit(slow)))
             thread.start()
             assert save(store, 6, STATE) == "durable"
@@ -230,18 +239,24 @@ def hanging_write(directory: Path) -> None:
 def hanging_write_that_nobody_waits_for(directory: Path) -> None:
     release = directory / "release"
     with started(directory) as store:
-        with fault("write", "slot-", HANG, skip=1, release=release, hits=1):
+        with fault("write", "slot-", HANG, skip=1, release=release, hits=1) as struck:
             slow = store.begin(3, STATE, TIMEOUT_S)
             give(slow, content_of(3, STATE))
-            timer = threading.Timer(1.0, release.touch)
+            wait_until(lambda: struck() == 1, "the write that hangs")
+
+            def let_go() -> None:
+                wait_until(lambda: slow._given_up, "the commit to give up")
+                release.touch()
+
+            thread = threading.Thread(target=let_go)
             try:
-                timer.start()
+                thread.start()
                 slow.commit(STATE - 10, 10, bytes(32), timeout_s=0.3)
             except WaitTimeout as error:
                 assert "slot-0002.lgs: step 3: gave up waiting for writing" in str(error), error
             else:
                 raise AssertionError("no WaitTimeout")
-            timer.join()
+            thread.join()
         check(store, [2, 1])
         assert save(store, 4, STATE) == "durable"
         check(store, [4, 2])

@@ -111,7 +111,7 @@ def test_all_scenarios_are_run(program: str, named: list[str]) -> None:
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     assert sorted(listed.stdout.splitlines()) == sorted(named)
@@ -138,7 +138,7 @@ def test_a_fault_armed_from_the_environment(shim: Path, tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stdout.split() == ["10", "10", "28", "10"]

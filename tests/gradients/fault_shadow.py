@@ -16,7 +16,7 @@ from lastgood.gradients.shadow import ShadowService
 from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.processes import die_with_parent
 
-_START_S = 60.0
+_START_S = 240.0
 
 torch.set_num_threads(1)
 for _make in (torch.optim.SGD, torch.optim.AdamW):
@@ -58,5 +58,5 @@ class ForkedShadow:
     def kill(self) -> None:
         """End it, and all that it held in memory."""
         self.process.kill()
-        self.process.join(20)
+        self.process.join(60)
         assert not self.process.is_alive()

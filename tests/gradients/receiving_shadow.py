@@ -13,6 +13,7 @@ from lastgood.errors import CheckpointError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import GREETING, Hello, Refused, Welcome, parse_message
 from lastgood.wire.frames import Wire, prove_peer
+from tests.wire.ring_helpers import WAIT_S
 
 SLOTS = 4
 
@@ -52,7 +53,7 @@ class ReceivingShadow:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 continue
-            wire = Wire(connection, "the switch", 10.0)
+            wire = Wire(connection, "the switch", WAIT_S)
             try:
                 prove_peer(wire, self._token, GREETING)
                 hello = parse_message(wire.receive_message("a hello"), "the switch")
@@ -79,7 +80,7 @@ class ReceivingShadow:
                 self._receiver.add(connection.fileno(), hello.rank)
             wire.close()
 
-    def wait(self, iteration: int, seconds: float = 10.0) -> bool:
+    def wait(self, iteration: int, seconds: float = WAIT_S) -> bool:
         """Whether all gradients and all ends of an iteration have come, within `seconds`."""
         deadline = time.monotonic() + seconds
         ranks = range(self._layout.ranks)
@@ -116,6 +117,6 @@ class ReceivingShadow:
     def close(self) -> None:
         """End everything."""
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(WAIT_S)
         self._server.close()
         self._receiver.close(5.0)

@@ -92,7 +92,7 @@ def main() -> None:
     rank, ranks, port, shadows, steps = (int(sys.argv[index]) for index in (2, 3, 4, 6, 7))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=240)
     )
     layout = declared_layout(ranks, shadows)
     comm = RingComm(
@@ -104,7 +104,7 @@ def main() -> None:
         job=JOB,
         epoch=1,
         layout=layout.digest,
-        timeout_s=60.0,
+        timeout_s=240.0,
     )
     results = {hook: train(hook, comm, layout, steps) for hook in ("gloo", "ring")}
     torch.save(results, folder / f"{rank}.pt")

@@ -29,7 +29,7 @@ class ShadowProcess:
         self.address_file.unlink(missing_ok=True)
         words = [sys.executable, "-c", SERVE, "storage", "serve", "--token-file", str(folder / "token")]
         words += ["--shadow", str(shadow), "--shadows", str(shadows), "--port", str(port)]
-        words += ["--address-file", str(self.address_file), "--timeout-s", "20", *arguments]
+        words += ["--address-file", str(self.address_file), "--timeout-s", "60", *arguments]
         own = os.getpid()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -40,7 +40,7 @@ class ShadowProcess:
                 preexec_fn=lambda: die_with_parent(own),
             )
 
-    def wait_ready(self, seconds: float = 60.0) -> "ShadowProcess":
+    def wait_ready(self, seconds: float = 120.0) -> "ShadowProcess":
         deadline = time.monotonic() + seconds
         while not self.address_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -53,11 +53,11 @@ class ShadowProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(60)
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager
@@ -84,14 +84,15 @@ class ShadowThread:
     def __init__(self, folder: Path, shadow: int, shadows: int, **options):
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        settings = ShadowSettings(shadow=shadow, shadows=shadows, timeout_s=20.0, **options)
+        settings = ShadowSettings(shadow=shadow, shadows=shadows, timeout_s=60.0, **options)
         self.service = ShadowService(settings, read_token(folder / "token", make=True), listener)
         self._thread = threading.Thread(target=self.service.run, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         self.service.stop()
-        self._thread.join(60)
+        self._thread.join(120)
+        assert not self._thread.is_alive()
 
 
 @contextlib.contextmanager

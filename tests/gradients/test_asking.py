@@ -88,7 +88,7 @@ def test_a_shadow_of_version_1_is_told_by_how_it_refuses_the_greeting(fields):
 
     def serve():
         connection, _ = server.accept()
-        wire = Wire(connection, "127.0.0.1:50000", 10.0)
+        wire = Wire(connection, "127.0.0.1:50000", 60.0)
         try:
             prove_peer(wire, b"x" * 32, b"lastgood shadow 1\n")
         except MismatchError as error:
@@ -104,8 +104,8 @@ def test_a_shadow_of_version_1_is_told_by_how_it_refuses_the_greeting(fields):
             f"{address} speaks version 1 of the shadows' protocol, this side version {PROTOCOL_VERSION}: use the same"
         )
         with pytest.raises(MismatchError, match=said):
-            connect_shadow(address, b"x" * 32, Hello(role="asker"), 10.0)
-        thread.join(10)
+            connect_shadow(address, b"x" * 32, Hello(role="asker"), 60.0)
+        thread.join(60)
     assert refusals == ["127.0.0.1:50000 does not speak this protocol"]
 
 

@@ -16,7 +16,7 @@ from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.messages import Hello
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from tests.gradients.receiving_shadow import ReceivingShadow
-from tests.wire.ring_helpers import JOB, TOKEN
+from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S
 
 COUNT = 5000
 VALUES = np.arange(COUNT, dtype=np.float32)
@@ -35,10 +35,10 @@ def shadow() -> Iterator[ReceivingShadow]:
 @pytest.fixture
 def copier(shadow: ReceivingShadow) -> Iterator[Copier]:
     greeting = Hello(role="data", job=JOB, epoch=1, rank=0, layout=LAYOUT.digest)
-    one = Copier(0, 1, shadow.address, greeting, CopySettings(TOKEN, timeout_s=10.0))
+    one = Copier(0, 1, shadow.address, greeting, CopySettings(TOKEN, timeout_s=WAIT_S))
     yield one
     one.finish(0.0)
-    assert one.join(20.0)
+    assert one.join(WAIT_S)
 
 
 def offer(copier: Copier, iteration: int, pieces: int) -> None:
@@ -68,7 +68,7 @@ def test_what_waited_for_a_shadow_arrives(shadow: ReceivingShadow, copier: Copie
     shadow.refusing = False
     assert shadow.wait(iteration), copier.counters()
     assert shadow.bytes_of(0, iteration) == VALUES.tobytes()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while copier.counters().get("sent_records") != pieces + 1:
         assert time.monotonic() < deadline, copier.counters()
         time.sleep(0.02)

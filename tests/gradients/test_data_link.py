@@ -15,7 +15,7 @@ from lastgood.gradients.data_link import DataLink, DataSettings, Ticket
 from lastgood.gradients.pieces import Span
 from lastgood.wire.records import HEADER_BYTES, DType, Record, RecordKind, parse_header
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SETTINGS = DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 18, patience_s=WAIT_S, stall_s=WAIT_S)
 LARGE = ctypes.create_string_buffer(64 << 20)
 """More than the kernel takes for a connection that nobody reads."""

@@ -23,7 +23,7 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
     """A rank that connected while another one seeded waited for seeds that had come before it was listened to."""
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        with Asker(shadow.address, token, 20.0, JOB) as asker:
+        with Asker(shadow.address, token, 60.0, JOB) as asker:
             asker.fence(1)
         service = shadow.service
         welcome = service.core.welcome
@@ -43,12 +43,12 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
 
         monkeypatch.setattr(service.core, "welcome", welcome_and_a_seed_at_once)
         hello = Hello(role="control", job=JOB, epoch=1, rank=0)
-        wire, _ = connect_shadow(shadow.address, token, hello, 20.0)
+        wire, _ = connect_shadow(shadow.address, token, hello, 60.0)
         try:
             told = parse_message(wire.receive_message("what follows the welcome"), "the shadow")
         finally:
             wire.close()
-            teller[0].join(20)
+            teller[0].join(60)
         assert isinstance(told, Seeded) and told.iteration == 7
 
 
@@ -56,12 +56,12 @@ def test_an_epoch_that_no_record_can_carry_is_refused(tmp_path):
     """One frame of it, and no training could ever use this shadow again."""
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        wire, _ = connect_shadow(shadow.address, token, Hello(role="asker", job=JOB), 20.0)
+        wire, _ = connect_shadow(shadow.address, token, Hello(role="asker", job=JOB), 60.0)
         wire.send_message(kind="fence", epoch=1 << 32)
         with pytest.raises(CheckpointError):
             wire.receive_message("an answer")
         wire.close()
-        with Asker(shadow.address, token, 20.0, JOB) as asker:
+        with Asker(shadow.address, token, 60.0, JOB) as asker:
             assert asker.status().epoch == 0
             assert asker.fence((1 << 32) - 1).epoch == (1 << 32) - 1
 

@@ -20,7 +20,7 @@ from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring
 from tests.gradients.scripted_trainer import Trainer
 from tests.gradients.shadow_processes import ShadowThread, shadow_threads
-from tests.wire.ring_helpers import together
+from tests.wire.ring_helpers import WAIT_S, together
 
 
 class RingTrainer(Trainer):  # type: ignore[misc]  # the script has no types
@@ -42,7 +42,7 @@ class RingTrainer(Trainer):  # type: ignore[misc]  # the script has no types
                 job=self.job,
                 epoch=self.epoch,
                 layout=self.layout.digest,
-                timeout_s=30.0,
+                timeout_s=WAIT_S,
                 segment_bytes=64,
             )
 
@@ -88,7 +88,7 @@ def trainer_of(folder: Path, shadows: list[ShadowThread], faults: FaultPlan | No
     token = read_token(folder / "token")
     trainer = RingTrainer([shadow.address for shadow in shadows], token, ranks=3)
     trainer.fence()
-    trainer.open_ring(CopySettings(token, timeout_s=10.0, faults=faults))
+    trainer.open_ring(CopySettings(token, timeout_s=WAIT_S, faults=faults))
     trainer.start()
     return trainer
 
@@ -143,7 +143,7 @@ def test_faults_on_the_way_tear_a_bucket_and_never_the_model(
     assert given_back(trainer) == (12, digest)
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> bool:
+def wait_until(true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:

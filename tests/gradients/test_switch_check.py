@@ -14,7 +14,7 @@ from lastgood.gradients.switch import SwitchLink
 from lastgood.gradients.switch_check import Checked, answer_checks, check_link
 from lastgood.ports import free_ports
 from lastgood.wire.ring_link import listen_ring
-from tests.wire.ring_helpers import TOKEN
+from tests.wire.ring_helpers import TOKEN, WAIT_S
 
 
 class Exhausted(socket.socket):
@@ -34,15 +34,15 @@ def test_a_moment_without_descriptors_ends_nothing(monkeypatch: pytest.MonkeyPat
     address = f"127.0.0.1:{free_ports(1)[0]}"
     stop = threading.Event()
     good: list[int] = []
-    answering = threading.Thread(target=lambda: good.append(answer_checks(address, TOKEN, stop, 10.0)))
+    answering = threading.Thread(target=lambda: good.append(answer_checks(address, TOKEN, stop, WAIT_S)))
     answering.start()
     try:
         checked = Checked("", False, "nobody was asked")
         while not checked.good and answering.is_alive():
             time.sleep(0.02)  # it may not listen yet
-            checked = check_link(SwitchLink(address, address), TOKEN, 10.0)
+            checked = check_link(SwitchLink(address, address), TOKEN, WAIT_S)
         assert checked.good, checked.found
     finally:
         stop.set()
-        answering.join(20)
+        answering.join(WAIT_S)
     assert good == [1]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 PROGRAM = """
 import os, socket, sys, threading, time
 from lastgood import _native

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import gc
 import os
+import select
 import signal
 import socket
 import struct
@@ -154,22 +155,26 @@ def test_all_goes_out_in_order(calls: list[Put | int], record_bytes: int, pool_b
 BULK = Memory(bytes(1 << 20))
 
 
-def fill(sender: Sender) -> int:
-    """Lend BULK until the other side's kernel takes no more; return the last ticket."""
-    sent = -1.0
-    while sent != sender.counters()["bytes"]:
-        sent = sender.counters()["bytes"]
-        for _ in range(8):
+def fill(near: socket.socket, sender: Sender) -> int:
+    """Lend BULK until the kernel takes no more, and close `near`, which is the sender's; return the last ticket."""
+    full = 0
+    deadline = time.monotonic() + TIMEOUT_S
+    while full < 5:
+        assert time.monotonic() < deadline, "the kernel takes everything"
+        # Not how long nothing was sent: the sender's thread may get no processor for a while.
+        full = 0 if select.select([], [near], [], 0)[1] else full + 1
+        if sender.counters()["queued"] < 8:
             assert sender.put(1, 0, 1, 0, BULK.address, len(BULK.raw), borrowed=True, timeout_s=TIMEOUT_S)
-        threading.Event().wait(0.1)
+        else:
+            threading.Event().wait(0.01)
+    near.close()
     return sender.last_ticket
 
 
 def test_lent_memory_is_sent_from_where_it_lies_and_copies_are_not() -> None:
     near, far = pair()
     sender = make(near)
-    near.close()
-    last = fill(sender)
+    last = fill(near, sender)
     lent, copied = Memory(b"before"), Memory(b"before")
     for memory, borrowed in ((lent, True), (copied, False)):
         sender.put(2, 0, 4, 0, memory.address, 6, borrowed=borrowed, timeout_s=0)
@@ -186,16 +191,13 @@ def test_lent_memory_is_sent_from_where_it_lies_and_copies_are_not() -> None:
 def test_a_full_queue_says_so_and_has_room_again() -> None:
     near, far = pair()
     sender = make(near, queue=40, pool_bytes=100)
-    near.close()
-    memory = Memory(bytes(1 << 20))
-    while sender.put(1, 0, 1, 0, memory.address, 1 << 20, borrowed=True, timeout_s=0.2):
-        pass
-    full = sender.last_ticket
-    begin = time.monotonic()
-    assert sender.put(1, 0, 1, 0, memory.address, 4, borrowed=False, timeout_s=0) == 0
+    full = fill(near, sender)
+    while sender.put(1, 0, 1, 0, BULK.address, len(BULK.raw), borrowed=True, timeout_s=0):
+        full += 1
+    assert sender.put(1, 0, 1, 0, BULK.address, 4, borrowed=False, timeout_s=0) == 0
     assert sender.end(1, timeout_s=0) == 0
     assert sender.last_ticket == full and sender.counters()["queued"] == 40
-    assert time.monotonic() - begin < TIMEOUT_S / 2
+    assert sender.put(1, 0, 1, 0, BULK.address, 4, borrowed=False, timeout_s=0.01) == 0
     for _ in range(full):
         next_record(far)
     assert sender.wait_returned(full, TIMEOUT_S)
@@ -209,8 +211,7 @@ def test_a_full_queue_says_so_and_has_room_again() -> None:
 def test_the_pool_bounds_copies_and_not_lent_memory() -> None:
     near, far = pair()
     sender = make(near, pool_bytes=64)
-    near.close()
-    last = fill(sender)
+    last = fill(near, sender)
     small = Memory(bytes(64))
     assert sender.put(1, 0, 1, 0, small.address, 40, borrowed=False, timeout_s=0)
     assert not sender.put(1, 0, 1, 0, small.address, 28, borrowed=False, timeout_s=0.01)
@@ -224,8 +225,7 @@ def test_the_pool_bounds_copies_and_not_lent_memory() -> None:
 def test_small_records_go_out_together() -> None:
     near, far = pair()
     sender = make(near)
-    near.close()
-    last = fill(sender)
+    last = fill(near, sender)
     before = sender.counters()["sends"]
     word = Memory(b"word")
     for number in range(2000):
@@ -263,8 +263,7 @@ def test_a_closed_connection_comes_out_of_the_next_call(reset: bool) -> None:
 def test_a_failure_ends_waiting_and_gives_memory_back() -> None:
     near, far = pair()
     sender = make(near, queue=60)
-    near.close()
-    last = fill(sender)
+    last = fill(near, sender)
     failures: list[int | None] = []
 
     def wait() -> None:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from unittest import mock
 
+from lastgood.wire import ring_comm
 from lastgood.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from lastgood.wire.frames import parse_header as parse_frame
 from lastgood.wire.records import HEADER_BYTES, Record, parse_header
@@ -20,6 +22,10 @@ JOB = "0123456789abcdef" * 2
 LAYOUT = "ab" * 32
 OPENING_BYTES = len(RING_GREETING) + 32 + 32
 """Greeting, nonce and proof, in front of the hello."""
+WAIT_S = 60.0
+"""For what comes at once, but on a machine that has something else to do."""
+PROCESS_S = 240.0
+"""For what a process does that is still to be started, and to import torch."""
 _Result = TypeVar("_Result")
 
 
@@ -31,10 +37,14 @@ def together(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 
 def make_ring(ranks: int, through: dict[int, Callable[[str], str]] | None = None, **options: Any) -> list[RingComm]:
-    """A ring over loopback; `through[rank]` gives the address at which `rank` meets the next one."""
+    """A ring over loopback; `through[rank]` gives the address at which `rank` meets the next one.
+
+    A shorter `timeout_s` is the ring's alone: its ranks may take their time to meet.
+    """
     listeners = [listen_ring("127.0.0.1") for _ in range(ranks)]
     addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    settings: dict[str, Any] = {"token": TOKEN, "job": JOB, "epoch": 3, "layout": LAYOUT, "timeout_s": 10.0, **options}
+    settings: dict[str, Any] = {"token": TOKEN, "job": JOB, "epoch": 3, "layout": LAYOUT, "timeout_s": WAIT_S}
+    settings.update(options)
 
     def make(rank: int) -> RingComm:
         address = addresses[(rank + 1) % ranks]
@@ -42,7 +52,9 @@ def make_ring(ranks: int, through: dict[int, Callable[[str], str]] | None = None
             address = through[rank](address)
         return RingComm(rank, ranks, listener=listeners[rank], next_address=address, **settings)
 
-    return together([lambda rank=rank: make(rank) for rank in range(ranks)])  # type: ignore[misc]
+    meet = ring_comm.connect_ring
+    with mock.patch.object(ring_comm, "connect_ring", lambda *what: meet(*what[:-1], WAIT_S)):
+        return together([lambda rank=rank: make(rank) for rank in range(ranks)])  # type: ignore[misc]
 
 
 class WireTap:
@@ -72,10 +84,10 @@ class WireTap:
 
     def _serve(self) -> None:
         with self._server:
-            self._server.settimeout(20)
+            self._server.settimeout(PROCESS_S)
             inner, _ = self._server.accept()
-        outer = self._connect(time.monotonic() + 20)
-        inner.settimeout(20)
+        outer = self._connect(time.monotonic() + PROCESS_S)
+        inner.settimeout(PROCESS_S)
         self._start(self._pass_on, outer, inner, False)
         self._pass_on(inner, outer, True)
 
@@ -83,7 +95,7 @@ class WireTap:
         host, port = self._target.split(":")
         while True:
             try:
-                return socket.create_connection((host, int(port)), timeout=20)
+                return socket.create_connection((host, int(port)), timeout=PROCESS_S)
             except OSError:
                 if not self._retry or time.monotonic() > deadline:
                     raise
@@ -104,7 +116,7 @@ class WireTap:
     def records(self) -> list[tuple[Record, bytes]]:
         """What was seen, once both ends have closed."""
         for thread in self._threads:
-            thread.join(20)
+            thread.join(WAIT_S)
         at = OPENING_BYTES
         at += FRAME_HEADER_BYTES + parse_frame(self.content[at : at + FRAME_HEADER_BYTES], "the tap", "a hello").length
         found = []

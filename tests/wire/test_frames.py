@@ -15,7 +15,7 @@ from lastgood.wire.frames import MAX_CHUNK_BYTES, Kind, Wire, proof, prove_peer
 @pytest.mark.parametrize("kind", [Kind.CHUNK, Kind.ACK])
 def test_what_is_no_message_is_refused_by_its_header(kind: Kind) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname(), 10)
+        near = socket.create_connection(server.getsockname(), 60)
         far, _ = server.accept()
     with near, far:
         length = MAX_CHUNK_BYTES if kind is Kind.CHUNK else 0
@@ -33,7 +33,7 @@ def test_another_version_s_greeting_is_taken_only_where_the_caller_looks_at_it(
 ) -> None:
     token, nonce = b"t" * 32, b"n" * 32
     with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname(), 10)
+        near = socket.create_connection(server.getsockname(), 60)
         far, _ = server.accept()
 
     def greet() -> None:
@@ -45,12 +45,12 @@ def test_another_version_s_greeting_is_taken_only_where_the_caller_looks_at_it(
     with near, far:
         trainer = threading.Thread(target=greet, daemon=True)
         trainer.start()
-        wire = Wire(far, "the trainer", 10.0)
+        wire = Wire(far, "the trainer", 60.0)
         if taken:
             assert prove_peer(wire, token, b"lastgood test 1\n", any_version=any_version) == greeted
         else:
             with pytest.raises(MismatchError, match="the trainer does not speak this protocol"):
                 prove_peer(wire, token, b"lastgood test 1\n", any_version=any_version)
             far.shutdown(socket.SHUT_RDWR)
-        trainer.join(10)
+        trainer.join(60)
         assert not trainer.is_alive()

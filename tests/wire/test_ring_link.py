@@ -9,7 +9,7 @@ import pytest
 
 from lastgood.wire.frames import Wire, prove_peer
 from lastgood.wire.ring_link import RING_GREETING, Hello, connect_ring, listen_ring
-from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN
+from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S
 
 
 def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch
         wires: list[Wire] = []
 
         def answer() -> None:
-            wire = Wire(following.accept()[0], "rank 0", 20.0)
+            wire = Wire(following.accept()[0], "rank 0", WAIT_S)
             wires.append(wire)
             prove_peer(wire, TOKEN, RING_GREETING)
             wire.receive_message("a hello")
@@ -40,7 +40,7 @@ def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(WAIT_S)
         assert [type(error) for error in caught] == [KeyboardInterrupt]
-        assert wires[0].wait_readable(20) and wires[0].ended(), "the connection that was made ends with it"
+        assert wires[0].wait_readable(WAIT_S) and wires[0].ended(), "the connection that was made ends with it"
         wires[0].close()
