@@ -131,15 +131,15 @@ def test_a_forked_child_that_outlives_its_parent(tmp_path, shared):
     if parent == 0:
         lock = FileLock(tmp_path / "lock", "a test", shared_with_forks=shared)
         lock.acquire()
-        child = os.fork()
-        if child:
-            os.write(write, child.to_bytes(8, "little"))
-        else:
-            assert lock.held is shared
-        time.sleep(60)
+        if os.fork() == 0:
+            # Told by itself: only then has it let go of what it does not share.
+            os.write(write, os.getpid().to_bytes(8, "little") + bytes([lock.held]))
+        time.sleep(300)
         os._exit(0)
-    child = int.from_bytes(os.read(read, 8), "little")
+    told = os.read(read, 9)
+    child = int.from_bytes(told[:8], "little")
     try:
+        assert bool(told[8]) is shared
         mine = FileLock(tmp_path / "lock", "a test")
         with pytest.raises(LockHeld, match=f"process {parent}"):
             mine.acquire()
