@@ -172,6 +172,31 @@ def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job]
     assert one.wrappers[1].wait(timeout=60) == 7
 
 
+@pytest.mark.parametrize(("status", "first"), [(-signal.SIGKILL, 1), (-signal.SIGTERM, 0), (3, 0)])
+def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first(status: int, first: int) -> None:
+    """Rank 0 fails because it has lost rank 1; the launch was held up, and finds both words."""
+    board = Board("t", ["here", "here"])
+    lines = [socket.create_connection(("127.0.0.1", board.port), timeout=60) for _ in range(2)]
+    try:
+        for rank, line in enumerate(lines):
+            hello = {"token": "t", "rank": rank, "world": 2, "port": 1, "slurm_job": None}
+            line.sendall(json.dumps(hello).encode() + b"\n")
+        deadline = time.monotonic() + 60
+        while board.missing:
+            assert time.monotonic() < deadline
+            board.serve(0.1)
+        for rank, ended in enumerate((1, status)):
+            lines[rank].sendall(json.dumps({"ended": ended, "tail": ""}).encode() + b"\n")
+            while not board.ranks[rank].over:
+                assert time.monotonic() < deadline
+                board.serve(0.1)
+        assert board.first_failure is board.ranks[first]
+    finally:
+        for line in lines:
+            line.close()
+        board.close()
+
+
 def test_a_killed_program_is_told_by_its_signal(job: Callable[[int], Job]) -> None:
     one = job(1)
     one.start(SLEEP)

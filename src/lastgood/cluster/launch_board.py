@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import selectors
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -234,8 +235,16 @@ class Board:
     def _note(self, state: RankState) -> None:
         failed = state.fault is not None or state.status != 0
         # What ranks say after they were told to end is no failure of theirs.
-        if failed and self.first_failure is None and not self._stopped:
+        if not failed or self._stopped:
+            return
+        # Of several that are heard of together one that was killed is the cause: the others have lost touch with it.
+        if self.first_failure is None or (_was_killed(state) and not _was_killed(self.first_failure)):
             self.first_failure = state
+
+
+def _was_killed(state: RankState) -> bool:
+    """By a signal, but for the one with which launchers end the ranks that are left."""
+    return state.status is not None and state.status < 0 and state.status != -signal.SIGTERM
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -142,13 +142,14 @@ def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_di
                 started.append(_start(program, own, log))
         left = dict(enumerate(started))
         while left:
-            for rank, process in list(left.items()):
-                status = process.poll()
-                if status is None:
-                    continue
+            ended = {rank: status for rank, process in left.items() if (status := process.poll()) is not None}
+            failed = [rank for rank, status in ended.items() if status]
+            if failed:
+                # Of several since the last look one that was killed is the cause: the others have lost touch with it.
+                first = min(failed, key=lambda rank: ended[rank] > 0)
+                raise LaunchError(_how_it_ended(first, ended[first], _log_of(log_dir, first)))
+            for rank in ended:
                 del left[rank]
-                if status:
-                    raise LaunchError(_how_it_ended(rank, status, _log_of(log_dir, rank)))
             if time.monotonic() > deadline:
                 raise LaunchError(f"ranks {sorted(left)} on this machine did not end within {timeout_s:.0f} s")
             time.sleep(_POLL_S)
