@@ -340,7 +340,7 @@ class Browser:
             start_new_session=True,
         )
         try:
-            out, err = started.communicate(timeout=90)
+            out, err = started.communicate(timeout=300)
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
