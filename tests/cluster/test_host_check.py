@@ -212,7 +212,7 @@ def test_an_agent_tells_of_versions_disk_and_taken_ports(agents: Callable[[], As
     ask = agents()
     with socket.create_server(("", 0)) as taken:
         busy = taken.getsockname()[1]
-        answer = ask(do="facts", folder=str(tmp_path), ports=[busy, free_ports()[0]])
+        answer = ask(do="facts", folder=str(tmp_path), ports=[busy, free_ports(1, "")[0]])
     found = HostFacts.model_validate(answer)
     assert found.busy_ports == [busy]
     assert found.free_bytes is not None and found.free_bytes > 0
@@ -244,7 +244,7 @@ def test_another_code_is_another_digest(tmp_path: Path) -> None:
 
 def test_agents_send_each_other_bounded_bytes(agents: Callable[[], Ask]) -> None:
     sender, receiver = agents(), agents()
-    port = free_ports()[0]
+    port = free_ports(1, "")[0]
     listen = {"do": "listen", "ports": [port], "token": "ab" * 16, "seconds": 30}
     assert receiver(**listen) == {"port": port}
     answer = sender(do="send", host="127.0.0.1", port=port, token="ab" * 16, bytes=3 << 20, seconds=30)
@@ -254,7 +254,7 @@ def test_agents_send_each_other_bounded_bytes(agents: Callable[[], Ask]) -> None
 
 def test_a_stranger_gets_nothing_and_takes_no_ones_place(agents: Callable[[], Ask]) -> None:
     sender, receiver = agents(), agents()
-    port = receiver(do="listen", ports=[free_ports()[0]], token="ab" * 16, seconds=30)["port"]
+    port = receiver(do="listen", ports=[free_ports(1, "")[0]], token="ab" * 16, seconds=30)["port"]
     send = {"do": "send", "host": "127.0.0.1", "port": port, "bytes": 1 << 20, "seconds": 30}
     assert "error" in sender(**send, token="cd" * 16)
     assert sender(**send, token="ab" * 16)["bytes"] == 1 << 20

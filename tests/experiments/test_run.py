@@ -125,7 +125,7 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
         assert judge(record, min_durable=1) == []
         assert len(record.proof.next_losses_restored) == 2
     assert job.left() == []
-    assert not wait_for_no_peer(job.scratch), "a peer outlives the trainer, but not the run"
+    assert not wait_for_no_peer(job.scratch, 60.0), "a peer outlives the trainer, but not the run"
 
 
 def lie(name, job):
