@@ -155,8 +155,9 @@ def test_a_system_that_is_durable_in_words_only_is_found_out(job, name, words):
 
 
 def test_a_verdict_can_be_had_at_once(job):
-    code, output = job.finish(spec_of(), "--check")
-    assert code == 0
+    # One at a time: of two under way the newer may be durable first, and a run with one durable checkpoint fails.
+    code, output = job.finish(spec_of(system_options={"max_in_flight": 1}), "--check")
+    assert code == 0, output
     assert "passed: " in output
     code, output = job.finish(spec_of("none", 0), "--check")
     assert code == 1
