@@ -210,7 +210,8 @@ def check_uptimes(record):
     for life, end_s in zip(record.lives, [*record.spec.failures_s, record.spec.window_s], strict=True):
         quota_s = max(0.0, end_s - clock_s)
         # How late is the machine's matter; a kill that does not look at the clock of uptime comes a start-up too early.
-        assert quota_s <= life.uptime_s < quota_s + 30
+        # (A life may be held up between the look at the clock and the note of its stage.)
+        assert quota_s - 0.05 <= life.uptime_s < quota_s + 30
         clock_s += life.uptime_s
 
 
