@@ -118,7 +118,7 @@ def test_a_failed_rank_is_named_and_ends_the_job(bed: Testbed, remote: Remote, t
     code = f"if [ $RANK = 1 ]; then echo the reason; exit 5; fi; sleep {mark}"
     with pytest.raises(LaunchError, match=r"rank 1 on vm2 ended with exit status 5(?s:.*)the reason"):
         launch(["sh", "-c", code], hosts_of(bed, 1, 1), how, log_dir=tmp_path, timeout_s=100, env=ENV, remote=remote)
-    assert not sleepers(mark)
+    wait_for(lambda: not sleepers(mark), lambda: "end of the other rank")
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_a_failed_rank_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> No
     code = f"if [ $SLURMD_NODENAME = node2 ]; then echo the reason; exit 5; fi; sleep {mark}"
     with pytest.raises(LaunchError, match=r"rank 2 on node2 ended with exit status 5(?s:.*)the reason"):
         launch(["sh", "-c", code], HOSTS, "srun", log_dir=tmp_path, timeout_s=150)
-    assert not processes_with(f"sleep {mark}")
+    cluster.wait_for("end of the other ranks", lambda: not processes_with(f"sleep {mark}"))
     no_job_left(cluster)
 
 
