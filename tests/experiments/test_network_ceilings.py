@@ -87,13 +87,13 @@ def test_loopback_ends_with_a_killed_measurement() -> None:
     assert child.stdout is not None
     with child.stdout:
         port = int(child.stdout.readline())
-    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    socket.create_connection(("127.0.0.1", port), timeout=60).close()
     child.send_signal(signal.SIGKILL)
     child.wait(30)
     deadline = time.monotonic() + 30
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
         except ConnectionRefusedError:
             return
         except ConnectionResetError:
@@ -179,7 +179,7 @@ def test_a_server_that_does_not_know_the_token_is_refused() -> None:
             pass
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_request_changed_on_the_way_is_refused() -> None:
@@ -187,7 +187,7 @@ def test_a_request_changed_on_the_way_is_refused() -> None:
     asked, changed = b'{"kind": "session"}', b'{"kind": "stream_"}'
     with serving() as server:
         for sent, taken in ((asked, True), (changed, False)):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
                 magic_and_nonce = network_peer._receive_exactly(connection, len(network_peer._MAGIC) + 32)
                 nonce = magic_and_nonce[-32:]
                 proof = network_peer._proof(TOKEN.encode(), b"client", nonce, bytes(32), asked)
@@ -245,7 +245,7 @@ def test_the_turn_is_held_during_a_session_and_given_back(tmp_path: Path) -> Non
 def test_strangers_are_shown_the_door(sent: bytes, why: str) -> None:
     told: list[str] = []
     with serving(report=told.append) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stranger:
             answer = b""
             # The server may have closed before all of this is sent.
             with contextlib.suppress(OSError):
@@ -264,9 +264,9 @@ def test_more_connections_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(network_peer, "_HANDSHAKE_TIMEOUT_S", 300.0)  # none of them goes before the last has come
     with serving() as server, contextlib.ExitStack() as opened:
         for _ in range(network_peer._MAX_CONNECTIONS):
-            held = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            held = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
             assert held.recv(1)
-        one_more = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        one_more = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
         assert one_more.recv(1) == b""
 
 
@@ -275,7 +275,7 @@ def test_a_client_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     with (
         serving(report=told.append) as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as silent,
     ):
         while silent.recv(4096):
             pass

@@ -148,7 +148,7 @@ def test_a_paused_node_takes_connections_and_does_nothing(bed: Testbed) -> None:
         wait_until("the first counts", lambda: bed.remote().run("vm2", ["cat", counter], 20).text > "0")
         bed.pause("vm2")
         assert states(bed) == {"vm1": "up", "vm2": "paused"}
-        with socket.create_connection((bed.address("vm2"), 22), timeout=10) as connection:
+        with socket.create_connection((bed.address("vm2"), 22), timeout=60) as connection:
             connection.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
