@@ -172,7 +172,9 @@ def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job]
     assert one.wrappers[1].wait(timeout=60) == 7
 
 
-@pytest.mark.parametrize(("status", "first"), [(-signal.SIGKILL, 1), (-signal.SIGTERM, 0), (3, 0)])
+@pytest.mark.parametrize(
+    ("status", "first"), [(-signal.SIGKILL, 1), (-signal.SIGTERM, 0), (-signal.SIGABRT, 0), (3, 0)]
+)
 def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first(status: int, first: int) -> None:
     """Rank 0 fails because it has lost rank 1; the launch was held up, and finds both words."""
     board = Board("t", ["here", "here"])

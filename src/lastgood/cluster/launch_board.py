@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, greeting
 
-__all__ = ["Board", "RankState", "keep_alive", "plain_address"]
+__all__ = ["Board", "RankState", "keep_alive", "plain_address", "was_killed"]
 
 _MAX_STRANGERS: Final = 256
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
@@ -238,13 +238,16 @@ class Board:
         if not failed or self._stopped:
             return
         # Of several that are heard of together one that was killed is the cause: the others have lost touch with it.
-        if self.first_failure is None or (_was_killed(state) and not _was_killed(self.first_failure)):
+        if self.first_failure is None or (was_killed(state.status) and not was_killed(self.first_failure.status)):
             self.first_failure = state
 
 
-def _was_killed(state: RankState) -> bool:
-    """By a signal, but for the one with which launchers end the ranks that are left."""
-    return state.status is not None and state.status < 0 and state.status != -signal.SIGTERM
+def was_killed(status: int | None) -> bool:
+    """Whether an exit status tells of the kernel or of a bug, not of a launcher or a library that ends what is left.
+
+    Launchers do that by SIGTERM, and NCCL's watchdog by SIGABRT.
+    """
+    return status is not None and -status in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -15,6 +15,7 @@ from typing import IO, Final
 
 from lastgood.cluster.hostfile import Host, Hostfile, read_hostfile
 from lastgood.cluster.launch import launch
+from lastgood.cluster.launch_board import was_killed
 from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
@@ -146,7 +147,7 @@ def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_di
             failed = [rank for rank, status in ended.items() if status]
             if failed:
                 # Of several since the last look one that was killed is the cause: the others have lost touch with it.
-                first = min(failed, key=lambda rank: ended[rank] > 0)
+                first = min(failed, key=lambda rank: not was_killed(ended[rank]))
                 raise LaunchError(_how_it_ended(first, ended[first], _log_of(log_dir, first)))
             for rank in ended:
                 del left[rank]
