@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import LockHeld
-from lastgood.locks import FileLock, describe_process
+from lastgood.locks import FileLock, describe_process, lock_holders
 
 HOLDER = """
 import sys, pathlib
@@ -117,6 +117,14 @@ def test_many_threads_of_one_process_exclude_each_other(tmp_path):
     for thread in threads:
         thread.join()
     assert most == [1] * 8
+
+
+def test_a_holder_that_the_kernel_lists_twice_is_named_once(tmp_path, monkeypatch):
+    """As it does now and then while other processes take and release locks."""
+    with FileLock(tmp_path / "lock", "the test"), (tmp_path / "lock").open() as other:
+        listed = Path("/proc/locks").read_text()
+        monkeypatch.setattr(Path, "read_text", lambda self, encoding: 2 * listed)
+        assert lock_holders(other.fileno()) == [os.getpid()]
 
 
 def test_a_process_that_is_gone_is_still_named():

@@ -151,7 +151,7 @@ def test_it_waits_for_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     clock.monotonic = lambda: clock.now_s
     clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     monkeypatch.setattr(locks, "time", clock)
-    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 300.0)
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 2.0)
     told: list[str] = []
     with FileLock(tmp_path / "lock", "the test's turn"), pytest.raises(LastgoodError, match="held by"):
         measure_ceilings(tmp_path / "scratch", "box", quick=True, report=told.append)
