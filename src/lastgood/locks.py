@@ -129,12 +129,13 @@ def lock_holders(descriptor: int) -> list[int]:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
-    holders = []
+    # While others take and release locks, the kernel may list one twice.
+    holders: dict[int, None] = {}
     for line in lines:
         words = line.split()
         if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted and int(words[4]) > 0:
-            holders.append(int(words[4]))
-    return holders
+            holders[int(words[4])] = None
+    return list(holders)
 
 
 def describe_process(pid: int) -> str:

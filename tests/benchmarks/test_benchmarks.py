@@ -18,7 +18,7 @@ import yaml
 from tests.workloads.tiny_options import TINY
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 # Tests must neither wait for a measurement on this machine nor hold one up, so they bring a lock of their own.
 DRIVER = """
@@ -133,7 +133,7 @@ def test_training_on_both_kinds_of_runs(disk: Path) -> None:
     [interval] = {r["interval"] for r in found["results"]["opt"]["runs"] if r["system"] == "pccheck"}
     assert interval % 2 == 0
     assert {r["round"] for r in found["results"]["opt"]["runs"]} == {0}
-    assert found["results"]["opt"]["bounds"][str(interval)]["binds"] != "disk"
+    assert found["results"]["opt"]["bounds"].keys() == {str(interval)}
     assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
 
 
@@ -223,17 +223,17 @@ def test_what_an_ended_benchmark_leaves_is_removed(disk: Path, number: signal.Si
         command(disk, "memory", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not list((disk / "scratch").glob("*/*")):
-            assert time.monotonic() < deadline, "waited 60 s for the benchmark's folder"
+            assert time.monotonic() < deadline, "waited 200 s for the benchmark's folder"
             assert process.poll() is None, "the benchmark ended by itself"
             time.sleep(0.05)
         process.send_signal(number)
-        process.wait(60)
+        process.wait(200)
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(60)
+            process.wait(200)
     left = list((disk / "scratch").iterdir())
     if number == signal.SIGTERM:
         assert process.returncode == 128 + signal.SIGTERM

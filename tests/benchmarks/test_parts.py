@@ -11,6 +11,7 @@ import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.errors import NoCheckpoint
+from lastgood.experiments.bound import Bound
 from lastgood.state import flatten
 from lastgood.storage.files import direct_io_works
 
@@ -124,6 +125,17 @@ def test_phases_of_a_training_under_a_fault() -> None:
     ]
     nothing = phases_of(ranks, [("well", 0.5), ("stopped", 4.0)], 6.5)[1]
     assert (nothing.iterations, nothing.rate, nothing.longest_s) == (0, 0.0, 2.5)
+
+
+@pytest.mark.parametrize("first_free", [1, 7])
+def test_the_interval_is_the_shortest_at_which_the_disk_does_not_bind(first_free: int) -> None:
+    from training import _free_interval
+
+    class Made:
+        def bound(self, none: object, interval: int, state_bytes: int) -> Bound:
+            return Bound(1.0, "disk" if interval < first_free else "copy")
+
+    assert _free_interval([], 1, Made()) == first_free  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

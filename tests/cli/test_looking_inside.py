@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import subprocess
 import sys
 import threading
@@ -218,33 +220,45 @@ def test_verify_beside_a_training_that_overwrites(tmp_path, monkeypatch):
 
 
 def test_verify_and_inspect_beside_a_busy_training(tmp_path):
-    stop = threading.Event()
+    stop, asked = threading.Event(), queue.Queue(maxsize=2)
     trouble = []
     with open_store(tmp_path, slots=4, keep=2) as store:
         put(store, 1, state_of(1))
         put(store, 2, state_of(2))
 
-        def save_for_ever():
+        def save_as_asked():
             try:
                 step = 2
                 while not stop.is_set():
-                    step += 1
-                    put(store, step, state_of(step))
+                    with contextlib.suppress(queue.Empty):
+                        asked.get(timeout=0.05)
+                        step += 1
+                        put(store, step, state_of(step))
             except Exception as error:
                 trouble.append(error)
 
-        thread = threading.Thread(target=save_for_ever)
+        def ask_for_saves():
+            # Three beside one look at most, so that a look that is held up does not lose the newest each time it tries.
+            with contextlib.suppress(queue.Full):
+                asked.put_nowait(None)
+                asked.put_nowait(None)
+
+        thread = threading.Thread(target=save_as_asked)
         thread.start()
         try:
             results = set()
             for _ in range(15):
+                ask_for_saves()
                 done = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
                 assert done.exit_code == 0 or isinstance(done.exception, NoCheckpoint), done.output
                 results |= {slot["result"] for slot in json.loads(done.stdout)["slots"]}
+                ask_for_saves()
                 assert json.loads(run("inspect", tmp_path, "--layout", "--json"))["layout"]["step"] >= 2
         finally:
             stop.set()
-            thread.join(20)
+            thread.join(60)
+        assert not thread.is_alive()
+        results |= {slot["result"] for slot in json.loads(run("verify", tmp_path, "--json"))["slots"]}
     assert not trouble
     assert "whole" in results
     assert results <= {"whole", "void", "being written", "overwritten meanwhile"}

@@ -57,7 +57,7 @@ def start(*arguments: object, ready: str) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     process.send_signal(signal.SIGTERM)
     try:
-        out, said = process.communicate(timeout=30)
+        out, said = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, said
@@ -83,7 +83,7 @@ def test_a_ring_goes_through_it_and_its_counters_say_so(token_file: Path, shadow
                 job=JOB,
                 epoch=1,
                 layout=LAYOUT.digest,
-                timeout_s=30.0,
+                timeout_s=60.0,
             )
 
         comms = together([lambda: make(0), lambda: make(1)])
@@ -94,7 +94,7 @@ def test_a_ring_goes_through_it_and_its_counters_say_so(token_file: Path, shadow
             comm.end(1)
 
         together([lambda: run(comms[0]), lambda: run(comms[1])])  # type: ignore[misc]
-        assert shadow.wait(1)
+        assert shadow.wait(1, seconds=60.0)
         assert np.frombuffer(shadow.bytes_of(0, 1), np.float32).tolist() == [3.0] * 1000
         for comm in comms:
             comm.close()
@@ -111,7 +111,7 @@ def test_check_goes_through_a_running_switch(token_file: Path, shadow: Receiving
     good, bad = f"127.0.0.1:{ports[1]}=127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[2]}=127.0.0.1:{ports[0]}"
     running = start("--token-file", token_file, "--link", good, ready="goes to")
     try:
-        arguments = ["switch", "--token-file", str(token_file), "--link", good, "--check", "--timeout", "5"]
+        arguments = ["switch", "--token-file", str(token_file), "--link", good, "--check", "--timeout", "30"]
         done = CliRunner().invoke(app, [*arguments, "--shadow", shadow.address, "--json"])
         assert done.exit_code == 0, done.output
         assert [(row["good"], row["found"]) for row in json.loads(done.stdout)] == [

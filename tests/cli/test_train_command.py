@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.gradients.placement import TrainerPlace, find_trainer
+from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.state import seed_everything
 from lastgood.training.loop import configure_compute
@@ -37,9 +38,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def affinities(pid: int) -> list[set[int]]:
+    """CPUs of each thread of a process, without those that end meanwhile."""
+    found = []
+    for one in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.sched_getaffinity(int(one.name)))
+    return found
 
 
 class Job:
@@ -57,7 +62,7 @@ class Job:
         for process in self.started:
             process.kill()
         for process in self.started:
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
 
     def start(self, words: list[str], **environment: object) -> subprocess.Popen[str]:
         own = os.getpid()
@@ -81,7 +86,7 @@ class Job:
         return self.start([*common, "--address-file", str(address), *words], **environment), address
 
     def trainers(self, steps: int, *words: str, ranks: int = 2, **environment: object) -> list[dict[str, Any]]:
-        common = ["train", "--model", "resnet18", "--steps", str(steps), "--json", "--timeout-s", "60"]
+        common = ["train", "--model", "resnet18", "--steps", str(steps), "--json", "--timeout-s", "120"]
         common += ["--token-file", str(self.folder / "token"), "--directory", str(self.folder / "job")]
         config = [
             f"workloads={json.dumps({'resnet18': SIZE})}",
@@ -96,16 +101,16 @@ class Job:
         ]
         found = []
         for process in reversed(processes):
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=200)
             assert process.returncode == 0, err
             found.append({**json.loads(out), "said": err})
         return found
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, f"{path} did not come within 60 s"
+        assert process.poll() is None and time.monotonic() < deadline, f"{path} did not come within 120 s"
         time.sleep(0.05)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -132,16 +137,19 @@ def losses_without_lastgood(data_dir: Path, steps: int) -> list[list[float]]:
 
 
 def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tmp_path: Path, data_dir: Path) -> None:
-    shadows_port, cpu = free_port(), CPUS[-1]
+    (shadows_port, *life_ports), cpu = free_ports(3), CPUS[-1]
     with Job(tmp_path, data_dir) as job:
         serve = {"NUM_STORAGE": 1, "RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": shadows_port}
         shadow, path = job.shadow("--cpus", str(cpu), **serve)
         address = "{host}:{port}".format(**wait_for(path, shadow))
         pinned = ["--cpus", ",".join(map(str, CPUS))] if len(CPUS) > 1 else []
         where = ["--shadows-at", f"127.0.0.1:{shadows_port}", *pinned, "--threads", "1"]
-        lives = [job.trainers(steps, *where, WORLD_SIZE=2, MASTER_PORT=free_port()) for steps in (3, 5)]
+        lives = [
+            job.trainers(steps, *where, WORLD_SIZE=2, MASTER_PORT=port)
+            for steps, port in zip((3, 5), life_ports, strict=True)
+        ]
         status = CliRunner().invoke(app, ["storage", "status", address, "--token-file", f"{tmp_path}/token", "--json"])
-        pinned_threads = [os.sched_getaffinity(int(one.name)) for one in Path(f"/proc/{shadow.pid}/task").iterdir()]
+        pinned_threads = affinities(shadow.pid)
     assert json.loads(status.stdout)["step"] == 5
     assert {cpu} in pinned_threads
     for life, first, last in ((lives[0], 0, 3), (lives[1], 3, 5)):
@@ -158,7 +166,7 @@ def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tm
 
 
 def test_one_launcher_starts_trainers_and_shadows_as_one_world(tmp_path: Path, data_dir: Path) -> None:
-    world = {"NUM_TRAINING": 1, "NUM_STORAGE": 1, "WORLD_SIZE": 2, "MASTER_PORT": free_port()}
+    world = {"NUM_TRAINING": 1, "NUM_STORAGE": 1, "WORLD_SIZE": 2, "MASTER_PORT": free_ports()[0]}
     with Job(tmp_path, data_dir) as job:
         (tmp_path / "token").touch(mode=0o600)
         (tmp_path / "token").write_text("a secret of this test\n")

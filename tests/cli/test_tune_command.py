@@ -90,6 +90,7 @@ def test_it_waits_for_its_turn(tmp_path, monkeypatch):
         tune(tmp_path / "job", *NUMBERS)
 
 
+@pytest.mark.timeout(600)
 def test_a_workload_is_trained_with_and_without_checkpoints(tmp_path):
     """In a process of its own: it sets threads and kernels for all of torch."""
     program = (
@@ -104,17 +105,30 @@ def test_a_workload_is_trained_with_and_without_checkpoints(tmp_path):
     data = tmp_path / "data"
     small = "workloads={vgg16: {batch_size: 2, image_size: 32, classes: 10, classifier_width: 8}}"
     overrides = ["--config", f"data_dir={data}", "--config", small, "--config", "threads=1"]
-    arguments = ["tune", tmp_path / "job", "--workload", "vgg16", *overrides, "--slowdown", "100", "--budget-s", "15"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, data, tmp_path / "machine.lock", *arguments, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    arguments = ["tune", tmp_path / "job", "--workload", "vgg16", *overrides, "--slowdown", "100"]
+    for budget_s in (15, 100):  # a busy machine may not come to the trial within the first
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                program,
+                data,
+                tmp_path / "machine.lock",
+                *arguments,
+                f"--budget-s={budget_s}",
+                "--json",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        if found["kept"] is not None:
+            break
+        assert found["checks"] == [] and "give a longer budget" in found["warnings"][-1]
     assert found["kept"] is True
     assert found["checks"][-1]["interval_steps"] == found["interval_steps"]
     assert found["state_bytes"] > 2 * 4 * 14_000_000, "VGG's convolutions alone, with their momentum"

@@ -71,7 +71,7 @@ class Job:
             command = [*through, sys.executable, "-m", "lastgood.cluster.rank_main", word]
             self.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}))
 
-    def serve_until(self, what: str, found: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def serve_until(self, what: str, found: Callable[[], object], timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not found():
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s: {self.board.ranks}"
@@ -86,7 +86,7 @@ class Job:
         self.board.close()
         for wrapper in self.wrappers:
             wrapper.terminate()
-            wrapper.wait(timeout=20)
+            wrapper.wait(timeout=60)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_ranks_get_their_place_and_their_logs(job: Callable[[int], Job]) -> None
     for rank in range(3):
         lines = (one.logs / f"rank-{rank:05d}.log").read_text().splitlines()
         assert sorted(lines) == sorted([f"{rank} 3 127.0.0.1 lo a $HOME b", "an error", "/ "])
-    assert [wrapper.wait(timeout=20) for wrapper in one.wrappers] == [0, 0, 0]
+    assert [wrapper.wait(timeout=60) for wrapper in one.wrappers] == [0, 0, 0]
 
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this Python is in no virtual environment")
@@ -146,9 +146,20 @@ def test_srun_and_deepspeed_ranks_meet_where_rank_0_found_a_port(job: Callable[[
     assert 1024 <= int(first.split()[1]) <= 65535
 
 
-def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job]) -> None:
+def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job], tmp_path: Path) -> None:
     one = job(2)
-    one.start(f"import os\nif os.environ['RANK'] == '1': print('the reason'); raise SystemExit(7)\n{SLEEP}")
+    # The other must run by then: told to end before it runs, it never would.
+    gate = tmp_path / "gate"
+    one.start(
+        "import os, pathlib, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        f"    while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n"
+        "    print('the reason'); raise SystemExit(7)\n"
+        f"{SLEEP}",
+        grace_s=60.0,
+    )
+    one.running()
+    gate.touch()
     one.serve_until("failure", lambda: one.board.first_failure)
     failed = one.board.first_failure
     assert failed is not None
@@ -158,7 +169,34 @@ def test_the_first_failure_is_told_with_its_last_lines(job: Callable[[int], Job]
     one.serve_until("end of the other", lambda: one.board.all_over)
     assert one.board.ranks[0].status == -signal.SIGTERM
     assert one.board.first_failure is failed
-    assert one.wrappers[1].wait(timeout=20) == 7
+    assert one.wrappers[1].wait(timeout=60) == 7
+
+
+@pytest.mark.parametrize(
+    ("status", "first"), [(-signal.SIGKILL, 1), (-signal.SIGTERM, 0), (-signal.SIGABRT, 0), (3, 0)]
+)
+def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first(status: int, first: int) -> None:
+    """Rank 0 fails because it has lost rank 1; the launch was held up, and finds both words."""
+    board = Board("t", ["here", "here"])
+    lines = [socket.create_connection(("127.0.0.1", board.port), timeout=60) for _ in range(2)]
+    try:
+        for rank, line in enumerate(lines):
+            hello = {"token": "t", "rank": rank, "world": 2, "port": 1, "slurm_job": None}
+            line.sendall(json.dumps(hello).encode() + b"\n")
+        deadline = time.monotonic() + 60
+        while board.missing:
+            assert time.monotonic() < deadline
+            board.serve(0.1)
+        for rank, ended in enumerate((1, status)):
+            lines[rank].sendall(json.dumps({"ended": ended, "tail": ""}).encode() + b"\n")
+            while not board.ranks[rank].over:
+                assert time.monotonic() < deadline
+                board.serve(0.1)
+        assert board.first_failure is board.ranks[first]
+    finally:
+        for line in lines:
+            line.close()
+        board.close()
 
 
 def test_a_killed_program_is_told_by_its_signal(job: Callable[[int], Job]) -> None:
@@ -168,7 +206,7 @@ def test_a_killed_program_is_told_by_its_signal(job: Callable[[int], Job]) -> No
     program.kill()
     one.serve_until("failure", lambda: one.board.first_failure)
     assert one.board.ranks[0].status == -signal.SIGKILL
-    assert one.wrappers[0].wait(timeout=20) == 128 + signal.SIGKILL
+    assert one.wrappers[0].wait(timeout=60) == 128 + signal.SIGKILL
 
 
 def test_a_killed_wrapper_takes_its_program_along_and_is_noticed(job: Callable[[int], Job]) -> None:
@@ -176,7 +214,7 @@ def test_a_killed_wrapper_takes_its_program_along_and_is_noticed(job: Callable[[
     one.start(SLEEP)
     programs = one.running()
     one.wrappers[0].kill()
-    _, alive = psutil.wait_procs(programs, timeout=10)
+    _, alive = psutil.wait_procs(programs, timeout=60)
     assert not alive
     one.serve_until("failure", lambda: one.board.first_failure)
     assert "closed without a word" in (one.board.ranks[0].fault or "")
@@ -193,7 +231,7 @@ def test_a_program_that_will_not_end_is_killed_with_its_children(job: Callable[[
     one.serve_until("children", lambda: len(program.children(recursive=True)) >= 2)
     family = [program, *program.children(recursive=True)]
     one.board.close()  # as a kill of the launch does
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     one.board = Board("another", ["here"])  # for the fixture to close
 
@@ -204,7 +242,7 @@ def test_ranks_end_with_their_launcher(job: Callable[[int], Job]) -> None:
     one.start(SLEEP, through=("sh", "-c", '"$@"; :', "sh"))
     programs = one.running()
     one.wrappers[0].kill()
-    _, alive = psutil.wait_procs(programs, timeout=15)
+    _, alive = psutil.wait_procs(programs, timeout=60)
     assert not alive
     one.serve_until("word of it", lambda: one.board.all_over)
 
@@ -243,7 +281,7 @@ def test_a_launch_that_is_not_reached_is_named(tmp_path: Path) -> None:
             env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
     assert done.returncode == 1
     assert "does not reach the launch at port" in done.stderr
@@ -262,7 +300,7 @@ def test_strangers_disturb_nothing(job: Callable[[int], Job]) -> None:
     ]
     strangers = []
     for word in words:
-        stranger = socket.create_connection(("127.0.0.1", one.board.port), timeout=5)
+        stranger = socket.create_connection(("127.0.0.1", one.board.port), timeout=60)
         stranger.sendall(word)
         strangers.append(stranger)
     one.serve_until(
@@ -284,7 +322,7 @@ def ready(one: socket.socket) -> bool:
 
 def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(20)
+        server.settimeout(60)
         word = replace(TICKET, token="secret", port=server.getsockname()[1]).encode()
         env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         rank = subprocess.Popen(
@@ -293,13 +331,38 @@ def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
         try:
             connection, _ = server.accept()
             with connection:
-                connection.settimeout(20)
+                connection.settimeout(60)
                 connection.sendall(json.dumps({"greeting": greeting("another")}).encode() + b"\n")
                 assert connection.recv(4096) == b""
-            assert b"another program listens there" in rank.communicate(timeout=20)[1]
+            assert b"another program listens there" in rank.communicate(timeout=60)[1]
         finally:
             rank.kill()
             rank.wait()
+
+
+def test_a_rank_that_hears_of_the_start_and_of_the_end_at_once_starts_nothing(tmp_path: Path) -> None:
+    """As one does that was held up meanwhile; its program would outlive the launch's word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        started = tmp_path / "started"
+        word = replace(
+            TICKET, port=server.getsockname()[1], argv=["touch", str(started)], logs=str(tmp_path / "logs")
+        ).encode()
+        env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        rank = subprocess.Popen([sys.executable, "-m", "lastgood.cluster.rank_main", word], env=env)
+        try:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as lines:
+                connection.settimeout(60)
+                connection.sendall(json.dumps({"greeting": greeting(TICKET.token)}).encode() + b"\n")
+                assert json.loads(lines.readline())["rank"] == 0
+                words = ({"go": {"address": "127.0.0.1", "port": 1}}, {"stop": True})
+                connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in words))
+                assert rank.wait(60) == 1
+        finally:
+            rank.kill()
+            rank.wait()
+    assert not started.exists()
 
 
 @given(st.lists(LINES, min_size=1), st.dictionaries(st.from_regex(r"[A-Z_]{1,8}", fullmatch=True), LINES, max_size=4))
@@ -329,7 +392,7 @@ def test_values_reach_deepspeed_ranks_as_they_are(value: str) -> None:
     (line,) = [line for line in deepspeed_env_text({"VALUE": value}).split("\n") if line.startswith("VALUE=")]
     text = line.partition("=")[2].strip().replace("%%", "%")
     shell = f'export VALUE="{text}"; printf %s "$VALUE"'
-    done = subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, timeout=20, check=True)
+    done = subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, timeout=60, check=True)
     assert done.stdout.decode() == value
 
 

@@ -24,7 +24,7 @@ import lastgood.workloads.causal  # noqa: F401
 from lastgood.experiments import rank_main
 from lastgood.processes import die_with_parent
 
-RANK_LIMIT_S = 120
+RANK_LIMIT_S = 300
 
 
 def fork_rank(rank: int, asked: dict) -> int:

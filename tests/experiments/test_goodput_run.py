@@ -59,6 +59,7 @@ def spec_of(system="pccheck", interval=3, window_s=2.0, failures_s=(0.6, 1.3), *
 
 LONGER = 4
 """Times the window where a life was too short for what a test looks at: on a busy machine a step takes seconds."""
+MOST_LONGER = 3
 
 
 def longer(spec):
@@ -67,14 +68,25 @@ def longer(spec):
     )
 
 
-def each_life_began(record):
-    return all(life.restored_step is not None for life in record.lives)
+def each_life_trained(record):
+    return all(life.steps > 0 for life in record.lives)
+
+
+def last_life_trained(record):
+    return record.lives[-1].steps > 0
 
 
 def came_far(record):
-    """Whether the first life came beyond its second checkpoint, so that the next one repeats known steps."""
-    reached = record.lives[0].reached_step
-    return each_life_began(record) and reached > record.first_step + 2 * record.spec.run.interval_steps
+    """Whether the first life came beyond its second checkpoint, and some life beyond what is durable in the end.
+
+    So each restore is followed by a step that is known.
+    """
+    first = record.first_step
+    return (
+        each_life_trained(record)
+        and record.lives[0].reached_step > first + 2 * record.spec.run.interval_steps
+        and max(life.reached_step for life in record.lives) > first + record.durable_steps
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +109,7 @@ class Job:
 
     def finish(self, spec, *more):
         process = self.start(spec, *more)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
     def left(self):
@@ -120,15 +132,19 @@ class Driven:
     def _drive(self, specs):
         jobs = json.dumps({str(self.folder / name): spec.model_dump(mode="json") for name, spec in specs.items()})
         command = [*DRIVER, jobs, str(self.data_dir), str(self.folder / "scratch")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
 
-    def record(self, name, enough=each_life_began):
+    def record(self, name, enough=each_life_trained):
         """Of the run itself, or of a longer one where it was not long enough."""
         record = load_goodput_record(self.folder / name)
-        if not enough(record):
-            self._drive({f"{name}-longer": longer(record.spec)})
-            record = load_goodput_record(self.folder / f"{name}-longer")
+        for _ in range(MOST_LONGER):
+            if enough(record):
+                break
+            name = f"{name}-longer"
+            self._drive({name: longer(record.spec)})
+            record = load_goodput_record(self.folder / name)
+        assert enough(record), record
         return record
 
     def error(self, name):
@@ -167,10 +183,7 @@ def check_record(record):
     assert record.faults == []
     first, last = record.lives[0], record.lives[-1]
     assert [life.ended for life in record.lives] == ["killed"] * len(spec.failures_s) + ["window"]
-    # Each life had the uptime that the failures leave it.
-    ends = [*spec.failures_s, spec.window_s]
-    for life, begin_s, end_s in zip(record.lives, [0.0, *ends], ends, strict=False):
-        assert abs(life.uptime_s - (end_s - begin_s)) < 0.5
+    check_uptimes(record)
     assert record.window_s == pytest.approx(sum(life.uptime_s for life in record.lives))
     # Restores go back to a checkpoint, no earlier than what was durable, and take the rest of the work back.
     assert first.restored_step == record.first_step == 1
@@ -191,14 +204,25 @@ def check_record(record):
     assert record.step_s * sum(life.steps for life in record.lives) < record.window_s
 
 
+def check_uptimes(record):
+    """Each life had what the failures leave it: its kill may come late, and the next life has less then."""
+    clock_s = 0.0
+    for life, end_s in zip(record.lives, [*record.spec.failures_s, record.spec.window_s], strict=True):
+        quota_s = max(0.0, end_s - clock_s)
+        # How late is the machine's matter; a kill that does not look at the clock of uptime comes a start-up too early.
+        # (A life may be held up between the look at the clock and the note of its stage.)
+        assert quota_s - 0.05 <= life.uptime_s < quota_s + 30
+        clock_s += life.uptime_s
+
+
 def test_a_training_that_is_killed_twice_counts_what_it_kept(job):
     spec = spec_of("pccheck")
-    for _ in range(2):
+    for _ in range(1 + MOST_LONGER):
         code, output = job.finish(spec)
         assert code == 0, output
         record = load_goodput_record(job.out)
         assert record.spec == spec
-        if each_life_began(record):
+        if each_life_trained(record):
             break
         spec = longer(spec)
         job.out.unlink()
@@ -223,7 +247,7 @@ def test_without_checkpoints_every_failure_takes_everything(driven):
 
 
 def test_a_system_that_restores_what_it_did_not_save_is_caught(driven):
-    stale = driven.record("stale").faults
+    stale = driven.record("stale", came_far).faults
     assert any("restore() named step" in fault for fault in stale), stale
     assert any("had been called durable" in fault for fault in stale), stale
     # The step is right here, and only the loss gives it away; an honest twin shows that losses agree otherwise.
@@ -238,7 +262,7 @@ def test_a_system_that_restores_what_it_did_not_save_is_caught(driven):
 @pytest.mark.slow
 @pytest.mark.parametrize("liar", ["late", "forgets"])
 def test_a_system_that_loses_what_it_called_durable_is_caught(liar, driven_slowly):
-    record = driven_slowly.record(liar)
+    record = driven_slowly.record(liar, came_far)
     assert any("had been called durable" in fault for fault in record.faults), record.faults
     if liar == "late":
         # It wrote nothing, so nothing is counted as kept.
@@ -246,9 +270,9 @@ def test_a_system_that_loses_what_it_called_durable_is_caught(liar, driven_slowl
 
 
 def test_failures_in_quick_succession_kill_lives_that_have_not_begun(driven):
-    record = driven.record("quick", lambda _: True)  # two of its lives shall not begin
+    record = driven.record("quick", last_life_trained)  # two of its lives shall not begin
     assert len(record.lives) == 4
-    assert all(life.uptime_s < 0.3 for life in record.lives[1:3])
+    check_uptimes(record)
     assert record.useful_steps == record.lives[-1].reached_step - record.first_step > 0
     assert record.faults == []
 
@@ -264,18 +288,24 @@ def test_a_killed_run_leaves_no_process_no_lock_and_no_record(signal_number, job
     process = job.start(spec_of("sync", window_s=600.0, failures_s=[0.3]), "--end-with", str(os.getpid()))
     children = []
     try:
+        said = ""
+        for line in process.stdout:
+            said += line
+            if "life 1" in line:
+                break
+        else:
+            raise AssertionError(f"it ended before life 1: {said}")
         deadline = time.monotonic() + 60
-        while not children or not any("life 1" in line for line in iter(process.stdout.readline, "life 1\n")):
-            children = psutil.Process(process.pid).children()
+        while not children:
             assert time.monotonic() < deadline, "life 1 did not begin within 60 s"
-        children = psutil.Process(process.pid).children()
+            children = psutil.Process(process.pid).children()
     finally:
         process.send_signal(signal_number)
-        process.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=30)
+        process.wait(200)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
     lock = machine_lock()
-    lock.acquire(60)
+    lock.acquire(200)
     lock.release()
     assert not job.out.exists()
 
@@ -322,7 +352,7 @@ def test_specs_that_cannot_be_are_refused(changed):
 
 
 def test_a_record_reads_back_and_refuses_another_place(driven, tmp_path):
-    record = driven.record("quick", lambda _: True)
+    record = driven.record("quick", last_life_trained)
     out = tmp_path / "r0.json"
     record.write(out)
     placed = tmp_path / record.spec.record_path()

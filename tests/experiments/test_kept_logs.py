@@ -194,7 +194,7 @@ def test_pipes_links_and_odd_names_are_no_logs(run: Path) -> None:
     found: list[dict[str, bytes]] = []
     reader = threading.Thread(target=lambda: found.append(read_logs(run, 1 << 20)), daemon=True)
     reader.start()
-    reader.join(20)
+    reader.join(60)
     assert found == [before]
 
 

@@ -25,7 +25,7 @@ from tests.experiments.test_rank_run import OPT, spec_of
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
 )
-LIMIT_S = 200
+LIMIT_S = 400
 BLOOM = {name: value for name, value in OPT.items() if name != "feedforward"}
 SIZES = {"opt": OPT, "bloom": BLOOM}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -26,7 +27,12 @@ def spec_of(shadows: int = 2) -> Any:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "storage" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # of another test, and at its end
+            if "storage" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Path) -> None:
@@ -42,10 +48,11 @@ def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Pat
         meters = ShadowMeters.read(checkpoints, 2)
         facts = meters.used()
         assert [one.received_bytes for one in facts] == [0, 0]
-        for one in facts:
-            assert 0 <= one.cpu_s < 10 and one.optimizer_s == 0 and one.peak_rss_bytes > 1 << 20
+        for one, process in zip(facts, serving, strict=True):
+            used_by_now_s = sum(process.cpu_times()[:2])
+            assert 0 <= one.cpu_s <= used_by_now_s and one.optimizer_s == 0 and one.peak_rss_bytes > 1 << 20
         serving[1].send_signal(signal.SIGKILL)
-        serving[1].wait(30)
+        serving[1].wait(60)
         with pytest.raises(HostError, match=r"shadow at 127\.0\.0\.1:\d+: no metrics"):
             meters.used()
     assert not [process for process in serving if process.is_running()]
@@ -89,10 +96,11 @@ def test_shadows_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait(60)
-    deadline = time.monotonic() + 30
-    while serving.is_running() and serving.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the shadow lives on"
-        time.sleep(0.05)
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while serving.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the shadow lives on"
+            time.sleep(0.05)
 
 
 def test_places_are_read_back(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ class Browser:
             start_new_session=True,
         )
         try:
-            out, err = started.communicate(timeout=90)
+            out, err = started.communicate(timeout=300)
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
@@ -418,7 +418,7 @@ def test_nothing_runs_or_is_fetched_in_a_browser(tmp_path: Path, chromium: Brows
         assert asked == ["/seen.png"]
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
         server.server_close()
 
 

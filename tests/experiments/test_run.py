@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,7 +83,8 @@ def job(tmp_path, data_dir):
 @pytest.mark.parametrize("system", ["sync", "pccheck"])
 def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     options = {"workload": "blob", "workload_options": {"megabytes": 3}, "drain_each": True}
-    code, output = job.finish(spec_of(system, interval=1, **options))
+    trace = job.out.with_name("trace.json")
+    code, output = job.finish(spec_of(system, interval=1, **options), "--timeline", str(trace))
     assert code == 0, output
     record = load_record(job.out)
     assert record.spec.drain_each
@@ -91,8 +93,11 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     assert len(record.clocks.persist_s) == 4
     assert 3_000_000 <= record.workload.state_bytes < 3_050_000
     assert record.workload.data_name == "points"
-    # Nothing is left to drain at the end, and the waits are no stall of save or update.
-    assert record.clocks.drain_s < 0.5 * min(record.clocks.persist_s)
+    # Each is over before the next step, nothing is left to drain, and the waits are no stall of save or update.
+    spans = {event["name"]: event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
+    for step in range(2, 6):
+        whole, within = spans[f"checkpoint of step {step}"], spans[f"step {step}"]
+        assert within["ts"] <= whole["ts"] and whole["ts"] + whole["dur"] <= within["ts"] + within["dur"]
     assert sum(record.clocks.persist_s) < record.clocks.elapsed_s
 
 
@@ -120,7 +125,7 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
         assert judge(record, min_durable=1) == []
         assert len(record.proof.next_losses_restored) == 2
     assert job.left() == []
-    assert not wait_for_no_peer(job.scratch), "a peer outlives the trainer, but not the run"
+    assert not wait_for_no_peer(job.scratch, 60.0), "a peer outlives the trainer, but not the run"
 
 
 def lie(name, job):
@@ -150,8 +155,9 @@ def test_a_system_that_is_durable_in_words_only_is_found_out(job, name, words):
 
 
 def test_a_verdict_can_be_had_at_once(job):
-    code, output = job.finish(spec_of(), "--check")
-    assert code == 0
+    # One at a time: of two under way the newer may be durable first, and a run with one durable checkpoint fails.
+    code, output = job.finish(spec_of(system_options={"max_in_flight": 1}), "--check")
+    assert code == 0, output
     assert "passed: " in output
     code, output = job.finish(spec_of("none", 0), "--check")
     assert code == 1
@@ -176,7 +182,7 @@ def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(j
     assert children
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(running(pid) for pid in children):
         assert time.monotonic() < deadline, f"children {children} outlived the run"
         time.sleep(0.05)
@@ -200,7 +206,7 @@ def test_an_interrupt_ends_everything_at_once(job):
         if "measuring" in line:
             break
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert not job.out.exists()
     assert job.left() == []
@@ -213,7 +219,7 @@ def test_a_child_that_dies_is_named_with_its_stage(job):
             (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(child), signal.SIGKILL)
             break
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "the trainer of vgg16 pccheck f2 r0 died while measuring, 100000 steps, exit code -9" in output
     assert not job.out.exists()

@@ -73,7 +73,7 @@ class WarmRun:
         try:
             with self.stdout:
                 text = self.stdout.read()
-            self._process.join(30)
+            self._process.join(200)
             assert late.is_alive(), f"killed after {timeout} s: {text}"
         finally:
             late.cancel()

@@ -65,7 +65,7 @@ class NodeServer:
         command = ["env", f"LD_PRELOAD={shim}", sys.executable, str(_SCRIPT), path]
         # Not by `Remote.start`, which would end it when its link is cut.
         background = f"setsid {shlex.join(command)} < /dev/null > {shlex.quote(str(self._log))} 2>&1 &"
-        done = bed.remote().run(node, ["sh", "-c", background], 30)
+        done = bed.remote().run(node, ["sh", "-c", background], 100)
         assert done.rc == 0, done.stderr
 
     def _ready(self) -> socket.socket:

@@ -19,8 +19,8 @@ from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "squeue", "scontrol", "scancel", "unshare")
-START_S = 30.0
-NODE_TIMEOUT_S = 6
+START_S = 120.0
+NODE_TIMEOUT_S = 20
 """Seconds after which slurmctld takes a silent node for dead."""
 PLACE = Path("/etc/slurm")
 """Where Slurm's commands look for their configuration without SLURM_CONF. The plug-in's jobs lose that variable."""
@@ -38,7 +38,7 @@ def why_not() -> str | None:
         return "starting Slurm's daemons needs root"
     if not PLACE.is_dir():
         return f"there is no folder {PLACE}, which Debian's package slurm-client makes"
-    probe = subprocess.run([*_NAMESPACE, "true"], capture_output=True, text=True, timeout=20)
+    probe = subprocess.run([*_NAMESPACE, "true"], capture_output=True, text=True, timeout=60)
     return None if probe.returncode == 0 else f"no PID namespaces here: {probe.stderr.strip()}"
 
 
@@ -78,7 +78,7 @@ class SlurmCluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def call(self, *argv: str, timeout_s: float = 60, **extra: str) -> subprocess.CompletedProcess[str]:
+    def call(self, *argv: str, timeout_s: float = 150, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run a command that talks to the cluster; `extra` are environment variables."""
         return subprocess.run(
             argv, env={**os.environ, **self.env, **extra}, capture_output=True, text=True, timeout=timeout_s
@@ -90,7 +90,7 @@ class SlurmCluster:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def exit_status(self, job: str, timeout_s: float = 60.0) -> int:
+    def exit_status(self, job: str, timeout_s: float = 150.0) -> int:
         """Wait for a job's end, and return its exit status. (`sbatch --wait` looks every ten seconds only.)"""
         self.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=timeout_s)
         (status,) = re.findall(r"ExitCode=(\d+):0", self.call("scontrol", "show", "job", job).stdout)
@@ -100,7 +100,7 @@ class SlurmCluster:
         """A job's state, such as RUNNING."""
         return self.call("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout.strip()
 
-    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: str, found: Callable[[], bool], timeout_s: float = 150.0) -> None:
         """Wait until `found()`. Fails with the daemons' last lines when the time is up."""
         deadline = time.monotonic() + timeout_s
         while not found():
@@ -108,7 +108,7 @@ class SlurmCluster:
                 raise AssertionError(f"no {what} within {timeout_s:.0f} s\n{self._last_lines()}")
             time.sleep(0.1)
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 60.0) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 150.0) -> str:
         """Wait until a job is in one of `states`, and say which."""
         self.wait_for(f"{' or '.join(states)} of job {job}", lambda: self.state_of(job) in states, timeout_s)
         return self.state_of(job)
@@ -207,7 +207,7 @@ class SlurmCluster:
         if process is not None:
             # Kills `unshare`; the kernel kills the namespace's first process with it, and then the namespace.
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=60)
 
     def _last_lines(self) -> str:
         texts = []

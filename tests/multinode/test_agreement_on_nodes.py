@@ -26,10 +26,10 @@ pytestmark = pytest.mark.root
 
 TOUCH_S = 2.0
 """The agreement's timeout in tests that lose touch."""
-BOUND_S = 1.5 * TOUCH_S + 7.0
-"""For a checkpoint to fail that waits for a lost rank: what docs/pccheck.md says, and a busy machine."""
-STALL_S = 1.5 * TOUCH_S + 2.0
-"""For a save to return, however its checkpoint ends: at most until a place is free again, and a busy machine."""
+BOUND_S = 1.5 * TOUCH_S + 27.0
+"""For a checkpoint to fail that waits for a lost rank: what docs/pccheck.md says, and a very busy machine."""
+STALL_S = 1.5 * TOUCH_S + 27.0
+"""For a save to return, however its checkpoint ends: at most until a place is free again, and a very busy machine."""
 
 MakeJob = Callable[[], JobOnNodes]
 
@@ -54,7 +54,7 @@ def make_job(bed: Testbed, all_nodes: Nodes, tmp_path: Path) -> Iterator[MakeJob
         job.kill()
 
 
-def wait_for(true: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -135,7 +135,7 @@ def test_a_cut_link_fails_saves_in_time_and_heals(make_job: MakeJob) -> None:
     job.attach(join_timeout_s=2.0)
     assert re.search(r"WaitTimeout: rank 0 of 2 waited 2 s.*rank 1 did not come", refused(job, 0))
     assert re.search(rf"WaitTimeout: rank 1 of 2 waited 2 s.*{job.control}", refused(job, 1))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     job.kill()
     job.bed.heal("vm2")
     assert job.start() == durable
@@ -241,6 +241,6 @@ def test_a_second_job_and_a_taken_port_are_refused_by_name(make_job: MakeJob, be
         job.attach(join_timeout_s=3.0)
         assert re.search(rf"rank 0 cannot listen on {job.control}.*in use.*use a free port", refused(job, 0))
         assert job.control in refused(job, 1)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
     job.kill()
     assert job.start() == durable + 1

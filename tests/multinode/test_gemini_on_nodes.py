@@ -68,7 +68,7 @@ class NodeRank:
             self.lines.put(" ".join(words))
         self.lines.put("")
 
-    def wait_for(self, start: str, seconds: float = 90.0) -> list[str]:
+    def wait_for(self, start: str, seconds: float = 200.0) -> list[str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -175,7 +175,7 @@ def training_processes() -> list[str]:
     return [line for line in command_lines() if line.startswith(f"{sys.executable}\0{SCRIPT}\0")]
 
 
-def wait_for(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.root
 FAMILY = "setsid sleep 612 >/dev/null 2>&1 & echo ready; exec sleep 612"
 
 
-def wait_until(what: str, reached: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(what: str, reached: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
@@ -49,7 +49,8 @@ def test_a_missing_command_too_much_output_and_too_much_time_name_the_host(bed: 
         remote.run("vm1", ["no-such-program"], 20)
     with pytest.raises(HostError, match=r"^vm1: the command wrote more than 1000 bytes: yes"):
         remote.run("vm1", ["yes"], 20, max_output_bytes=1000)
-    with pytest.raises(HostError, match=r"^vm1: no answer within 1 s .*: sleep 600"):
+    # A host that is too busy to take the connection within that second is told by ssh.
+    with pytest.raises(HostError, match=r"^vm1: (no answer within \d+ s .*: sleep 600|does not answer within 1 s)"):
         remote.run("vm1", ["sleep", "600"], 1)
 
 
@@ -76,7 +77,7 @@ def test_a_started_command_gets_environment_and_folder_and_gives_its_exit_code(b
     argv = ["sh", "-c", 'echo "$GREETING"; pwd; exit 5']
     env = {"GREETING": "it's $HOME"}
     with bed.remote().start("vm1", argv, env=env, cwd="/usr", stdout=subprocess.PIPE) as process:
-        assert process.wait(20) == 5
+        assert process.wait(60) == 5
         assert process.stdout is not None
         assert process.stdout.read() == b"it's $HOME\n/usr\n"
 
@@ -93,7 +94,7 @@ def test_terminate_ends_it_in_order(bed: Testbed) -> None:
     before = processes(bed, "vm1")
     with started(bed, "vm1") as process:
         process.terminate()
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
     wait_until("the end of all that it had started", lambda: processes(bed, "vm1") <= before)
 
 

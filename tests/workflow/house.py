@@ -25,7 +25,7 @@ class House:
     def call(self, *arguments: str, configfile: Path | None = TINY) -> subprocess.CompletedProcess[str]:
         """Run to the end; stdout and stderr come together."""
         command = self.command(*arguments, configfile=configfile)
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start in a session of its own, as a terminal would."""

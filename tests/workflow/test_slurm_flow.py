@@ -118,7 +118,7 @@ def test_a_lost_node_is_named(cluster: SlurmCluster, house: House) -> None:
     job, node = job_of(run), run.environ()["SLURMD_NODENAME"]
     cluster.kill_node(node)
     try:
-        cluster.wait_for("NODE_FAIL", lambda: cluster.state_of(job) == "NODE_FAIL", 60)
+        cluster.wait_for("NODE_FAIL", lambda: cluster.state_of(job) == "NODE_FAIL", 200)
         cluster.call("scancel", "--user=root")
         assert workflow.wait(timeout=100) == 1
         assert re.search(rf"SLURM-job '{job}' failed .*SLURM status is: 'NODE_FAIL'", house.log()), house.log()

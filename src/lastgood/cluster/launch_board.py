@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import selectors
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, greeting
 
-__all__ = ["Board", "RankState", "keep_alive", "plain_address"]
+__all__ = ["Board", "RankState", "keep_alive", "plain_address", "was_killed"]
 
 _MAX_STRANGERS: Final = 256
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
@@ -234,8 +235,19 @@ class Board:
     def _note(self, state: RankState) -> None:
         failed = state.fault is not None or state.status != 0
         # What ranks say after they were told to end is no failure of theirs.
-        if failed and self.first_failure is None and not self._stopped:
+        if not failed or self._stopped:
+            return
+        # Of several that are heard of together one that was killed is the cause: the others have lost touch with it.
+        if self.first_failure is None or (was_killed(state.status) and not was_killed(self.first_failure.status)):
             self.first_failure = state
+
+
+def was_killed(status: int | None) -> bool:
+    """Whether an exit status tells of the kernel or of a bug, not of a launcher or a library that ends what is left.
+
+    Launchers do that by SIGTERM, and NCCL's watchdog by SIGABRT.
+    """
+    return status is not None and -status in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 def keep_alive(connection: socket.socket) -> None:

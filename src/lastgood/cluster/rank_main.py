@@ -165,10 +165,11 @@ class _Watch:
             messages = self.lifeline.receive()
             if messages is None:
                 return "the launch is gone", None
-            for message in messages:
-                if "stop" in message:
-                    return "the launch ended it", None
-                return None, message
+            # What was said first may have waited here: the last word counts.
+            if any("stop" in message for message in messages):
+                return "the launch ended it", None
+            if messages:
+                return None, messages[0]
         return None, None
 
 

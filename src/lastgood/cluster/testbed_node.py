@@ -23,7 +23,7 @@ __all__ = ["HOST_NAME", "start_node", "wait_for_node", "write_material"]
 
 HOST_NAME = "testbed-host"
 """How nodes call the machine itself."""
-_START_S = 20.0
+_START_S = 60.0
 _LOG_BYTES = 2000
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -15,6 +15,7 @@ from typing import IO, Final
 
 from lastgood.cluster.hostfile import Host, Hostfile, read_hostfile
 from lastgood.cluster.launch import launch
+from lastgood.cluster.launch_board import was_killed
 from lastgood.cluster.launch_ticket import How
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.cluster.testbed import Testbed
@@ -142,13 +143,14 @@ def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_di
                 started.append(_start(program, own, log))
         left = dict(enumerate(started))
         while left:
-            for rank, process in list(left.items()):
-                status = process.poll()
-                if status is None:
-                    continue
+            ended = {rank: status for rank, process in left.items() if (status := process.poll()) is not None}
+            failed = [rank for rank, status in ended.items() if status]
+            if failed:
+                # Of several since the last look one that was killed is the cause: the others have lost touch with it.
+                first = min(failed, key=lambda rank: not was_killed(ended[rank]))
+                raise LaunchError(_how_it_ended(first, ended[first], _log_of(log_dir, first)))
+            for rank in ended:
                 del left[rank]
-                if status:
-                    raise LaunchError(_how_it_ended(rank, status, _log_of(log_dir, rank)))
             if time.monotonic() > deadline:
                 raise LaunchError(f"ranks {sorted(left)} on this machine did not end within {timeout_s:.0f} s")
             time.sleep(_POLL_S)

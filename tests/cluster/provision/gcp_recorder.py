@@ -48,7 +48,7 @@ class Recorder(ThreadingHTTPServer):
 
     def __exit__(self, *error):
         self.shutdown()
-        self._thread.join(10)
+        self._thread.join(60)
         self.server_close()
 
 

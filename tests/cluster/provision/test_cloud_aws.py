@@ -126,7 +126,7 @@ def aws(moto_server, monkeypatch, tmp_path):
     thread.start()
     yield proxy
     proxy.shutdown()
-    thread.join(10)
+    thread.join(60)
     proxy.server_close()
 
 

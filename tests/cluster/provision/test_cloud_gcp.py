@@ -146,10 +146,10 @@ def test_the_recorder_refuses_wrong_shapes():
     wrong = [{**good, "machine_kind": "x"}, {**good, "scheduling": {}}, {**good, "labels": {"a": "Ada L"}}]
     with Recorder() as recorder:
         url = f"{recorder.url}/compute/v1/projects/proj-1/zones/{ZONE}/instances"
-        assert urllib.request.urlopen(url, json.dumps(good).encode(), timeout=10).status == 200
+        assert urllib.request.urlopen(url, json.dumps(good).encode(), timeout=60).status == 200
         for body in wrong:
             with pytest.raises(urllib.error.HTTPError):
-                urllib.request.urlopen(url, json.dumps(body).encode(), timeout=10)
+                urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60)
     assert len(recorder.faults) == len(wrong)
 
 

@@ -74,7 +74,7 @@ class Sshd:
         self._wait()
 
     def _wait(self):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
@@ -140,12 +140,12 @@ class Provision:
         ]
         command += ["--ssh-config", self.sshd.config, "--target", self.target, "--prerequisites", prerequisites]
         done = subprocess.run(
-            [*map(str, command), "--no-gpu", "--timeout-s", "240", *arguments],
+            [*map(str, command), "--no-gpu", "--timeout-s", "400", *arguments],
             cwd=self.checkout,
             env={**os.environ, "ANSIBLE_HOME": str(self.folder / "ansible"), "ANSIBLE_NOCOLOR": "1"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=440,
         )
         reports = {report["host"]: report for report in json.loads(done.stdout)} if done.stdout else {}
         return done, reports
