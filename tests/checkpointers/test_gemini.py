@@ -35,9 +35,13 @@ def peers_end(tmp_path):
         yield
 
 
+PATIENT = {"peer_timeout_s": 120.0}
+"""Peers are processes, and may be slow to start and to answer."""
+
+
 @contextmanager
 def running(directory, training, **knobs):
-    gemini = Gemini(directory, **knobs)
+    gemini = Gemini(directory, **PATIENT, **knobs)
     try:
         gemini.start(training.state)
         yield gemini
@@ -56,7 +60,7 @@ def save(gemini, training):
 
 def restored(directory, **knobs):
     fresh = SmallTraining(seed=1)
-    return Gemini(directory, **knobs).restore(fresh.state), fresh.digest()
+    return Gemini(directory, **PATIENT, **knobs).restore(fresh.state), fresh.digest()
 
 
 def the_peer(directory):
