@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.errors import LastgoodError
 from lastgood.experiments.machine_lock import machine_lock
 from lastgood.experiments.record import load_record
+from lastgood.experiments.run import hear_child
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.verdict import judge
 from lastgood.workloads.data.prepare import prepare_dataset
@@ -191,6 +194,22 @@ def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(j
     code, output = job.finish(spec_of("none", 0))
     assert code == 0, output
     assert job.left() == []
+
+
+def half_a_word(pipe):
+    os.write(pipe.fileno(), (1000).to_bytes(4, "big") + b"and then")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_child_that_dies_in_the_midst_of_a_word_is_named_as_any_other():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=half_a_word, args=(theirs,))
+    process.start()
+    theirs.close()
+    with pytest.raises(LastgoodError, match=r"^the trainer died while measuring, exit code -9$"):
+        hear_child("the trainer", process, ours, "measuring")
+    ours.close()
 
 
 def running(pid):

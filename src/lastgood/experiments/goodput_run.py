@@ -20,7 +20,7 @@ from lastgood.experiments.goodput_record import GoodputRecord, GoodputSpec, Life
 from lastgood.experiments.kept_logs import keep_logs_of_failure
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.rank_shadows import local_shadows
-from lastgood.experiments.run import SILENCE_S, import_before_fork, start_child
+from lastgood.experiments.run import SILENCE_S, hear_child, import_before_fork, start_child
 from lastgood.experiments.turn import take_turn
 
 __all__ = ["execute_goodput"]
@@ -125,11 +125,7 @@ class _Window:
                 if quota_s is not None and board.running:
                     continue
                 raise WaitTimeout(f"{name} said nothing for {SILENCE_S:.0f} s while {stage}; ended it")
-            try:
-                kind, content = pipe.recv()
-            except EOFError:
-                process.join(_END_S)
-                raise LastgoodError(f"{name} died while {stage}, exit code {process.exitcode}") from None
+            kind, content = hear_child(name, process, pipe, stage)
             if kind == "error":
                 raise LastgoodError(f"{name} failed while {stage}: {content}")
             if kind == "result":

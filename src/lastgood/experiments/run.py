@@ -31,12 +31,13 @@ from lastgood.experiments.turn import Turn, take_turn
 from lastgood.processes import die_with_parent
 from lastgood.workloads.registry import workload_module
 
-__all__ = ["SILENCE_S", "execute", "import_before_fork", "start_child"]
+__all__ = ["SILENCE_S", "execute", "hear_child", "import_before_fork", "start_child"]
 
 Report = Callable[[str], None]
 
 SILENCE_S = 900.0
 """A child that says nothing for this long is ended."""
+_END_S = 60.0
 
 
 def execute(
@@ -131,7 +132,7 @@ def _in_child(name: str, function: Callable[..., Any], arguments: tuple[Any, ...
     finally:
         if process.is_alive():
             process.kill()
-        process.join(60)
+        process.join(_END_S)
         ours.close()
 
 
@@ -150,16 +151,22 @@ def start_child(name: str, function: Callable[..., Any], arguments: tuple[Any, .
     return process, ours
 
 
+def hear_child(name: str, process: Any, pipe: Connection, stage: str) -> tuple[str, Any]:
+    """The next thing that a child of `start_child` says. Raises LastgoodError with its exit code if it died."""
+    try:
+        kind, content = pipe.recv()
+    except (EOFError, OSError):  # OSError: in the midst of a word
+        process.join(_END_S)
+        raise LastgoodError(f"{name} died while {stage}, exit code {process.exitcode}") from None
+    return kind, content
+
+
 def _listen(name: str, pipe: Connection, process: Any, report: Report) -> Any:
     stage = "starting"
     while True:
         if not pipe.poll(SILENCE_S):
             raise WaitTimeout(f"{name} said nothing for {SILENCE_S:.0f} s while {stage}; ended it")
-        try:
-            kind, content = pipe.recv()
-        except EOFError:
-            process.join(60)
-            raise LastgoodError(f"{name} died while {stage}, exit code {process.exitcode}") from None
+        kind, content = hear_child(name, process, pipe, stage)
         if kind == "stage":
             stage = content
             report(content)
