@@ -207,7 +207,15 @@ def test_a_stream_without_a_session_is_refused() -> None:
                 client.measure("send", 1, KIB, 0.01)
 
 
-def test_one_client_at_a_time() -> None:
+def test_clients_one_behind_another_are_all_served() -> None:
+    with serving() as server:
+        for _ in range(30):
+            with PeerClient("127.0.0.1", server.port, TOKEN).session():
+                pass
+
+
+def test_one_client_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_peer, "_HAND_OVER_S", 0.3)
     with serving() as server, PeerClient("127.0.0.1", server.port, TOKEN).session():
         second = PeerClient("127.0.0.1", server.port, TOKEN)
         with pytest.raises(LastgoodError, match="by another client"), second.session():

@@ -59,6 +59,8 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _GRACE_S = 15.0
 """How much longer than asked a stream may take before it counts as stuck."""
 _SESSION_LIMIT_S = 600.0
+_HAND_OVER_S = 5.0
+"""A client that has closed its session is noticed within this, and the next one comes right behind it."""
 _MAX_CONNECTIONS = 2 * MAX_STREAMS + 8
 """Both ways at once, the session, and a few strangers."""
 _POLL_S = 0.2
@@ -244,7 +246,7 @@ class PeerServer:
 
     def _hold_session(self, connection: socket.socket, who: str) -> None:
         """Keep this machine's turn until the client closes the connection, or for `_SESSION_LIMIT_S`."""
-        if not self._session_lock.acquire(blocking=False):
+        if not self._session_lock.acquire(timeout=_HAND_OVER_S):
             _send_json(connection, {"error": "it is being measured by another client"})
             return
         try:
