@@ -244,7 +244,7 @@ class Life:
         raise_first(results := on_all_ranks(begin, self.meeting))
         self.step = results[0]
 
-    def train(self, steps: int, pace_s: float, save_every: int) -> None:
+    def train(self, steps: int, pace_s: float, save_every: int = 1) -> None:
         """Train in the background up to a step, or until killed, and let all saves settle."""
 
         def run(rank: int) -> None:
