@@ -19,6 +19,7 @@ from lastgood.gradients.messages import Absent, Applied, Complete, Diverged, Hav
 from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
 from lastgood.gradients.shadow_bucket import BucketState
 from lastgood.gradients.shadow_holdings import ShadowHoldings
+from lastgood.gradients.shadow_tears import Senders, find_tears, why_torn
 from lastgood.gradients.spill_state import SpillState
 
 __all__ = ["ShadowState"]
@@ -42,10 +43,7 @@ class ShadowState(ShadowHoldings):
         self.word: Complete | None = None
         """The last one of this epoch."""
         self._seeds: dict[int, Seeded] = {}
-        self._ended: dict[int, int] = {}
-        self._gone: set[int] = set()
-        self._unseen: set[int] = set()
-        """Ranks that have never connected in this epoch."""
+        self._senders = Senders()
         self._holding: dict[int, int] = {}
         self._have: int | None = None
         self._applied: int | None = None
@@ -94,8 +92,7 @@ class ShadowState(ShadowHoldings):
         if epoch <= self.epoch:
             raise MismatchError(f"epoch {epoch} is not newer than this shadow's epoch {self.epoch}; ask for its status")
         self.job, self.epoch, self.declared = job, epoch, False
-        self._ended.clear()
-        self._gone.clear()
+        self._senders.fence()
         self._known.newest_side.clear()
         self._restoring = None
         self._ready.clear()  # what may be applied is another thing from here on
@@ -126,7 +123,7 @@ class ShadowState(ShadowHoldings):
             self._drop_sides(self._known.keep_until(-1))
         self.layout, self.declared = layout, True
         self._known.side_ranks, self._known.ranks = frozenset(side_ranks), ranks
-        self._unseen = set(range(ranks))
+        self._senders.begin(ranks)
         self.completed = adopt if kept and adopt is not None else 0
         self._spill.begin_epoch(self.completed)
         self.word = None
@@ -323,17 +320,16 @@ class ShadowState(ShadowHoldings):
 
     def ended(self, rank: int, iteration: int) -> None:
         """A rank sends nothing more for this iteration, nor for older ones."""
-        self._ended[rank] = max(iteration, self._ended.get(rank, 0))
+        self._senders.ended(rank, iteration)
         self._settle()
 
     def connected(self, rank: int) -> None:
         """A data connection of this rank begins."""
-        self._gone.discard(rank)
-        self._unseen.discard(rank)
+        self._senders.connected(rank)
 
     def gone(self, rank: int) -> None:
         """The last data connection of this rank ended: it never sends again what it has not sent."""
-        self._gone.add(rank)
+        self._senders.gone(rank)
         self._settle()
 
     # -- from memory -----------------------------------------------------------------------------------------------
@@ -422,42 +418,9 @@ class ShadowState(ShadowHoldings):
     def _tear(self) -> None:
         if not self.declared:
             return
-        over = self._over()
-        torn: dict[int, list[int]] = {}
-        for number, bucket in self._buckets.items():
-            if bucket.at is None or bucket.landing is not None or bucket.opened:
-                continue
-            # The one that is being applied is still among the received.
-            missing = bucket.chain_end(bucket.at) + 1
-            # Rank 0 says each step before the word that it is complete, and on a new connection only those behind that.
-            reached = range(bucket.at + 1, min(missing - 1, self.completed) + 1)
-            unknown = next((one for one in reached if one not in self._known.steps), None)
-            if unknown is not None:
-                missing = unknown
-            elif missing > over:
-                continue
-            # One that is void may be found to be so behind one that is torn.
-            if bucket.torn is None or missing < bucket.torn:
-                bucket.torn = missing
-                torn.setdefault(missing, []).append(number)
-        for iteration, numbers in torn.items():
-            why = "all ranks have ended this iteration, and bytes of it have not come"
-            if iteration in self._known.void:
-                why = "the training's update used other gradients than were sent"
-            elif iteration <= self.completed and iteration not in self._known.steps:
-                why = "it is complete elsewhere, and what its update was never came"
-            self._torn(iteration, numbers, why)
-
-    def _over(self) -> int:
-        """Of iterations up to this one nothing more comes; -1 if that is not known of any."""
-        # Of a rank that is gone, nothing more comes of all iterations that are known to have ended.
-        known = max(self._known.steps, default=0)
-        ended = {rank: max(known, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
-        # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
-        ended = {**dict.fromkeys(self._unseen, known - self.slots), **self._ended, **ended}
-        if len(ended) < self._known.ranks or not self._known.ranks:
-            return -1
-        return min(ended.values())
+        over = self._senders.over(self._known, self.slots)
+        for iteration, numbers in find_tears(self._buckets, self._known, self.completed, over).items():
+            self._torn(iteration, numbers, why_torn(iteration, self._known, self.completed))
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
         self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))
