@@ -15,6 +15,7 @@ import pytest
 
 from lastgood.errors import LockHeld
 from lastgood.locks import FileLock, describe_process, lock_holders
+from lastgood.processes import die_with_parent
 
 HOLDER = """
 import sys, pathlib
@@ -137,12 +138,14 @@ def test_a_forked_child_that_outlives_its_parent(tmp_path, shared):
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
+        die_with_parent()
         lock = FileLock(tmp_path / "lock", "a test", shared_with_forks=shared)
         lock.acquire()
         if os.fork() == 0:
+            signal.alarm(300)  # it outlives its parent, but not a test that was killed
             # Told by itself: only then has it let go of what it does not share.
             os.write(write, os.getpid().to_bytes(8, "little") + bytes([lock.held]))
-        time.sleep(300)
+        time.sleep(300)  # until it is killed
         os._exit(0)
     told = os.read(read, 9)
     child = int.from_bytes(told[:8], "little")

@@ -175,7 +175,7 @@ def train_until_killed(rank, world, knobs, directory, most, restore=False, **mad
         training.step(checkpointer)
         checkpointer.save(number)
         time.sleep(0.01)
-    time.sleep(600)
+    time.sleep(600)  # its SIGKILL comes before
 
 
 def train_with_late_data(rank, world, knobs, directory, stop, late_s):

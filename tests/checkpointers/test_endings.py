@@ -102,7 +102,7 @@ def test_sigterm_goes_back_with_the_last_one(tmp_path):
     first.close()
     with pytest.raises(SystemExit, match="143"):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(60)  # the signal ends it
     second.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

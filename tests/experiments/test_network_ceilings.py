@@ -208,10 +208,12 @@ def test_a_stream_without_a_session_is_refused() -> None:
 
 
 def test_clients_one_behind_another_are_all_served() -> None:
-    with serving() as server:
+    told: list[str] = []
+    with serving(report=told.append) as server:
         for _ in range(30):
             with PeerClient("127.0.0.1", server.port, TOKEN).session():
                 pass
+    assert sum("measuring" in text for text in told) == 30
 
 
 def test_one_client_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,8 +307,8 @@ class Conversation(RuleBasedStateMachine):
         line.link._begin(SimpleNamespace(), welcome)
         if line.rank == 0:
             state.greet()
-        elif state.word is not None:
-            line.heard.append(state.word)
+        else:
+            line.heard.extend(state.news())
         shadow.flow()
         shadow.state.connected(line.rank)
         shadow.state.ended(line.rank, self.now)  # as a `DataLink` says at once
@@ -442,6 +442,17 @@ def test_a_save_without_a_side_record_is_not_durable_by_an_iteration_that_needs_
     one.train(False, 1, False, -1, 1)
     one.exchange(EVERY, EVERY)
     assert one.conducted.complete == 2
+    assert one.ranks[0].outcomes == one.ranks[1].outcomes == {1: False}
+
+
+def test_a_rank_that_was_away_hears_that_a_side_record_is_missing():
+    one = begun()
+    one.full = True
+    one.train(True, 1, False, -1, 1)
+    one.exchange(EVERY, [0, 1])
+    for which in (2, 3):
+        one.break_off(which, True, True)
+    one.drain()
     assert one.ranks[0].outcomes == one.ranks[1].outcomes == {1: False}
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -54,7 +55,7 @@ def make_ring(ranks: int, through: dict[int, Callable[[str], str]] | None = None
 
     meet = ring_comm.connect_ring
     with mock.patch.object(ring_comm, "connect_ring", lambda *what: meet(*what[:-1], WAIT_S)):
-        return together([lambda rank=rank: make(rank) for rank in range(ranks)])  # type: ignore[misc]
+        return together([partial(make, rank) for rank in range(ranks)])
 
 
 class WireTap:

@@ -295,8 +295,9 @@ class ShadowCore:
             if rank == 0:
                 self.state.greet()
                 self.flow()
-            elif self.state.word is not None:
-                tell(self.state.word)
+            else:
+                for message in self.state.news():
+                    tell(message)
 
     def step(self, epoch: int, message: Step) -> None:
         """See `Step`."""

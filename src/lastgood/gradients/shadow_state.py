@@ -146,12 +146,19 @@ class ShadowState(ShadowHoldings):
         """Rank 0 has (again) connected: tell it how things stand."""
         self._have = self._applied = None
         # Before any word of what is held: they count as not saved here, and what was said of them may not have come.
-        for iteration in sorted(self._known.given_up):
-            self._out.append(Tell(Torn(iteration=iteration, buckets=(), why="a side record of it is missing for good")))
+        self._out.extend(map(Tell, self._unsaved()))
         self._settle()
         wanting = self.unseeded
         if wanting and self.declared:
             self._torn(self.completed, wanting, "they have no value")
+
+    def news(self) -> list[Torn | Complete]:
+        """What another rank than 0 may have missed while it was away: saves that lack side records, rank 0's word."""
+        return [*self._unsaved(), *([] if self.word is None else [self.word])]
+
+    def _unsaved(self) -> list[Torn]:
+        why = "a side record of it is missing for good"
+        return [Torn(iteration=iteration, buckets=(), why=why) for iteration in sorted(self._known.given_up)]
 
     def restore_to(self, saved: Saved) -> None:
         """Bring everything to a saved iteration, after a fence. Raises CheckpointError where that cannot be."""

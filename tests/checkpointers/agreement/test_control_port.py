@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing, suppress
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from lastgood.checkpointers.agreement.member import Address, Member
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.ports import free_ports
+from lastgood.processes import die_with_parent
 from lastgood.wire.frames import HEADER_BYTES, message_frame
 
 TOKEN = b"secret"
@@ -299,11 +301,25 @@ def test_a_forked_child_holds_neither_the_port_nor_the_connections(port):
     """As a data loader's worker does that outlives the training."""
     import multiprocessing
 
+    def work(parent):
+        die_with_parent(parent)
+        time.sleep(600)  # until it is killed
+
     one = port(1)
     one.running(1)
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),))
     worker.start()
     try:
+        wait_until(
+            lambda: (
+                not [
+                    held
+                    for held in psutil.Process(worker.pid).net_connections()
+                    if one.port in (held.laddr + held.raddr)
+                ]
+            ),
+            "the child to let go of the port and the connections",
+        )
         one.end()
         _, listener = find_address(f"127.0.0.1:{one.port}/t", 0, WAIT_S)  # as soon as the child has run
         listener.close()
