@@ -1,7 +1,7 @@
-"""Files at names that other people may have made: opened only if they are what they should be, made new, replaced whole.
+"""Files at names that others may have made: opened only if they are what they should be, made new, or replaced.
 
-A name that Lastgood owns (a lock, a slot, a job file, an address, a token) may have become a FIFO, a device or a symbolic
-link by the time it is opened. Opening a FIFO waits for ever, and a link leads to a file that is not ours.
+A name that Lastgood owns (a lock, a slot, a job file, an address, a token) may have become a FIFO, a device or a
+symbolic link by the time it is opened. Opening a FIFO waits forever, and a link leads to a file that is not ours.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
     Raises StorageError if it is larger than `most_bytes` or no regular file, and OSError as `os.open` does.
     """
-    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+    with open(open_regular(path), "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise StorageError(f"{path}: is larger than {most_bytes} bytes, the most that such a file may have")
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = PRIVATE) -> None
     """Make or replace a small file: complete and durable, or not at all. Raises OSError."""
     temporary = temporary_beside(path)
     try:
-        with open(open_new(temporary, mode=mode), "wb") as file:  # noqa: PTH123 - of a descriptor
+        with open(open_new(temporary, mode=mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
