@@ -24,12 +24,15 @@ from typing import Any
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
+from lastgood.wire.gate import Handshake, Step
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_MESSAGE_BYTES",
+    "NONCE_BYTES",
     "PEER_GREETING",
+    "PROOF_BYTES",
     "Frame",
     "Kind",
     "Wire",
@@ -38,8 +41,10 @@ __all__ = [
     "chunk_checksum",
     "keep_alive",
     "message_frame",
+    "message_step",
     "parse_header",
     "parse_message",
+    "peer_handshake",
     "proof",
     "prove_peer",
     "prove_trainer",
@@ -53,7 +58,7 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
-_NONCE_BYTES = _PROOF_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = 32
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024
 """Of one call: the kernel's own limit (IOV_MAX)."""
@@ -273,11 +278,11 @@ def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unw
     Raises MismatchError where the peer is another one (its port was given to another process, say). `unwelcome` is what
     it is said to be where it answers this greeting by a frame, in place of its proof.
     """
-    ours = secrets.token_bytes(_NONCE_BYTES)
+    ours = secrets.token_bytes(NONCE_BYTES)
     wire.write("a greeting to go out", greeting, ours)
-    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
+    answer = bytearray(NONCE_BYTES + PROOF_BYTES)
     wire.read_into(memoryview(answer), "the peer's proof")
-    theirs, shown = bytes(answer[:_NONCE_BYTES]), bytes(answer[_NONCE_BYTES:])
+    theirs, shown = bytes(answer[:NONCE_BYTES]), bytes(answer[NONCE_BYTES:])
     if not hmac.compare_digest(shown, proof(token, b"peer", ours, theirs)):
         if unwelcome is not None and answer.startswith(_MAGIC):
             raise MismatchError(f"{wire.other} {unwelcome}")
@@ -285,25 +290,50 @@ def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unw
     wire.write("a proof to go out", proof(token, b"trainer", ours, theirs))
 
 
-def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False) -> int:
-    """The peer's side. Returns the version that the other side greeted with, the digit before a greeting's newline.
+def peer_handshake(
+    other: str, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False
+) -> Handshake[int]:
+    """The peer's side, at a gate. Returns the version that the other side greeted with, the digit before the newline.
 
-    Raises MismatchError where the other side does not know `token`, or greets otherwise. With `any_version` another
-    digit is taken, so that the caller can say what is wrong to a side that is known.
+    Raises MismatchError if the other side does not know `token`, or greets otherwise. With `any_version` another digit
+    is taken, so that the caller can say what is wrong to a side that is known.
     """
-    opening = bytearray(len(greeting) + _NONCE_BYTES)
-    wire.read_into(memoryview(opening), "a greeting")
-    version = bytes(opening[len(greeting) - 2 : len(greeting) - 1])
+    opening = yield len(greeting) + NONCE_BYTES
+    version = opening[len(greeting) - 2 : len(greeting) - 1]
     expected = greeting[:-2] + version + greeting[-1:] if any_version and version.isdigit() else greeting
-    if not hmac.compare_digest(bytes(opening[: len(greeting)]), expected):
-        raise MismatchError(f"{wire.other} does not speak this protocol")
-    theirs, ours = bytes(opening[len(greeting) :]), secrets.token_bytes(_NONCE_BYTES)
-    wire.write("a proof to go out", ours, proof(token, b"peer", theirs, ours))
-    answer = bytearray(_PROOF_BYTES)
-    wire.read_into(memoryview(answer), "the trainer's proof")
-    if not hmac.compare_digest(bytes(answer), proof(token, b"trainer", theirs, ours)):
-        raise MismatchError(f"{wire.other} does not know the token")
+    if not hmac.compare_digest(opening[: len(greeting)], expected):
+        raise MismatchError(f"{other} does not speak this protocol")
+    theirs, ours = opening[len(greeting) :], secrets.token_bytes(NONCE_BYTES)
+    yield ours + proof(token, b"peer", theirs, ours)
+    answer = yield PROOF_BYTES
+    if not hmac.compare_digest(answer, proof(token, b"trainer", theirs, ours)):
+        raise MismatchError(f"{other} does not know the token")
     return int(version)
+
+
+def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False) -> int:
+    """`peer_handshake` on a connection that waits. Raises as that, and as `Wire`."""
+    handshake = peer_handshake(wire.other, token, greeting, any_version=any_version)
+    given = b""
+    step: Step = next(handshake)
+    while True:
+        try:
+            if isinstance(step, int):
+                content = bytearray(step)
+                wire.read_into(memoryview(content), "a proof")
+                given = bytes(content)
+            elif isinstance(step, bytes):
+                wire.write("a proof to go out", step)
+            step = handshake.send(given)
+        except StopIteration as end:
+            return int(end.value)
+
+
+def message_step(other: str, what: str, most_bytes: int = MAX_MESSAGE_BYTES) -> Handshake[dict[str, Any]]:
+    """A message, as a part of a handshake. Raises CorruptCheckpoint if it is none or longer than `most_bytes`."""
+    header = yield HEADER_BYTES
+    frame = check_message(parse_header(header, other, what, most_bytes), other, what)
+    return parse_message(frame, (yield frame.length), other)
 
 
 def proof(token: bytes, side: bytes, trainer_nonce: bytes, peer_nonce: bytes) -> bytes:
