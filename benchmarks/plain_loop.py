@@ -124,18 +124,14 @@ class PlainLoop(Checkpointer):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Wait for the checkpoint before, copy or have copied, and return."""
-        event = self._request(step)
-        try:
-            if not self._pairs:
-                self._make_room()
-            self._wait(DEFAULT_TIMEOUT_S)
-            self._copy()
-            self._saves += 1
-            self._under_way = self._background.submit(self._persist, event, self._saves % 2)
-        except Exception as error:  # as every checkpointer: a failure is an event
-            self._fail(event, error)
+        if not self._pairs:
+            self._make_room()
+        self._wait(DEFAULT_TIMEOUT_S)
+        self._copy()
+        self._saves += 1
+        self._under_way = self._background.submit(self._persist, event, self._saves % 2)
 
     def _copy(self) -> None:
         if self._stream is None:

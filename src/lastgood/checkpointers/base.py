@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class Checkpointer(ABC):
         """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
         self._state: Mapping[str, Any] | None = None
         self._hooks = _Hooks()
+        self._steps = UpdateSteps()
         self._kinds_logged: set[str] = set()
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
@@ -384,6 +386,7 @@ class Checkpointer(ABC):
             known = any(value is optimizer for optimizer in self._hooks.optimizers)
             if isinstance(value, torch.optim.Optimizer) and not known:
                 self._hooks.handles.append(value.register_step_pre_hook(self._pre_step_hook))
+                self._hooks.handles.append(value.register_step_post_hook(self._post_step_hook))
                 self._hooks.optimizers.append(value)
 
     def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
@@ -402,18 +405,27 @@ class Checkpointer(ABC):
             _log.error("%s: the checkpoint of step %d failed, older ones stay: %s", self.name, event.step, event.error)
 
     def _pre_step_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CheckpointError(
                 f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
                 "capture before start(), and call before_update() yourself before each replay"
             )
         before = time.perf_counter()
-        self.before_update()
+        self._steps.begin(optimizer, DEFAULT_TIMEOUT_S)
+        try:
+            self.before_update()
+        except BaseException:
+            self._steps.end(optimizer)  # nothing was changed
+            raise
         after = time.perf_counter()
         self._hooks.stall_s += after - before
         if self._hooks.kept is not None:
             self._hooks.kept.append((before, after))
+
+    def _post_step_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        self._steps.end(optimizer)
 
     # -- what a system does ----------------------------------------------------------------------------------------
 
@@ -423,15 +435,28 @@ class Checkpointer(ABC):
     def _close(self) -> None:  # noqa: B027
         """Release what the system holds; called by `close`, perhaps more than once."""
 
-    @abstractmethod
     def save(self, step: int) -> None:
         """Start a checkpoint of the state as it is now, after `step` finished steps; return when training may go on.
 
+        A failure is recorded in `events`, logged, and never loses an older checkpoint; it does not raise. Asked for in
+        the midst of an optimizer's step, where no state is complete, it waits for the step's end (of another thread)
+        or fails (in a signal handler or a hook, and after a step that ended by an exception).
+        """
+        event = self._request(step)
+        try:
+            with self._steps.kept_out(DEFAULT_TIMEOUT_S):
+                self._save(event)
+        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
+            self._fail(event, error)
+
+    def _save(self, event: CheckpointEvent) -> None:
+        """What `save` does, between two steps. What it raises is the failure of this checkpoint.
+
         On return all that changes outside ``optimizer.step()`` is copied (buffers, RNG states, schedule, data cursor
         and so on). Only parameters that an optimizer updates, and that optimizer's tensors, may be copied later, until
-        `before_update` returns. A failure is recorded in `events`, logged, and never loses an older checkpoint; it does
-        not raise.
+        `before_update` returns.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no _save")
 
     @abstractmethod
     def before_update(self) -> None:

@@ -91,23 +91,18 @@ class CheckFreq(Checkpointer):
     def _due(self, step: int) -> bool:
         return super()._due(step) if self._keeper is None else self._keeper.step_finished()
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Wait for the checkpoint before, then start the snapshot."""
-        event = self._request(step)
         if self._keeper is not None:
             self._keeper.save_begun(event)
-        try:
-            self.drain()
-            event.phases.append(("wait", event.requested_s, time.perf_counter()))
-            flat = flatten(self.state)
-            snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {step}")
-            worker = threading.Thread(
-                target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{step}", daemon=True
-            )
-            worker.start()
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
-            return
+        self.drain()
+        event.phases.append(("wait", event.requested_s, time.perf_counter()))
+        flat = flatten(self.state)
+        snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {event.step}")
+        worker = threading.Thread(
+            target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{event.step}", daemon=True
+        )
+        worker.start()
         self._snapshot, self._worker = snapshot, worker
 
     def before_update(self) -> None:

@@ -201,18 +201,14 @@ class Checkmate(Checkpointer):
             life.stream.end()
         return part
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Close the iteration: send the side record, and on rank 0 what the update was. Copies only what is small."""
-        event = self._request(step)
-        try:
-            life = self._living()
-            if life.conductor.fenced is not None:
-                raise CheckpointError(life.conductor.fenced)
-            if life.stream.phase == "closed":
-                life.begin_empty()
-            self._close_iteration(life, event)
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
+        life = self._living()
+        if life.conductor.fenced is not None:
+            raise CheckpointError(life.conductor.fenced)
+        if life.stream.phase == "closed":
+            life.begin_empty()
+        self._close_iteration(life, event)
 
     def _close_unsaved(self) -> None:
         """The next iteration begins, and nobody saved this one."""

@@ -96,10 +96,9 @@ class DirectorySystem(Checkpointer):
         flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
         self._directories.prepare()
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Wait for the checkpoint before; then let the library copy the state and write it."""
-        event = self._request(step)
-        temporary = self._directories.temporary(step)
+        temporary = self._directories.temporary(event.step)
         try:
             self.drain()
             self._refuse_late()
@@ -118,9 +117,9 @@ class DirectorySystem(Checkpointer):
         except BaseException as error:
             cause = self._explained(error)
             self._directories.give_up(temporary)
-            if not isinstance(cause, Exception):
-                raise  # Ctrl-C and its like
-            self._fail(event, cause)  # a save never stops training: whatever went wrong is counted and logged
+            if cause is error or not isinstance(cause, Exception):
+                raise  # perhaps Ctrl-C and its like
+            raise cause from error
 
     def _commit(self, event: CheckpointEvent, temporary: Path) -> None:
         event.bytes_written = self._directories.commit(temporary, event.step)

@@ -176,24 +176,19 @@ class Gemini(Checkpointer):
                     raise CheckpointError(f"machine {machine} cannot begin: {why}")
             self._sequence = self._first_sequence = max(sequence for sequence, _ in told)
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Wait for the checkpoint before, then start the snapshot. With own peers all ranks save the same steps."""
-        event = self._request(step)
-        try:
-            kept = self._kept_by_all()
-            self.drain()
-            flat = flatten(self.state)
-            snapshot = HostSnapshot(flat, self._buffers_for(flat), f"gemini's snapshot of step {step}")
-            worker = threading.Thread(
-                target=self._send,
-                args=(snapshot, event, self._sequence, kept),
-                name=f"gemini-send-{step}",
-                daemon=True,
-            )
-            worker.start()
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
-            return
+        kept = self._kept_by_all()
+        self.drain()
+        flat = flatten(self.state)
+        snapshot = HostSnapshot(flat, self._buffers_for(flat), f"gemini's snapshot of step {event.step}")
+        worker = threading.Thread(
+            target=self._send,
+            args=(snapshot, event, self._sequence, kept),
+            name=f"gemini-send-{event.step}",
+            daemon=True,
+        )
+        worker.start()
         self._snapshot, self._worker = snapshot, worker
 
     def before_update(self) -> None:

@@ -121,15 +121,8 @@ class GPM(Checkpointer):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Store the state and make it durable; training goes on when it is."""
-        event = self._request(step)
-        try:
-            self._persist(event)
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
-
-    def _persist(self, event: CheckpointEvent) -> None:
         if self._store is None:
             raise CheckpointError(f"{self.directory}: not open; call start(state) first")
         flat = flatten(self.state)

@@ -242,21 +242,17 @@ class PCcheck(Checkpointer):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Take a place, copy at once what may change at once, and return."""
-        event = self._request(step)
         try:
-            against = None if self._job is None else self._job.admit(step)
+            against = None if self._job is None else self._job.admit(event.step)
         except CheckpointError as error:
             super()._fail(event, error)  # this call failed; the checkpoint of that step may go on
             return
         if against is not None:
             self._end_as(event, against)
             return
-        try:
-            self._begin(event)
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
+        self._begin(event)
 
     def _begin(self, event: CheckpointEvent) -> None:
         store = self._opened()

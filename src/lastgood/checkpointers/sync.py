@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
 from lastgood.state import apply_tree, flatten
 
@@ -42,14 +42,9 @@ class SyncCheckpointer(Checkpointer):
         flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
         self._files.prepare()
 
-    def save(self, step: int) -> None:
+    def _save(self, event: CheckpointEvent) -> None:
         """Write the state; training goes on when it is durable."""
-        event = self._request(step)
-        try:
-            event.bytes_written = self._files.write(step, plain_tree(dict(self.state)), event.phases)
-        except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
-            self._fail(event, error)
-            return
+        event.bytes_written = self._files.write(event.step, plain_tree(dict(self.state)), event.phases)
         event.copied_s = event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 

@@ -1,0 +1,124 @@
+"""Keeps saves and optimizer steps apart: in the midst of a step the state is one that training never has.
+
+A step in progress is known from its pre-hook on, by the frame that called the hook, until its post-hook. If the frame
+is on no thread's stack any more and the post-hook never came, the step was ended by an exception, and what it left is
+half updated, until a step of that optimizer ends in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from lastgood.errors import CheckpointError, WaitTimeout
+
+__all__ = ["UpdateSteps"]
+
+_LOOK_S = 0.05
+"""Between two looks at a step that another thread is in: one that ends by an exception tells nobody."""
+
+
+@dataclass
+class _Step:
+    optimizer: Any
+    frame: FrameType | None
+    """None once the step is known to be over."""
+
+
+class UpdateSteps:
+    """The optimizer steps that run now, and the save that runs now. Safe to use from threads and signal handlers."""
+
+    def __init__(self) -> None:
+        # Of a kind that one thread may take twice: a signal handler runs between any two of a thread's instructions.
+        self._changed = threading.Condition(threading.RLock())
+        self._steps: dict[int, _Step] = {}
+        """By the optimizer's id."""
+        self._saving: int | None = None
+        """The thread that is inside a save."""
+
+    def begin(self, optimizer: Any, timeout_s: float) -> None:
+        """Called by a step pre-hook, directly: a step begins once another thread's save has its copies.
+
+        Raises WaitTimeout.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._saving in (None, me), timeout_s):
+                raise WaitTimeout(f"waited {timeout_s:.0f} s in optimizer.step() for a save in another thread")
+            # The caller of the hook that called this.
+            self._steps[id(optimizer)] = _Step(optimizer, sys._getframe(2))
+
+    def end(self, optimizer: Any) -> None:
+        """Called by a step post-hook."""
+        with self._changed:
+            self._steps.pop(id(optimizer), None)
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def kept_out(self, timeout_s: float) -> Iterator[None]:
+        """While inside, no step of another thread begins. Waits for those that run in other threads.
+
+        Raises CheckpointError in a step of this thread (a signal handler, a hook), inside another save of this thread,
+        or after a step that an exception has ended; WaitTimeout.
+        """
+        me = threading.get_ident()
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if self._saving == me:
+                raise CheckpointError(
+                    "a save was asked for inside another save of the same thread (a signal handler?); set a flag "
+                    "there, and save when the loop's step is finished"
+                )
+            while self._saving is not None or self._runs(me):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    what = "another save" if self._saving is not None else "optimizer.step()"
+                    raise WaitTimeout(f"waited {timeout_s:.0f} s for {what} in another thread to end")
+                self._changed.wait(min(left, _LOOK_S))
+            self._saving = me
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._saving = None
+                self._changed.notify_all()
+
+    def _runs(self, me: int) -> bool:
+        """Whether another thread is in a step. Raises CheckpointError if this one is, or if a step was broken off."""
+        running = False
+        for step in self._steps.values():
+            threads = _threads_in(step)
+            kind = type(step.optimizer).__name__
+            if me in threads:
+                raise CheckpointError(
+                    f"a save was asked for inside {kind}.step() (by a signal handler or a hook?), where part of the "
+                    "weights is updated and part is not; set a flag there, and save when the step is finished"
+                )
+            if not threads:
+                step.frame = None  # it holds what the step held
+                raise CheckpointError(
+                    f"the last {kind}.step() was ended by an exception, so part of the weights may be updated and part "
+                    "not; saves work again after the next complete step"
+                )
+            running = True
+        return running
+
+
+def _threads_in(step: _Step) -> set[int]:
+    """The threads that have the step's frame on their stack."""
+    found: set[int] = set()
+    if step.frame is None:
+        return found
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None and frame is not step.frame:
+            frame = frame.f_back
+        if frame is not None:
+            found.add(thread)
+    return found
