@@ -10,13 +10,12 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES, Node
+from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
 
 if TYPE_CHECKING:
@@ -256,13 +255,15 @@ def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
         found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in "TAHR"]
         plain = {_join(path) for path, _ in found}
         taken = {_RESERVED}
+        numbers: dict[str, int] = {}  # so that as many paths of one text take no more time each
         tensors = []
         for path, node in found:
             wanted = name = _join(path)
-            number = 2
+            number = numbers.get(wanted, 2)
             while name in taken or (name in plain and name != wanted):
                 name = f"{wanted}#{number}"
                 number += 1
+            numbers[wanted] = number
             taken.add(name)
             tensors.append(_describe(name, path, node, layout))
     except _MALFORMED as error:
@@ -377,11 +378,10 @@ def _describe(name: str, path: _Path, node: Node, layout: Layout) -> NamedTensor
     part = _join(path[:1])
     if node[0] == "A":
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, np.dtype(dtype).itemsize, is_array=True)
+        width = numpy_dtype(dtype).itemsize
+        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, width, is_array=True)
     else:
-        kind = getattr(torch, dtype)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"{name}: {dtype} is not a dtype")
+        kind = dtype_named(dtype)
         strides = tuple(node[5])
         tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, kind.itemsize, shard=shard, owner=owner)
     if not all(type(number) is int and number >= 0 for number in (*shape, *tensor.stride)) or type(offset) is not int:

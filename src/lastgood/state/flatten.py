@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state.layout import LAYOUT_VERSION, RANKS_VERSION, Layout, Node
+from lastgood.state.layout_rules import MAX_DEPTH, MAX_DIMENSIONS, dtype_named, numpy_dtype
 from lastgood.state.shards import Shard, describe_shard, is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -82,6 +84,9 @@ def flatten(state: Mapping[str, Any], *, spread: bool = False) -> FlatState:
     or quantised tensors, devices other than CPU and CUDA, containers of unknown classes, containers that hold
     themselves).
     """
+    unnamed = [name for name in state if type(name) is not str]
+    if unnamed:
+        raise StateError(f"the entries of a state have names, texts, and one is called {unnamed[0]!r}")
     walker = _Walker(_updated_extents(state), spread)
     tree = walker.mapping(dict(state), "state")
     return walker.finish(tree)
@@ -216,6 +221,8 @@ class _Walker:
             return ["S", list(value)]
         if id(value) in self._open:
             raise StateError(f"{path}: a container holds itself; break the cycle before saving")
+        if len(self._open) == MAX_DEPTH:
+            raise StateError(f"{path}: containers lie more than {MAX_DEPTH} deep in each other; flatten them")
         self._open.add(id(value))
         try:
             return self._container(value, path)
@@ -258,6 +265,10 @@ class _Walker:
             raise StateError(
                 f"{path}: a tensor with layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device} has no plain "
                 "bytes; store its dense parts"
+            )
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise StateError(
+                f"{path}: a tensor of {tensor.dim()} dimensions; torch copies none beyond {MAX_DIMENSIONS}"
             )
         tensor = tensor.resolve_conj().resolve_neg()
         node: Node = ["T", -1, 0, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
@@ -384,7 +395,10 @@ class _Builder:
         return self.node(node)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return _dtype_named(name)
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is not a dtype")
+        return dtype
 
     def _device(self, text: str) -> torch.device:
         return torch.device(text)
@@ -409,12 +423,15 @@ class _Builder:
         return given
 
     def _array(self, block: int, offset: int, descr: str, shape: list[int]) -> np.ndarray:
-        if 0 in shape:
-            return np.empty(shape, dtype=np.dtype(descr))
-        return self._block(block).numpy()[offset:].view(np.dtype(descr)).reshape(shape).copy()
+        kind = numpy_dtype(descr)
+        nbytes = math.prod(shape) * kind.itemsize
+        if not nbytes:
+            return np.empty(shape, dtype=kind)
+        return self._block(block).numpy()[offset : offset + nbytes].view(kind).reshape(shape).copy()
 
     def _numpy_scalar(self, descr: str, digits: str) -> Any:
-        return np.frombuffer(bytes.fromhex(digits), dtype=np.dtype(descr))[0]
+        kind = numpy_dtype(descr)
+        return np.frombuffer(bytes.fromhex(digits), dtype=kind)[0] if kind.itemsize else np.empty((), dtype=kind)[()]
 
     def _block(self, number: int) -> torch.Tensor:
         return _block_of(self._blocks, number)
@@ -424,7 +441,7 @@ def tensor_over(
     blocks: Sequence[torch.Tensor], block: int, offset: int, dtype: str, shape: list[int], stride: list[int]
 ) -> torch.Tensor:
     """The tensor that a T node describes, over its block. Raises ValueError where it does not lie inside."""
-    kind = _dtype_named(dtype)
+    kind = dtype_named(dtype)
     if 0 in shape:
         return torch.empty_strided(shape, stride, dtype=kind)
     source = _block_of(blocks, block)
@@ -442,13 +459,6 @@ def _block_of(blocks: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     if not 0 <= number < len(blocks):
         raise ValueError(f"block {number} of {len(blocks)}")
     return blocks[number]
-
-
-def _dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is not a dtype")
-    return dtype
 
 
 _TAG_NAMES = {

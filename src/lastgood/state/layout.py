@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
+from lastgood.state.layout_rules import MAX_NUMBER, check_tree_of_layout
 
 __all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node"]
 
@@ -104,6 +105,7 @@ class Layout:
     def from_json(cls, text: bytes, where: str) -> Layout:
         """Read what `to_json` wrote; `where` names the file in errors.
 
+        What comes back holds the rules of `lastgood.state.layout_rules`, so that its readers need not check them again.
         Raises MismatchError for another version, CorruptCheckpoint for anything that is not a layout.
         """
         if len(text) > MAX_LAYOUT_BYTES:
@@ -121,8 +123,14 @@ class Layout:
             tree = document["tree"]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
-        if not all(isinstance(size, int) and size > 0 for size in sizes) or not isinstance(deferred, int):
+        if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) > MAX_NUMBER:
             raise CorruptCheckpoint(f"{where}: the layout holds block sizes that are not positive integers")
+        if type(version) is not int or type(deferred) is not int or not 0 <= deferred <= len(sizes):
+            raise CorruptCheckpoint(f"{where}: of {len(sizes)} blocks, {deferred!r:.40} are deferred")
+        try:
+            check_tree_of_layout(tree, sizes, of_ranks=version == RANKS_VERSION)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error}") from error
         return cls(tree, sizes, deferred, version)
 
     def digest(self) -> bytes:

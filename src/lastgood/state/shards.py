@@ -24,6 +24,12 @@ else:
 
 __all__ = ["Placement", "Runs", "Shard", "describe_shard", "is_sharded", "local_part", "runs_of", "same_place", "wrap"]
 
+MAX_BOXES = 1 << 16
+"""Of one part: the product of the numbers of its runs."""
+_MAX_NUMBER = 1 << 62
+_PLACEMENTS = {"S": 2, "Z": 3, "R": 1}
+"""How many items a placement of each kind has in a layout."""
+
 Placement = tuple[Any, ...]
 """``("S", dim)`` is torch's Shard, ``("Z", dim, split_factor)`` its _StridedShard, ``("R",)`` Replicate."""
 Runs = tuple[tuple[tuple[int, int], ...], ...]
@@ -54,7 +60,10 @@ class Shard:
 
     @classmethod
     def from_node(cls, fields: Sequence[Any], local_shape: Sequence[int]) -> Shard:
-        """Read what `node` gave. Raises ValueError or TypeError for what cannot be."""
+        """Read what `node` gave. Raises ValueError or TypeError for what cannot be.
+
+        The runs of a dimension come in ascending order and share no index.
+        """
         shape, stride, mesh_shape, names, placements, runs = fields
         found = cls(
             tuple(shape),
@@ -65,16 +74,41 @@ class Shard:
             tuple(tuple((start, length) for start, length in dimension) for dimension in runs),
         )
         numbers = (*found.shape, *found.stride, *found.mesh_shape, *(n for d in found.runs for run in d for n in run))
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"sizes and places must be integers that are not negative: {fields}")
+        if not all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers):
+            raise ValueError(f"sizes and places must be integers that are not negative: {fields!r:.200}")
         if len(found.runs) != len(found.shape) or len(found.stride) != len(found.shape):
             raise ValueError(f"{len(found.shape)} dimensions, {len(found.runs)} of them with runs")
+        if math.prod(max(1, size) for size in found.shape) > _MAX_NUMBER:
+            raise ValueError(f"a tensor of sizes {found.shape}")
         for size, dimension in zip(found.shape, found.runs, strict=True):
-            if any(start + length > size for start, length in dimension):
-                raise ValueError(f"runs {dimension} reach outside of a dimension of {size}")
+            reached = 0
+            for start, length in dimension:
+                if start < reached or not length or start + length > size:
+                    raise ValueError(
+                        f"runs {dimension!r:.80} of a dimension of {size} are empty, out of order or outside of it"
+                    )
+                reached = start + length
+        if math.prod(map(len, found.runs)) > MAX_BOXES:
+            raise ValueError(f"a part of more than {MAX_BOXES} boxes")
+        found._check_spread()
         if not _fits(found.runs, local_shape):
-            raise ValueError(f"a local part of shape {tuple(local_shape)} does not cover {found.runs}")
+            raise ValueError(f"a local part of shape {tuple(local_shape)} does not cover {found.runs!r:.200}")
         return found
+
+    def _check_spread(self) -> None:
+        """Mesh, names and placements belong together."""
+        names = self.mesh_names
+        if names is not None and (len(names) != len(self.mesh_shape) or not all(type(name) is str for name in names)):
+            raise ValueError(f"names {names!r:.80} of a mesh of {self.mesh_shape}")
+        if len(self.placements) != len(self.mesh_shape):
+            raise ValueError(f"{len(self.placements)} placements on a mesh of {len(self.mesh_shape)} dimensions")
+        for placement in self.placements:
+            length = _PLACEMENTS.get(placement[0]) if placement and type(placement[0]) is str else None
+            numbers = placement[1:]
+            if len(placement) != length or not all(type(number) is int for number in numbers):
+                raise ValueError(f"placement {placement!r:.80} is unknown")
+            if (numbers and not 0 <= numbers[0] < len(self.shape)) or (len(numbers) > 1 and numbers[1] < 1):
+                raise ValueError(f"placement {placement!r:.80} of a tensor of {len(self.shape)} dimensions")
 
 
 def is_sharded(value: Any) -> bool:
@@ -113,6 +147,8 @@ def describe_shard(tensor: Any, path: str) -> Shard:
             f"{tuple(mesh.shape)} gives {tuple(sum(length for _, length in runs_) for runs_ in runs)} here; make it "
             "with distribute_tensor or fully_shard"
         )
+    if math.prod(map(len, runs)) > MAX_BOXES:
+        raise StateError(f"{path}: its part here is made of more than {MAX_BOXES} boxes; spread it in another way")
     names = mesh.mesh_dim_names
     return Shard(
         shape, tuple(tensor.stride()), tuple(mesh.shape), None if names is None else tuple(names), placements, runs
