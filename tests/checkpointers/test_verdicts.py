@@ -148,6 +148,40 @@ def test_a_poisonous_checkpoint_cannot_loop_for_ever(tmp_path):
     assert life.step_number == 3
 
 
+@pytest.mark.parametrize("limit", [1, 3, 5])
+def test_a_training_that_fails_whatever_it_begins_with_ends(tmp_path, limit):
+    """A fall back to an older step writes the newer one anew, which is no progress."""
+    life = Life(tmp_path)
+    life.steps(None, None)
+    life.killed()
+    begun = []
+    with pytest.raises(NoGoodCheckpoint, match=rf"{limit} restarts from step 2 failed.*{limit} restarts from step 1"):
+        while len(begun) < 30:
+            life = Life(tmp_path, max_failed_restarts=limit)
+            begun.append(life.step_number)
+            if life.step_number == 1:
+                life.steps(None)
+            life.killed()
+    assert begun == [2] * limit + [1] * limit
+
+
+def test_a_step_never_reached_before_is_progress_again(tmp_path):
+    life = Life(tmp_path)
+    life.steps(None, None)
+    life.killed()
+    for _ in range(2):
+        Life(tmp_path, max_failed_restarts=2).killed()
+    life = Life(tmp_path, max_failed_restarts=2)
+    life.steps(None)
+    assert VerdictBook(tmp_path).restarts, "step 2 was there before"
+    life.steps(None)
+    assert not VerdictBook(tmp_path).restarts
+    life.killed()
+    again = Life(tmp_path, max_failed_restarts=2)
+    assert again.step_number == 3
+    again.killed()
+
+
 def test_a_life_that_ends_in_order_is_no_failure(tmp_path):
     life = Life(tmp_path)
     life.steps(None)
@@ -192,7 +226,7 @@ def test_an_uncaught_error_counts_as_a_failed_restart(tmp_path):
         )
         assert done.returncode == 1, done.stderr
         book = VerdictBook(tmp_path)
-        assert list(book.restarts.values()) == ([slow_life] if slow_life else [])
+        assert list(book.restarts.values()) == ([(1, slow_life)] if slow_life else [])
 
 
 def test_a_checkpoint_that_failed_cannot_be_judged(tmp_path):

@@ -86,9 +86,31 @@ def test_restarts_are_forgotten_when_all_ranks_got_on(tmp_path: Path) -> None:
         first = of_step(store, 1)
         store.count_restart(first)
         save(store, 2, NBYTES)
-        assert store.book().restarts == {first.sequence: 1}, "one rank alone"
+        assert store.book().restarts == {first.sequence: (1, 1)}, "one rank alone"
         store.confirm(of_step(store, 2))
         assert store.book().restarts == {}
+
+
+def test_a_step_that_was_reached_before_is_no_progress(tmp_path: Path) -> None:
+    """Of several ranks as well; until there is some, what the life began at stays."""
+    with shared_store(tmp_path, keep=2) as store:
+        for step in (5, 10):
+            save(store, step, NBYTES)
+            store.confirm(of_step(store, step))
+    with open_store(tmp_path, rank=1, world_size=3, slots=4, keep=2) as store:
+        origin = of_step(store, 5)
+        store.share(8, [info.sequence for info in store.committed()], 12)
+        store.count_restart(origin)
+        for step in (10, 11, 12):
+            save(store, step, NBYTES)
+            store.confirm(of_step(store, step))
+            assert store.book().restarts == {origin.sequence: (5, 1)}
+            assert origin in store.committed()
+        save(store, 13, NBYTES)
+        store.confirm(of_step(store, 13))
+        assert (store.book().restarts, store.book().reached) == ({}, 13)
+        save(store, 14, NBYTES)
+        assert origin not in store.committed()
 
 
 def test_what_was_not_of_all_is_dropped_at_the_beginning(tmp_path: Path) -> None:

@@ -19,14 +19,32 @@ def test_round_trip(tmp_path: Path) -> None:
     assert not book.is_bad(3) and book.highest_sequence == -1
     book.judge(3, Verdict(30, ok=False, reason="ä" * 600))
     book.judge(4, Verdict(40, ok=True))
-    assert [book.count_restart(9) for _ in range(3)] == [0, 1, 2]
+    assert [book.count_restart(9, 90, 90) for _ in range(3)] == [0, 1, 2]
     again = VerdictBook(tmp_path)
     assert again.verdicts == book.verdicts and again.verdicts[4] == Verdict(40, True)
     assert set(again.verdicts[3].reason) == {"ä"} and 50 < len(again.verdicts[3].reason) < 600
-    assert (again.restarts, again.highest_sequence) == ({9: 3}, 9)
+    assert (again.restarts, again.reached, again.highest_sequence) == ({9: (90, 3)}, 90, 9)
     assert again.is_bad(3) and not again.is_bad(4)
-    again.forget_restarts()
-    assert VerdictBook(tmp_path).restarts == {}
+    again.forget_restarts(100)
+    forgotten = VerdictBook(tmp_path)
+    assert (forgotten.restarts, forgotten.reached) == ({}, 100)
+
+
+def test_restarts_are_those_of_a_step(tmp_path: Path) -> None:
+    """Also those of a checkpoint that was written anew, under another sequence."""
+    book = VerdictBook(tmp_path)
+    assert [book.count_restart(1, 10, 10), book.count_restart(1, 10, 10), book.count_restart(5, 10, 7)] == [0, 1, 2]
+    assert (book.failed_restarts(5, 10), book.failed_restarts(8, 10), book.failed_restarts(8, 11)) == (3, 3, 0)
+    assert book.reached == 10, "it never falls"
+
+
+def test_a_file_from_before_steps_were_counted_is_read(tmp_path: Path) -> None:
+    old = {"format": "lastgood-verdicts", "version": 1, "verdicts": [], "restarts": [{"sequence": 4, "count": 2}]}
+    (tmp_path / "verdicts.json").write_bytes(fmt.seal_json(old))
+    book = VerdictBook(tmp_path)
+    assert (book.failed_restarts(4, 10), book.failed_restarts(5, 10), book.reached) == (2, 0, -1)
+    assert book.count_restart(4, 10, 20) == 2
+    assert VerdictBook(tmp_path).restarts == {4: (10, 3)}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +97,7 @@ def test_entries_are_bounded(tmp_path: Path) -> None:
     longest = book.verdicts[1].reason
     assert longest
     book.verdicts = {number: Verdict(number, ok=False, reason=longest) for number in range(2000)}
-    book.restarts = {number: number for number in range(2000)}
+    book.restarts = {number: verdicts.Restarts(number, number) for number in range(2000)}
     book.judge(2000, Verdict(2000, ok=False))
     again = VerdictBook(tmp_path)
     assert sorted(again.verdicts) == list(range(2001 - 1024, 2001))

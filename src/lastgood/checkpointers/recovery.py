@@ -97,7 +97,7 @@ class Recovery:
             if step is None and good_only and book.is_bad(info.sequence):
                 refused.append(f"step {info.step} is judged bad ({book.verdicts[info.sequence].reason or 'no reason'})")
                 continue
-            failed = book.restarts.get(info.sequence, 0)
+            failed = book.failed_restarts(info.sequence, info.step)
             if step is None and max_failed_restarts is not None and failed >= max_failed_restarts:
                 refused.append(f"{failed} restarts from step {info.step} failed")
                 _log.warning("%s: %s; taking the checkpoint before it", self.directory, refused[-1])

@@ -54,7 +54,10 @@ class KeptSlots(SlotView, ABC):
         self._everywhere: set[int] | None = None
         """Sequences of what all ranks of the job are known to hold; None for a job of one rank."""
         self._newest_marked = -1
-        self._newest_at_opening = -1
+        self._reached = -1
+        """The highest step that an earlier life of the job had a checkpoint of."""
+        self._origin: int | None = None
+        """Sequence of the checkpoint that this life began at, until it has got further than any before it."""
 
     @abstractmethod
     def newest_sequence(self) -> int:
@@ -75,7 +78,7 @@ class KeptSlots(SlotView, ABC):
 
     def _kept(self) -> set[int]:
         """Sequences of the checkpoints that stay: the newest good one first of all."""
-        return kept_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere)
+        return kept_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere, self._origin)
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
@@ -93,24 +96,39 @@ class KeptSlots(SlotView, ABC):
                 self._changed.notify_all()
 
     def count_restart(self, info: SlotInfo) -> int:
-        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError."""
+        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError.
+
+        Until this life has a checkpoint of a higher step than any before it, that one stays: what comes in between has
+        failed already.
+        """
+        with self._changed:
+            self._origin = info.sequence
         with self._writing_the_book():
-            return self._book.count_restart(info.sequence)
+            return self._book.count_restart(info.sequence, info.step, self._reached)
 
     def forget_restarts(self) -> None:
         """Training got on, or ended in order. Raises StorageError."""
+        with self._changed:
+            self._origin = None
+            reached = max([self._reached, *(info.step for info in self.everywhere())])
         if self._book.restarts:
             with self._writing_the_book():
-                self._book.forget_restarts()
+                self._book.forget_restarts(reached)
+
+    def _got_on(self) -> bool:
+        """Whether this life has a checkpoint of a higher step than all before it. Of several ranks, one of all."""
+        with self._changed:
+            mine = [info for info in self.everywhere() if info.incarnation == self.incarnation]
+            return any(info.step > self._reached for info in mine)
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
-    def share(self, incarnation: int, everywhere: Collection[int]) -> None:
+    def share(self, incarnation: int, everywhere: Collection[int], reached: int = -1) -> None:
         """From now on a checkpoint counts once `confirm` says that all ranks hold it; call it before the first `begin`.
 
         `everywhere` are the sequences of which that is known; all others are dropped. The store's life has the number
-        `incarnation`, which all ranks agree on. Until a newer one is confirmed, a confirmed checkpoint stays, and so do
-        all newer ones. Raises StorageError.
+        `incarnation`, and `reached` is the highest step that all ranks ever held; they agree on both. Until a newer
+        checkpoint is confirmed, a confirmed one stays, and so do all newer ones. Raises StorageError.
         """
         known = [info for info in self.committed() if info.sequence in everywhere]
         if known:
@@ -118,6 +136,7 @@ class KeptSlots(SlotView, ABC):
         with self._changed:
             self.incarnation = incarnation
             self._everywhere = set(everywhere)
+            self._reached = max([reached, *(info.step for info in known)])
             for slot in self._all:
                 if slot.info is not None and slot.info.sequence not in everywhere:
                     slot.info = None

@@ -267,8 +267,7 @@ class SlotStore(KeptSlots):
     def settle(self) -> None:
         """Called after a commit; trouble is only logged, since that checkpoint is durable and begin() will meet it."""
         try:
-            # Of several ranks, one alone has not got on.
-            if self._everywhere is None or self._newest_marked > self._newest_at_opening:
+            if self._got_on():
                 self.forget_restarts()
             self._settle()
         except CheckpointError as error:
@@ -301,7 +300,7 @@ class SlotStore(KeptSlots):
         self._next_sequence = max(highest, self._book.highest_sequence) + 1
         whole = {info.slot: info for info in reader.newest_first(statuses)}
         self._newest = max((info.sequence for info in whole.values()), default=-1)
-        self._newest_at_opening = highest
+        self._reached = max([self._book.reached, *(info.step for info in whole.values())])
         self._all = [
             Slot(status.slot, status.path, status.file_bytes, status.header_ok, whole.get(status.slot))
             for status in statuses

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastgood.errors import MismatchError
 from lastgood.storage import format as fmt
 from lastgood.storage.files import storage_error, write_atomically
 
-__all__ = ["VERDICT_FILE", "Verdict", "VerdictBook"]
+__all__ = ["VERDICT_FILE", "Restarts", "Verdict", "VerdictBook"]
 
 log = logging.getLogger("lastgood.storage")
 
@@ -38,14 +38,24 @@ class Verdict:
     reason: str = ""
 
 
+class Restarts(NamedTuple):
+    """Lives that began at a checkpoint of `step` (-1: a file of an older version does not say) and got no further."""
+
+    step: int
+    lives: int
+
+
 class VerdictBook:
     """The verdicts and restart counts of one directory. Read at once; written whole, durably, by the lock's holder."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / VERDICT_FILE
         self.verdicts: dict[int, Verdict] = {}
-        self.restarts: dict[int, int] = {}
-        """By sequence: lives that began there and brought no newer checkpoint."""
+        self.restarts: dict[int, Restarts] = {}
+        """By sequence: lives that began there, since training last got further than ever before."""
+        self.reached = -1
+        """The highest step that had a checkpoint when a restart was last counted: a life that writes it anew, coming
+        from an older one, has not got on."""
         self._read()
 
     def is_bad(self, sequence: int) -> bool:
@@ -58,15 +68,26 @@ class VerdictBook:
         reason = _cut(verdict.reason)
         self._write({**self.verdicts, sequence: Verdict(verdict.step, verdict.ok, reason)}, self.restarts)
 
-    def count_restart(self, sequence: int) -> int:
-        """One more life begins at this checkpoint: returns how many there were before it. Durable at return."""
-        before = self.restarts.get(sequence, 0)
-        self._write(self.verdicts, {**self.restarts, sequence: before + 1})
+    def failed_restarts(self, sequence: int, step: int) -> int:
+        """How many lives began at this checkpoint, or at another one of its step, and got no further."""
+        return max(
+            (one.lives for number, one in self.restarts.items() if number == sequence or one.step == step), default=0
+        )
+
+    def count_restart(self, sequence: int, step: int, reached: int) -> int:
+        """One more life begins at this checkpoint: returns how many there were before it. Durable at return.
+
+        `reached` is the highest step that any life of this job had a checkpoint of.
+        """
+        before = self.failed_restarts(sequence, step)
+        self.reached = max(self.reached, reached)
+        self._write(self.verdicts, {**self.restarts, sequence: Restarts(step, before + 1)})
         return before
 
-    def forget_restarts(self) -> None:
-        """Training got on: no checkpoint failed it. Writes only where something was counted."""
+    def forget_restarts(self, reached: int) -> None:
+        """Training got on, to a checkpoint of step `reached`: none failed it. Writes only if something was counted."""
         if self.restarts:
+            self.reached = max(self.reached, reached)
             self._write(self.verdicts, {})
 
     @property
@@ -94,13 +115,17 @@ class VerdictBook:
                 int(entry["sequence"]): Verdict(int(entry["step"]), bool(entry["ok"]), str(entry["reason"]))
                 for entry in described["verdicts"]
             }
-            self.restarts = {int(entry["sequence"]): int(entry["count"]) for entry in described["restarts"]}
+            self.restarts = {
+                int(entry["sequence"]): Restarts(int(entry.get("step", -1)), int(entry["count"]))
+                for entry in described["restarts"]
+            }
+            self.reached = int(described.get("reached", -1))
         except fmt.OtherVersionError as error:
             raise MismatchError(f"{self.path}: {error}") from error
         except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
             log.warning("%s is damaged (%s): no verdict on any checkpoint is known", self.path, error)
 
-    def _write(self, verdicts: dict[int, Verdict], restarts: dict[int, int]) -> None:
+    def _write(self, verdicts: dict[int, Verdict], restarts: dict[int, Restarts]) -> None:
         # What is known holds in this process even if the disk refuses to take it; the next write tries again.
         self.verdicts, self.restarts = verdicts, restarts = _newest(verdicts), _newest(restarts)
         described: dict[str, Any] = {
@@ -110,7 +135,11 @@ class VerdictBook:
                 {"sequence": sequence, "step": verdict.step, "ok": verdict.ok, "reason": verdict.reason}
                 for sequence, verdict in sorted(verdicts.items())
             ],
-            "restarts": [{"sequence": sequence, "count": count} for sequence, count in sorted(restarts.items())],
+            "restarts": [
+                {"sequence": sequence, "step": one.step, "count": one.lives}
+                for sequence, one in sorted(restarts.items())
+            ],
+            "reached": self.reached,
         }
         try:
             write_atomically(self.path, fmt.seal_json(described))

@@ -262,6 +262,28 @@ def test_verdicts_and_failed_restarts_count_for_all_ranks(make_job):
     assert job.start(max_failed_restarts=2) == 2
 
 
+def test_ranks_that_fail_whatever_they_begin_with_end_together(make_job):
+    """A step that was reached before and is written anew is no progress, on no rank."""
+    job = make_job()
+    job.start()
+    for _ in range(2):
+        job.save_durably()
+    job.kill()
+    begun = []
+    for _ in range(4):
+        begun.append(job.start(max_failed_restarts=2))
+        if begun[-1] == 1:
+            job.save_durably()
+        job.kill()
+    assert begun == [2, 2, 1, 1]
+    job.fork()
+    for number, rank in enumerate(job.ranks):
+        rank.begin("attach", str(job.directory), number, **job.options(number, max_failed_restarts=2))
+    for rank in job.ranks:
+        with pytest.raises(Refused, match="NoGoodCheckpoint: 2 restarts from step 2 failed; 2 restarts from step"):
+            rank.result("attach")
+
+
 def test_directories_that_do_not_belong_together_are_refused(make_job, tmp_path):
     job = make_job()
     job.start()

@@ -338,6 +338,7 @@ class Coordinator:
             choice=self._candidates[0],
             common=[identity for identity in self._beginning.common if identity not in self._unreadable],
             bad=[[*identity, short_reason(why)] for identity, why in self._beginning.bad.items()],
+            reached=self._beginning.reached,
         )
 
     def _read(self, seat: _Seat, message: dict[str, Any]) -> None:

@@ -93,6 +93,8 @@ class Report:
     mark: Identity | None = None
     """The newest checkpoint that this rank knew all ranks to hold."""
     wanted: Wanted = Wanted()
+    reached: int = -1
+    """The highest step that this rank knew all ranks to hold, in any life."""
 
     def __str__(self) -> str:
         """For messages."""
@@ -114,6 +116,8 @@ class Beginning:
     """Of the common ones, those that any rank judged bad, and why."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
+    reached: int = -1
+    """The highest step that all ranks ever held, in any life."""
 
 
 def begin(reports: Sequence[Report]) -> Beginning:
@@ -146,7 +150,8 @@ def begin(reports: Sequence[Report]) -> Beginning:
         notes += _refuse_old(reports, common)
     bad = _bad(reports, common)
     candidates = _candidates(reports, common, bad, notes) if first.wanted.restore else []
-    return Beginning(job_id, incarnation, tuple(candidates), tuple(common), bad, tuple(notes))
+    reached = max([*(report.reached for report in reports), *(step for _, step in common)])
+    return Beginning(job_id, incarnation, tuple(candidates), tuple(common), bad, tuple(notes), reached)
 
 
 def _common(reports: Sequence[Report]) -> list[Identity]:

@@ -152,6 +152,7 @@ class JobOfRanks:
         damaged: list[str] = []
         highest = (0, 0)
         mark = None
+        reached = -1
         if self.directory.is_dir():
             view = SlotStore.peek(self.directory)
             if view.held:
@@ -166,7 +167,7 @@ class JobOfRanks:
                     info.step,
                     book.is_bad(info.sequence),
                     book.verdicts[info.sequence].reason if book.is_bad(info.sequence) else "",
-                    book.restarts.get(info.sequence, 0),
+                    book.failed_restarts(info.sequence, info.step),
                 )
                 for info in newest_first(statuses)
             )
@@ -179,6 +180,7 @@ class JobOfRanks:
                     damaged.append(f"{status.path.name}: {status.detail}")
             found = view.mark()
             mark = None if found is None else (found.incarnation, found.step)
+            reached = max(book.reached, -1 if found is None else found.step)
         return Report(
             settings.rank,
             settings.world_size,
@@ -190,6 +192,7 @@ class JobOfRanks:
             tuple(damaged),
             mark,
             wanted,
+            reached,
         )
 
     def _check_unchanged(self, store: SlotStore, report: Report) -> None:
@@ -211,7 +214,7 @@ class JobOfRanks:
             why = offer.bad.get((info.incarnation, info.step))
             if why is not None and not book.is_bad(info.sequence):
                 store.judge(info.sequence, Verdict(info.step, False, why))
-        store.share(offer.incarnation, sequences)
+        store.share(offer.incarnation, sequences, offer.reached)
 
     # -- a checkpoint ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from lastgood.checkpointers.agreement.channel import Channel, close_in_forks, open_channel, whole_number
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, failure_class
-from lastgood.checkpointers.agreement.words import cut, identity_of, said_report
+from lastgood.checkpointers.agreement.words import cut, identity_of, reached_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 
 __all__ = ["Address", "Member", "Offer"]
@@ -55,6 +55,8 @@ class Offer:
     choice: Identity | None
     common: tuple[Identity, ...]
     bad: dict[Identity, str]
+    reached: int
+    """The highest step that all ranks ever held; -1 if there is none."""
 
 
 class Member:
@@ -383,6 +385,7 @@ def _offer_of(message: dict[str, Any]) -> Offer:
             choice=None if message["choice"] is None else identity_of(message["choice"]),
             common=tuple(identity_of(one) for one in message["common"]),
             bad={identity_of(one): cut(one[2], 100) for one in message["bad"]},
+            reached=reached_of(message),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CorruptCheckpoint(f"an offer that cannot be read: {error!r:.200}") from error

@@ -10,7 +10,7 @@ from lastgood.checkpointers.agreement.decide import Held, Identity, Report, Want
 from lastgood.errors import CorruptCheckpoint
 from lastgood.storage.format import JOB_ID_BYTES, MAX_WORLD_SIZE
 
-__all__ = ["cut", "identity_of", "report_of", "said_report", "short_reason"]
+__all__ = ["cut", "identity_of", "reached_of", "report_of", "said_report", "short_reason"]
 
 _MOST_TEXT = 300
 _MOST_HELD = 160
@@ -54,6 +54,11 @@ def identity_of(value: object) -> Identity:
     raise CorruptCheckpoint(f"{value!r:.80} names no checkpoint")
 
 
+def reached_of(message: dict[str, Any]) -> int:
+    """The highest step that was ever reached, or -1. Raises CorruptCheckpoint."""
+    return -1 if message.get("reached") == -1 else whole_number(message, "reached")
+
+
 def report_of(message: dict[str, Any]) -> Report:
     """Read a report. Raises CorruptCheckpoint."""
     try:
@@ -78,6 +83,7 @@ def report_of(message: dict[str, Any]) -> Report:
             damaged=tuple(cut(text, _DAMAGED_LETTERS) for text in message["damaged"][:_MOST_DAMAGED]),
             mark=None if message["mark"] is None else identity_of(message["mark"]),
             wanted=Wanted(bool(wanted["restore"]), step, bool(wanted["good_only"]), limit),
+            reached=reached_of(message),
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CorruptCheckpoint(f"a report that cannot be read: {error!r:.200}") from error
