@@ -243,7 +243,9 @@ def test_files_of_torch_save_still_load(tmp_path, engine):
     found = engine().load(str(tmp_path / "own.pt"))
     assert torch.equal(found["x"], torch.ones(3)) and found["args"] == argparse.Namespace(a=1)
     torch.save({"x": Path("evil")}, tmp_path / "foreign.pt")
-    with pytest.raises(MismatchError, match=r"foreign.pt: not a file of Lastgood, and torch's allow-list refuses it"):
+    with pytest.raises(
+        MismatchError, match=r"foreign.pt: not a file of Lastgood, and the allow-list refuses 'pathlib.*PosixPath'"
+    ):
         engine().load(str(tmp_path / "foreign.pt"))
     (tmp_path / "broken.pt").write_bytes(b"PK\3\4 and so on")
     with pytest.raises((CorruptCheckpoint, MismatchError), match=r"broken.pt"):
@@ -340,7 +342,7 @@ def test_a_class_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(deepspeed_objects._PLAIN_OBJECTS, "no_such_module.Thing", "no_such_module")
     with pytest.raises(MismatchError, match=r"holds a no_such_module.Thing, which is not in what is installed"):
         decode_objects({"lastgood.object": "no_such_module.Thing", "attributes": {}}, "a file")
-    assert argparse.Namespace in deepspeed_objects.listed_classes()
+    assert ("argparse", "Namespace") in deepspeed_objects.listed_classes()
 
 
 def test_commit_of_what_was_never_begun_is_refused(tmp_path, engine):

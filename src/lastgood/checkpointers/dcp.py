@@ -17,6 +17,7 @@ from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import BaseOptions, CheckpointEvent
+from lastgood.checkpointers.dcp_reader import StoredTensors
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
 from lastgood.errors import CheckpointError, ConfigError
@@ -139,9 +140,7 @@ class TorchDCP(DirectorySystem):
         }
 
     def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
-        from lastgood.checkpointers.dcp_torch import StoredTensors
-
-        stored = StoredTensors(checkpoint)
+        stored = StoredTensors(checkpoint, nbytes)
         return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
 
 

@@ -1,9 +1,9 @@
-"""Lastgood's writer and reader for torch.distributed.checkpoint. Imports torch; the checkpointer imports it at work.
+"""Lastgood's writer for torch.distributed.checkpoint. Imports torch; the checkpointer imports it at work.
 
 What DCP's FileSystemWriter leaves out, in torch 2.9 to 2.14, and this one adds: an error in any but the first of its
 threads fails the save (DCP prints it and commits the rest); the file is flushed before it is synced (DCP up to 2.11
-syncs first, and the last bytes reach the disk later); a manifest with lengths and checksums. DCP's ``.metadata`` is a
-pickle; it is read through an allow-list.
+syncs first, and the last bytes reach the disk later); a manifest with lengths and checksums. What it writes is
+read by dcp_reader.py.
 """
 
 from __future__ import annotations
@@ -11,29 +11,26 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lastgood import _native
 from lastgood.checkpointers.directories import MANIFEST, manifest_text
-from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
+from lastgood.errors import StorageError
 from lastgood.storage.files import storage_error
 
-__all__ = ["KeptStager", "ManifestWriter", "StoredTensors", "first_cause"]
+__all__ = ["KeptStager", "ManifestWriter", "first_cause"]
 
 # Each process saves a state of its own here, and DCP's threads would say each time that this is so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -177,96 +174,6 @@ class ManifestWriter(FileSystemWriter):
     def _raise_failure(self) -> None:
         if self._files.failures:
             raise self._files.failures[0]
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds DCP's metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if metadata is made of it."""
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of DCP's metadata; nothing of it was run")
-        return super().find_class(module, name)
-
-
-class _SafeReader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, through the allow-list."""
-        del args, kwargs
-        with Path(self.path, ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise pickle.UnpicklingError(f"{info.relative_path!r} is no file beside the metadata")
-        return metadata
-
-
-class StoredTensors:
-    """The tensors of one DCP checkpoint. Raises CorruptCheckpoint for what cannot be read."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-        self._reader = _SafeReader(checkpoint)
-        try:
-            self._known = self._reader.read_metadata().state_dict_metadata
-        except Exception as error:  # whatever the bytes provoke in the unpickler
-            raise self._unreadable(error) from error
-
-    def elements(self, name: str) -> int:
-        """The number of a tensor's elements, as the metadata has it."""
-        return self._entry(name).size.numel()
-
-    def load(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read tensors by name into `targets`, on the CPU. Raises MismatchError for another dtype or shape."""
-        for name, target in targets.items():
-            entry = self._entry(name)
-            if entry.properties.dtype != target.dtype or entry.size != target.shape:
-                raise MismatchError(
-                    f"{self._checkpoint}: {name} is {entry.properties.dtype} {tuple(entry.size)} in DCP's metadata, "
-                    f"and {target.dtype} {tuple(target.shape)} in the layout"
-                )
-        try:
-            load(dict(targets), storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            raise self._unreadable(first_cause(error)) from error
-
-    def _entry(self, name: str) -> TensorStorageMetadata:
-        entry = self._known.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CorruptCheckpoint(f"{self._checkpoint}: holds no tensor {name}")
-        return entry
-
-    def _unreadable(self, error: BaseException) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self._checkpoint}: cannot be read: {type(error).__name__}: {error}")
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ import shutil
 import threading
 import time
 import warnings
-import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
 from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layout
+from lastgood.checkpointers.torch_archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
-from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, StateError, StorageError
+from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.storage.files import storage_error, sync_directory
 from lastgood.units import MIB, format_bytes
@@ -160,8 +160,7 @@ def load_exported(path: Path | str) -> dict[str, Any]:
     except OSError as error:
         hint = "; read a directory of torch.distributed.checkpoint with torch" if path.is_dir() else ""
         raise StorageError(f"{storage_error(error, path, 'reading')}{hint}") from error
-    # Both begin with numbers that may be equal by chance; but no zip has a compression method "{".
-    return _load_pt(path) if head.startswith(b"PK") and not head.endswith(b"{") else load_safetensors(path)
+    return _load_pt(path) if is_zip(head) else load_safetensors(path)
 
 
 # -- appearing whole ---------------------------------------------------------------------------------------------------
@@ -248,8 +247,11 @@ def _remove(path: Path) -> None:
 
 
 def _save_pt(temporary: Path, out: Path, tree: dict[str, Any]) -> None:
+    packed = pack_numpy(_one_dtype_each(tree, {}), "state")
+    cost = reading_cost(packed, "state")
     try:
-        torch.save(pack_numpy(_one_dtype_each(tree, {})), temporary)
+        torch.save(packed, temporary)
+        check_proportion(cost, temporary, str(out))
     except RuntimeError as error:  # what torch's writer makes of a full disk
         raise StorageError(f"{out}: torch.save failed: {error}") from error
 
@@ -268,20 +270,10 @@ def _one_dtype_each(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
 
 
 def _load_pt(path: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals([Counter, frozenset, bytes]):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not look at the checksums
-            if damaged is not None:
-                raise CorruptCheckpoint(f"{path}: the checksum of {damaged} does not hold")
-            packed = torch.load(path, map_location="cpu", weights_only=True)
-        except CorruptCheckpoint:
-            raise
-        except Exception as error:  # torch.load raises whatever the damaged bytes provoke
-            raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(packed, dict):
+    packed = read_torch_file(path)
+    if type(packed) is not dict:
         raise MismatchError(f"{path}: not exported by Lastgood: it holds a {type(packed).__name__}")
-    tree: dict[str, Any] = unpack_numpy(packed)
+    tree: dict[str, Any] = unpack_numpy(packed, str(path))
     return tree
 
 

@@ -23,6 +23,7 @@ from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.directories import seal_files
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, in_thread, synchronize
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
+from lastgood.checkpointers.torch_archive import read_torch_file
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
 
 if TYPE_CHECKING:
@@ -116,20 +117,24 @@ class ResiliencyExtension(DirectorySystem):
 
     def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
         path = checkpoint / _FILE
-        try:
-            stored: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-            layout_bytes = stored[LAYOUT_NAME].numel()
-        except Exception as error:  # torch.load raises whatever the bytes provoke
-            raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        stored = read_torch_file(path)
+        if type(stored) is not dict:
+            raise CorruptCheckpoint(f"{path}: holds a {type(stored).__name__} instead of tensors by name")
+
+        def found(name: str) -> torch.Tensor:
+            tensor = stored.get(name)
+            if type(tensor) is not torch.Tensor:
+                raise CorruptCheckpoint(f"{path}: holds no tensor {name}")
+            return tensor
 
         def load(targets: Mapping[str, torch.Tensor]) -> None:
             for name, target in targets.items():
-                found = stored.get(name)
-                if found is None or found.dtype != target.dtype or found.shape != target.shape:
+                tensor = found(name)
+                if tensor.dtype != target.dtype or tensor.shape != target.shape:
                     raise CorruptCheckpoint(f"{path}: {name} is not {target.dtype} {tuple(target.shape)} there")
-                target.copy_(found)
+                target.copy_(tensor)
 
-        return read_tree(checkpoint, nbytes, layout_bytes, load)
+        return read_tree(checkpoint, nbytes, found(LAYOUT_NAME).numel(), load)
 
     def storage_facts(self) -> dict[str, Any]:
         """The library flushes nothing; it is done behind it."""

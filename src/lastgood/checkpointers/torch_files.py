@@ -1,6 +1,6 @@
 """Checkpoints as files of torch.save, made durable: shared by the systems whose papers persist that way.
 
-Such a file is a pickle inside a zip. It is read with ``weights_only=True``, torch's allow-list unpickler.
+Such a file is a pickle inside a zip. lastgood.checkpointers.torch_archive reads it, and runs nothing that is in it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import os
 import re
 import shutil
 import time
-import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StorageError
+from lastgood.checkpointers.torch_archive import check_proportion, read_torch_file, reading_cost
+from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
 from lastgood.state.flatten import is_stateful
+from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
 
-__all__ = ["TorchFiles", "plain_tree"]
+__all__ = ["TorchFiles", "pack_numpy", "plain_tree", "unpack_numpy"]
 
 _log = logging.getLogger("lastgood")
 _NAME = re.compile(r"checkpoint-(\d{8,})-step-(\d+)\.pt")
@@ -63,7 +64,10 @@ class TorchFiles:
         temporary = final.with_suffix(".tmp")
         began_s = time.perf_counter()
         try:
-            torch.save({"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree))}, temporary)
+            document = {"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree), "state")}
+            cost = reading_cost(document, "state")
+            torch.save(document, temporary)
+            check_proportion(cost, temporary, str(final))
             written_s = time.perf_counter()
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
@@ -110,8 +114,8 @@ class TorchFiles:
             if step is not None and candidate != step:
                 continue
             try:
-                return candidate, self._load(path), str(path)
-            except CorruptCheckpoint as error:
+                return candidate, self._load(path, candidate), str(path)
+            except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 refused.append(str(error))
         if refused:
@@ -122,27 +126,16 @@ class TorchFiles:
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
 
-    def _load(self, path: Path) -> dict[str, Any]:
-        with torch.serialization.safe_globals([Counter, frozenset, bytes]):
-            try:
-                # torch.save stores a CRC-32 of each tensor, which torch.load does not look at.
-                with zipfile.ZipFile(path) as archive:
-                    damaged = archive.testzip()
-                if damaged is not None:
-                    raise CorruptCheckpoint(f"{path}: the checksum of {damaged} does not hold")
-                document = torch.load(path, map_location="cpu", weights_only=True)
-            except CorruptCheckpoint:
-                raise
-            except Exception as error:
-                # torch.load raises whatever the damaged bytes provoke: RuntimeError, UnpicklingError, EOFError,
-                # KeyError.
-                raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+    def _load(self, path: Path, step: int) -> dict[str, Any]:
+        document = read_torch_file(path)
+        if type(document) is not dict or document.get("format") != _FORMAT:
             raise CorruptCheckpoint(f"{path}: not a checkpoint of format {_FORMAT}")
-        state = document["state"]
-        if not isinstance(state, dict):
+        state = document.get("state")
+        if type(state) is not dict:
             raise CorruptCheckpoint(f"{path}: holds no state")
-        unpacked: dict[str, Any] = unpack_numpy(state)
+        if document.get("step") != step:
+            raise CorruptCheckpoint(f"{path}: is of step {str(document.get('step'))[:40]}, not of step {step}")
+        unpacked: dict[str, Any] = unpack_numpy(state, str(path))
         return unpacked
 
 
@@ -158,21 +151,39 @@ def plain_tree(value: Any) -> Any:
     return _map_containers(plain_tree, value)
 
 
-def pack_numpy(value: Any) -> Any:
-    """Replace numpy's values, whose byte order torch's unpickler would lose, by their bytes in a tensor."""
+def pack_numpy(value: Any, path: str) -> Any:
+    """Replace numpy's values, whose byte order torch's unpickler would lose, by their bytes in a tensor.
+
+    Raises StateError, naming the place below `path`, for what would not come back.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
+        description = describe_numpy(value.dtype, path)
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else None
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
-        return {_NUMPY: value.dtype.str, "shape": shape, "data": data}
-    return _map_containers(pack_numpy, value)
+        return {_NUMPY: description, "shape": shape, "data": data}
+    if type(value) in (dict, OrderedDict) and _NUMPY in value:
+        raise StateError(f"{path}: the key {_NUMPY!r} is kept for Lastgood; name it otherwise")
+    return _map_containers(lambda item: pack_numpy(item, path), value)
 
 
-def unpack_numpy(value: Any) -> Any:
-    if type(value) is dict and _NUMPY in value:
-        content = b"" if value["data"] is None else value["data"].numpy().tobytes()
-        array = np.frombuffer(content, dtype=np.dtype(value[_NUMPY]))
-        return array[0] if value["shape"] is None else array.reshape(value["shape"]).copy()
-    return _map_containers(unpack_numpy, value)
+def unpack_numpy(value: Any, where: str) -> Any:
+    """What `pack_numpy` was given. `where` names the file. Raises CorruptCheckpoint."""
+    if type(value) not in (dict, OrderedDict) or _NUMPY not in value:
+        return _map_containers(lambda item: unpack_numpy(item, where), value)
+    try:
+        return _numpy_value(**{"description" if key == _NUMPY else key: item for key, item in value.items()})
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: a value of numpy's in it is damaged: {error}") from error
+
+
+def _numpy_value(description: Any, shape: Any, data: Any) -> Any:
+    if data is not None and not (
+        type(data) is torch.Tensor and data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
+    ):
+        raise ValueError("its bytes are no tensor of bytes")
+    content = b"" if data is None else data.numpy().data
+    array = array_of_bytes(content, description, [] if shape is None else shape)
+    return array[()] if shape is None else array
 
 
 def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:

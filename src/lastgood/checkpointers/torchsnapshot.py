@@ -7,7 +7,6 @@ nothing, writes its metadata last, and has no checksums; flushes, the manifest a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,8 @@ from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.directories import seal_files
 from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
-from lastgood.errors import CorruptCheckpoint, StorageError
+from lastgood.checkpointers.torchsnapshot_reader import StoredSnapshot
+from lastgood.errors import StorageError
 
 if TYPE_CHECKING:
     import torch
@@ -54,26 +54,8 @@ class TorchSnapshot(DirectorySystem):
         seal_files(temporary, step)
 
     def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
-        from torchsnapshot import Snapshot, StateDict
-
-        snapshot = Snapshot(path=str(checkpoint))
-        try:
-            entry = snapshot.get_manifest()[f"0/{_KEY}/{LAYOUT_NAME}"]
-            (layout_bytes,) = entry.shape
-        except Exception as error:  # whatever its reading of its metadata raises
-            raise CorruptCheckpoint(f"{checkpoint}: cannot be read: {type(error).__name__}: {error}") from error
-
-        def load(targets: Mapping[str, torch.Tensor]) -> None:
-            taken = StateDict(**targets)
-            try:
-                snapshot.restore({_KEY: taken})
-                for name, target in targets.items():
-                    if taken[name] is not target:
-                        target.copy_(_alike(taken[name], target, name))
-            except Exception as error:
-                raise CorruptCheckpoint(f"{checkpoint}: cannot be read: {type(error).__name__}: {error}") from error
-
-        return read_tree(checkpoint, nbytes, int(layout_bytes), load)
+        stored = StoredSnapshot(checkpoint, nbytes, _KEY)
+        return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
 
     def storage_facts(self) -> dict[str, Any]:
         """The library flushes nothing; it is done behind it."""
@@ -82,9 +64,3 @@ class TorchSnapshot(DirectorySystem):
             "durability": "torchsnapshot's files; then fsync of each by Lastgood, manifest, fsync, rename, fsync",
             "checksums": "CRC32C of each file, read back when it is written",
         }
-
-
-def _alike(found: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor:
-    if found.dtype != target.dtype or found.shape != target.shape:
-        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, not {target.dtype} {tuple(target.shape)}")
-    return found

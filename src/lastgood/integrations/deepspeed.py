@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.stored import read_tree
+from lastgood.checkpointers.torch_archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
-from lastgood.integrations.deepspeed_objects import decode_objects, listed_classes
+from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
+from lastgood.pickles import Refused
 from lastgood.storage import SlotView, files
 from lastgood.storage.single import is_single_file, look_at_single
 from lastgood.units import MIB
@@ -336,19 +337,17 @@ def export_torch(tag_folder: Path | str, target: Path | str) -> list[Path]:
 
 
 def _load_foreign(path: Path) -> Any:
-    """A file of torch.save, which DeepSpeed's own engine wrote, through torch's allow-list."""
-    with torch.serialization.safe_globals(listed_classes()):
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            # The message goes on for lines about how to switch the protection off.
-            reason = str(error).strip().splitlines()[0][:300]
-            raise MismatchError(
-                f"{path}: not a file of Lastgood, and torch's allow-list refuses it ({reason}); if you trust it, load "
-                "it without use_lastgood, and save it anew"
-            ) from error
-        except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-            raise CorruptCheckpoint(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    """A file of torch.save, which DeepSpeed's own engine wrote: data, and objects of the listed classes."""
+    try:
+        return build_records(read_torch_file(path, listed_classes()), str(path))
+    except CorruptCheckpoint as error:
+        unknown = error.__cause__.unknown if isinstance(error.__cause__, Refused) else None
+        if unknown is None:
+            raise
+        raise MismatchError(
+            f"{path}: not a file of Lastgood, and the allow-list refuses {unknown!r} in it; if you trust it, load "
+            "it without use_lastgood, and save it anew"
+        ) from error
 
 
 def _moved(value: Any, device: torch.device) -> Any:

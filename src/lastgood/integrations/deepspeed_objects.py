@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
+from lastgood.pickles import Record
 from lastgood.state import is_stateful
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["decode_objects", "encode_objects", "listed_classes"]
+__all__ = ["build_records", "decode_objects", "encode_objects", "listed_classes"]
 
 _KEY = "lastgood.object"
 _MODULE_STATE = "torch.nn.Module.state_dict"
@@ -115,8 +116,11 @@ def _object(value: Mapping[str, Any], where: str) -> Any:
         return _class_named(name, _ENUMS[name], where)(value["value"])
     if name not in _PLAIN_OBJECTS:
         raise MismatchError(f"{where}: holds a {name!r}, which this Lastgood does not know; a newer one wrote it")
+    return _plain_object(name, decode_objects(value["attributes"], where), where)
+
+
+def _plain_object(name: str, attributes: Mapping[str, Any], where: str) -> Any:
     kind = _class_named(name, _PLAIN_OBJECTS[name], where)
-    attributes = decode_objects(value["attributes"], where)
     for attribute in attributes:
         if type(attribute) is not str or callable(getattr(kind, attribute, None)):
             raise ValueError(f"{attribute!r} is no attribute of its data")
@@ -136,12 +140,48 @@ def _class_named(name: str, module: str, where: str) -> Any:
         ) from error
 
 
-def listed_classes() -> list[Any]:
-    """Every listed class that is installed: what torch's allow-list unpickler may build from DeepSpeed's own files."""
-    found = []
-    for name, module in {**_PLAIN_OBJECTS, **_ENUMS}.items():
+def listed_classes() -> tuple[tuple[str, str], ...]:
+    """Module and name of every listed class, as pickles name them."""
+    names = (name.rpartition(".") for name in (*_PLAIN_OBJECTS, *_ENUMS))
+    return tuple((module, name) for module, _, name in names)
+
+
+def build_records(value: Any, where: str) -> Any:
+    """`value`, from a file of torch.save, with objects of listed classes in place of their records.
+
+    `where` names the file. Raises MismatchError for a class that is not installed, CorruptCheckpoint for a record that
+    none of its objects can be.
+    """
+    return _Records(where).built(value)
+
+
+class _Records:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._known: dict[int, Any] = {}
+
+    def built(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Record:
+            if id(value) not in self._known:  # an object that is there twice is one object
+                self._known[id(value)] = self._object(value)
+            return self._known[id(value)]
+        if kind in (dict, OrderedDict, Counter):
+            for key in value:
+                value[key] = self.built(value[key])
+        elif kind is list:
+            value[:] = [self.built(item) for item in value]
+        elif kind is tuple:
+            return tuple(self.built(item) for item in value)
+        return value
+
+    def _object(self, record: Record) -> Any:
         try:
-            found.append(_class_named(name, module, "the allow-list"))
-        except MismatchError:
-            continue
-    return found
+            if record.name in _ENUMS:
+                (number,) = record.arguments
+                return _class_named(record.name, _ENUMS[record.name], self._where)(number)
+            if record.arguments or type(record.state) is not dict:
+                raise ValueError("its state is no dict of attributes")
+            return _plain_object(record.name, self.built(record.state), self._where)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"{self._where}: {record.name!r} cannot be built: {error!r}") from error

@@ -15,6 +15,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state.layout import LAYOUT_VERSION, RANKS_VERSION, Layout, Node
 from lastgood.state.layout_rules import MAX_DEPTH, MAX_DIMENSIONS, dtype_named, numpy_dtype
+from lastgood.state.numpy_values import describe_numpy
 from lastgood.state.shards import Shard, describe_shard, is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class _Walker:
         if isinstance(value, np.ndarray):
             return self._array(value, path)
         if isinstance(value, np.generic):
-            return ["N", _numpy_descr(value.dtype, path), value.tobytes().hex()]
+            return ["N", describe_numpy(value.dtype, path), value.tobytes().hex()]
         if isinstance(value, torch.dtype):
             return ["D", str(value).removeprefix("torch.")]
         if isinstance(value, torch.device):
@@ -277,7 +278,7 @@ class _Walker:
         return node
 
     def _array(self, array: np.ndarray, path: str) -> Node:
-        node: Node = ["A", -1, 0, _numpy_descr(array.dtype, path), list(array.shape)]
+        node: Node = ["A", -1, 0, describe_numpy(array.dtype, path), list(array.shape)]
         if array.nbytes:
             self._see(torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8), path, node)
         return node
@@ -328,14 +329,6 @@ def _is_plain_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(_is_plain_key(item) for item in key)
     return type(key) in (type(None), bool, int, float, str, bytes)
-
-
-def _numpy_descr(dtype: np.dtype[Any], path: str) -> str:
-    if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
-        raise StateError(
-            f"{path}: numpy values of dtype {dtype} cannot be stored to the bit; store plain numeric arrays"
-        )
-    return dtype.str
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,498 @@
+"""Pickles of other programs (torch.save, torch.distributed.checkpoint), read without running anything that is in them.
+
+Python's own unpickler, restricted by names alone, is no protection: it hands out *classes*, and its opcode BUILD sets
+any attribute on whatever it is given, a class's bases included. Here a name in a pickle stands for a `Maker`, a
+function of ours that checks its arguments and is no class; an object of a foreign class becomes a `Record`, which only
+holds what the pickle said of it; and each opcode works on exact types alone. Opcodes that no pickler of protocol 2 to 5
+needs for data are not known. Memory is charged to a `Budget` before it is taken.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from lastgood.units import MIB, format_bytes
+
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_INT_BYTES",
+    "Budget",
+    "Maker",
+    "Record",
+    "Refused",
+    "hashable",
+    "load_pickle",
+    "tree_cost",
+]
+
+MOST_DEPTH = 100
+"""Containers inside containers."""
+MOST_INT_BYTES = 1024
+"""Of one integer: Python writes no more than 4,300 digits."""
+_MOST_NAME_BYTES = 256
+_MOST_KEY_ITEMS = 1000
+_SLACK = 56 * MIB
+"""With the buffers of a reader, 64 MiB."""
+_WIDE_KEY = 64 << 10
+"""Charged for a key of more than 61 bits: thousands of them may have one hash, and a dict of those takes for ever."""
+_SMALL = 61
+
+
+DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+"""What reading outside bytes may raise beside OSError; `Refused` is one of them, and torch raises RuntimeError."""
+
+
+class Refused(ValueError):
+    """What is not read. `unknown` is the name in it that stands on no list, if that is the reason."""
+
+    def __init__(self, reason: str, unknown: str | None = None) -> None:
+        super().__init__(reason)
+        self.unknown = unknown
+
+
+def require(holds: bool, reason: str) -> None:
+    """Raise Refused unless something holds."""
+    if not holds:
+        raise Refused(reason)
+
+
+class Budget:
+    """What reading a file may take beside the bytes of its tensors: four times its size and 64 MiB in all."""
+
+    def __init__(self, file_bytes: int) -> None:
+        self.most = 3 * file_bytes + _SLACK
+        self.taken = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count memory that is about to be used. Raises Refused when there is too little."""
+        self.taken += nbytes
+        if self.taken > self.most:
+            raise Refused(f"it would take more than {format_bytes(self.most)} of memory, out of proportion to its file")
+
+
+class Maker:
+    """What a name in a pickle stands for: a function that checks its arguments."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any]) -> None:
+        self.name = name
+        self.make = make
+
+
+class Record:
+    """An object of a foreign class: its class's name, the arguments that made it, and its state."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.state: Any = None
+
+    @classmethod
+    def maker(cls, name: str) -> Maker:
+        """What stands for a class of that name."""
+        return Maker(name, lambda *arguments: cls(name, arguments))
+
+
+def load_pickle(
+    content: bytes,
+    names: Mapping[tuple[str, str], Any],
+    budget: Budget,
+    *,
+    persistent: Callable[[Any], Any] | None = None,
+    build: Mapping[type, Callable[[Any, Any], None]] | None = None,
+) -> Any:
+    """The value of one pickle.
+
+    Args:
+        content: the pickle, to its end.
+        names: for each (module, name) that it may hold a `Maker`, or a value that nothing can change.
+        budget: is charged for all that is built.
+        persistent: gives the object for a persistent id; without it there are none.
+        build: for a type of the objects that makers return, how a state is set on it. Records take theirs once.
+
+    What it returns may still hold makers, and containers that hold themselves; `tree_cost` looks for them.
+
+    Raises Refused, with the name in `unknown` if it is not one of `names`.
+    """
+    machine = _Machine(content, names, budget, persistent, build or {})
+    try:
+        return machine.run()
+    except Refused:
+        raise
+    except DAMAGE as error:
+        raise Refused(f"at byte {machine.position} of its pickle: {type(error).__name__}: {error}") from error
+
+
+class _Machine:
+    def __init__(
+        self,
+        content: bytes,
+        names: Mapping[tuple[str, str], Any],
+        budget: Budget,
+        persistent: Callable[[Any], Any] | None,
+        build: Mapping[type, Callable[[Any, Any], None]],
+    ) -> None:
+        self.position = 0
+        self._content = content
+        self._names = names
+        self._budget = budget
+        self._persistent = persistent
+        self._build = build
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        self._memo: list[Any] = []
+
+    def run(self) -> Any:
+        while True:
+            code = self._take(1)
+            if code == pickle.STOP:
+                value = self._stack.pop()
+                if self._stack or self._below:
+                    raise Refused("its pickle ends with more than one value")
+                if self.position != len(self._content):
+                    raise Refused(f"{len(self._content) - self.position} bytes follow the end of its pickle")
+                return value
+            step = _STEPS.get(code)
+            if step is None:
+                raise Refused(f"opcode {code!r} at byte {self.position - 1} of its pickle is not one that data need")
+            step(self)
+
+    # -- reading the pickle --------------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int) -> bytes:
+        end = self.position + nbytes
+        if end > len(self._content):
+            raise Refused(f"its pickle ends {end - len(self._content)} bytes too early")
+        found = self._content[self.position : end]
+        self.position = end
+        return found
+
+    def _number(self, form: str) -> int:
+        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return int(number)
+
+    def _line(self) -> str:
+        end = self._content.find(b"\n", self.position, self.position + _MOST_NAME_BYTES)
+        if end < 0:
+            raise Refused("a name in its pickle has no end")
+        line = self._content[self.position : end]
+        self.position = end + 1
+        return line.decode()
+
+    def _push(self, value: Any) -> None:
+        self._budget.take(sys.getsizeof(value) + 8)
+        self._stack.append(value)
+
+    def _marked(self) -> list[Any]:
+        items = self._stack
+        self._stack = self._below.pop()
+        return items
+
+    # -- opcodes -------------------------------------------------------------------------------------------------------
+
+    def _protocol(self) -> None:
+        if self._take(1)[0] > pickle.HIGHEST_PROTOCOL:
+            raise Refused("its pickle has a protocol that nobody knows yet")
+
+    def _frame(self) -> None:
+        if self._number("<Q") > len(self._content) - self.position:
+            raise Refused("a frame of its pickle is longer than the pickle")
+
+    def _mark(self) -> None:
+        self._budget.take(96)
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _text(self, form: str) -> None:
+        self._push(self._take(self._number(form)).decode("utf-8", "surrogatepass"))
+
+    def _bytes(self, form: str) -> None:
+        self._push(self._take(self._number(form)))
+
+    def _bytearray(self) -> None:
+        self._push(bytearray(self._take(self._number("<Q"))))
+
+    def _integer(self, form: str) -> None:
+        self._push(self._number(form))
+
+    def _long(self, form: str) -> None:
+        nbytes = self._number(form)
+        if not 0 <= nbytes <= MOST_INT_BYTES:
+            raise Refused(f"an integer of {nbytes} bytes in its pickle is over the limit of {MOST_INT_BYTES}")
+        self._push(int.from_bytes(self._take(nbytes), "little", signed=True))
+
+    def _float(self) -> None:
+        self._push(struct.unpack(">d", self._take(8))[0])
+
+    def _constant(self, value: Any) -> None:
+        self._budget.take(8)
+        self._stack.append(value)
+
+    def _container(self, kind: type) -> None:
+        self._push(kind())
+
+    def _tuple(self, length: int) -> None:
+        if length > len(self._stack):
+            raise Refused("its pickle makes a tuple of values that are not there")
+        items = tuple(self._stack[-length:])
+        del self._stack[-length:]
+        self._push(items)
+
+    def _marked_tuple(self) -> None:
+        self._push(tuple(self._marked()))
+
+    def _append(self) -> None:
+        item = self._stack.pop()
+        self._extend([item])
+
+    def _appends(self) -> None:
+        self._extend(self._marked())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise Refused(f"its pickle appends to a {type(target).__name__}")
+        self._budget.take(9 * len(items))
+        target.extend(items)
+
+    def _set_item(self) -> None:
+        value = self._stack.pop()
+        key = self._stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._marked())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
+            raise Refused(f"its pickle sets items of a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._budget.take(160 + _key_cost(key, records=True))
+            target[key] = value
+
+    def _add_items(self) -> None:
+        items = self._marked()
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise Refused(f"its pickle adds items to a {type(target).__name__}")
+        target.update(hashable(items, self._budget))
+
+    def _frozen_set(self) -> None:
+        self._push(frozenset(hashable(self._marked(), self._budget)))
+
+    def _global(self) -> None:
+        module = self._line()
+        self._named(module, self._line())
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("its pickle asks for a name that is no text")
+        self._named(module, name)
+
+    def _named(self, module: str, name: str) -> None:
+        module = "builtins" if module == "__builtin__" else module
+        found = self._names.get((module, name), self)
+        if found is self:
+            full = f"{module}.{name}"[:_MOST_NAME_BYTES]
+            raise Refused(f"{full!r} is not on the list of what may be in it; nothing of it was run", full)
+        self._constant(found)
+
+    def _call(self) -> None:
+        arguments = self._stack.pop()
+        maker = self._stack.pop()
+        if type(maker) is not Maker or type(arguments) is not tuple:
+            raise Refused(f"its pickle calls a {type(maker).__name__}")
+        self._push(maker.make(*arguments))
+
+    def _set_state(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) is Record and target.state is None:
+            target.state = state
+            return
+        build = self._build.get(type(target))
+        if build is None:
+            raise Refused(f"its pickle sets the state of a {type(target).__name__}")
+        build(target, state)
+
+    def _persistent_id(self) -> None:
+        if self._persistent is None:
+            raise Refused("its pickle refers to what lies outside it")
+        self._push(self._persistent(self._stack.pop()))
+
+    def _get(self, form: str) -> None:
+        self._constant(self._memo[self._number(form)])
+
+    def _put(self, form: str) -> None:
+        # Picklers number what they note, from 0 on.
+        number = self._number(form)
+        if number < len(self._memo):
+            self._memo[number] = self._stack[-1]
+        elif number == len(self._memo):
+            self._memoize()
+        else:
+            raise Refused(f"its pickle notes value {number} after {len(self._memo)} of them")
+
+    def _memoize(self) -> None:
+        self._budget.take(16)
+        self._memo.append(self._stack[-1])
+
+
+_STEPS: dict[bytes, Callable[[_Machine], None]] = {
+    pickle.PROTO: _Machine._protocol,
+    pickle.FRAME: _Machine._frame,
+    pickle.MARK: _Machine._mark,
+    pickle.NONE: lambda machine: machine._constant(None),
+    pickle.NEWTRUE: lambda machine: machine._constant(True),
+    pickle.NEWFALSE: lambda machine: machine._constant(False),
+    pickle.BININT: lambda machine: machine._integer("<i"),
+    pickle.BININT1: lambda machine: machine._integer("<B"),
+    pickle.BININT2: lambda machine: machine._integer("<H"),
+    pickle.LONG1: lambda machine: machine._long("<B"),
+    pickle.LONG4: lambda machine: machine._long("<i"),
+    pickle.BINFLOAT: _Machine._float,
+    pickle.SHORT_BINUNICODE: lambda machine: machine._text("<B"),
+    pickle.BINUNICODE: lambda machine: machine._text("<I"),
+    pickle.BINUNICODE8: lambda machine: machine._text("<Q"),
+    pickle.SHORT_BINBYTES: lambda machine: machine._bytes("<B"),
+    pickle.BINBYTES: lambda machine: machine._bytes("<I"),
+    pickle.BINBYTES8: lambda machine: machine._bytes("<Q"),
+    pickle.BYTEARRAY8: _Machine._bytearray,
+    pickle.EMPTY_LIST: lambda machine: machine._container(list),
+    pickle.EMPTY_DICT: lambda machine: machine._container(dict),
+    pickle.EMPTY_SET: lambda machine: machine._container(set),
+    pickle.EMPTY_TUPLE: lambda machine: machine._constant(()),
+    pickle.TUPLE: _Machine._marked_tuple,
+    pickle.TUPLE1: lambda machine: machine._tuple(1),
+    pickle.TUPLE2: lambda machine: machine._tuple(2),
+    pickle.TUPLE3: lambda machine: machine._tuple(3),
+    pickle.APPEND: _Machine._append,
+    pickle.APPENDS: _Machine._appends,
+    pickle.SETITEM: _Machine._set_item,
+    pickle.SETITEMS: _Machine._set_items,
+    pickle.ADDITEMS: _Machine._add_items,
+    pickle.FROZENSET: _Machine._frozen_set,
+    pickle.GLOBAL: _Machine._global,
+    pickle.STACK_GLOBAL: _Machine._stack_global,
+    pickle.REDUCE: _Machine._call,
+    pickle.NEWOBJ: _Machine._call,
+    pickle.BUILD: _Machine._set_state,
+    pickle.BINPERSID: _Machine._persistent_id,
+    pickle.BINGET: lambda machine: machine._get("<B"),
+    pickle.LONG_BINGET: lambda machine: machine._get("<I"),
+    pickle.BINPUT: lambda machine: machine._put("<B"),
+    pickle.LONG_BINPUT: lambda machine: machine._put("<I"),
+    pickle.MEMOIZE: _Machine._memoize,
+}
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def hashable(items: Iterable[Any], budget: Budget) -> list[Any]:
+    """`items` for a set, each looked at and charged before it is hashed. Raises Refused."""
+    found = list(items)
+    budget.take(sum(96 + _key_cost(item) for item in found))
+    return found
+
+
+def _key_cost(key: Any, records: bool = False) -> int:
+    """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end."""
+    cost, seen, waiting = 0, 0, [key]
+    while waiting:
+        item = waiting.pop()
+        seen += 1
+        kind = type(item)
+        if kind is int:
+            cost += _WIDE_KEY if item.bit_length() > _SMALL else 0
+        elif kind in (tuple, frozenset):
+            if seen + len(waiting) + len(item) > _MOST_KEY_ITEMS:
+                raise Refused(f"a key is made of more than {_MOST_KEY_ITEMS} values")
+            waiting += item
+        elif kind not in _KEYS and not (records and kind is Record):
+            raise Refused(f"a {kind.__name__} is a key")
+    return cost
+
+
+_KEYS = (str, bytes, bool, float, complex, type(None))
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+
+_SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None))
+_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, frozenset)
+_ITEM, _SET_ITEM, _PAIR, _CONTAINER = 40, 260, 200, 900
+"""Bytes beside those of a value itself: more than `load_pickle` charges, whatever way the value was written."""
+
+
+def tree_cost(value: Any, leaf_cost: Callable[[Any], int | None], path: str) -> int:
+    """An upper bound of the memory that reading and walking a tree takes: what is in it twice is counted twice.
+
+    A tree is made of None, numbers, texts, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset (exact types)
+    and leaves, of which `leaf_cost` says what they cost beside; it gives None for anything else. So what passes here
+    when it is written is read again, and what passes when it is read can be walked without a thought for its depth and
+    its size. Raises Refused, naming the place below `path`, for what is no tree.
+    """
+    return _Costs(leaf_cost).of(value, path, 0)[0]
+
+
+class _Costs:
+    def __init__(self, leaf_cost: Callable[[Any], int | None]) -> None:
+        self._leaf_cost = leaf_cost
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def of(self, value: Any, path: str, depth: int) -> tuple[int, int]:
+        """The cost of a value, and how many containers deep it is."""
+        kind = type(value)
+        if kind in _SCALARS:
+            if kind is int and value.bit_length() >= 8 * MOST_INT_BYTES:
+                raise Refused(f"{path}: an integer of more than {MOST_INT_BYTES} bytes")
+            return _ITEM + sys.getsizeof(value), 0
+        if kind not in _CONTAINERS:
+            cost = self._leaf_cost(value)
+            if cost is not None:
+                return _ITEM + cost, 0
+            raise Refused(f"{path}: a {kind.__module__}.{kind.__qualname__} has no place there")
+        # Each container is looked at once, however often it is there.
+        cost, height = self._known.get(id(value), (0, 0))
+        if depth + height < MOST_DEPTH and not cost:
+            cost, height = self._container(value, kind, path, depth + 1)
+            self._known[id(value)] = cost, height
+        if depth + height >= MOST_DEPTH:
+            raise Refused(f"{path}: is deeper than {MOST_DEPTH} levels, or a container that holds itself")
+        return cost, height
+
+    def _container(self, value: Any, kind: type, path: str, depth: int) -> tuple[int, int]:
+        cost, height = _CONTAINER, 0
+        for item, place in _items(value, kind, path):
+            part, below = self.of(item, place, depth)
+            cost, height = cost + part, max(height, below)
+        if kind not in (list, tuple):
+            each = _SET_ITEM if kind in (set, frozenset) else _PAIR
+            cost += sum(each + _key_cost(key) for key in value)
+        return cost, height + 1
+
+
+def _items(value: Any, kind: type, path: str) -> Iterator[tuple[Any, str]]:
+    """What a container holds, keys included, and its place: short, for a key may be as long as the file."""
+    if kind in (list, tuple):
+        for number, item in enumerate(value):
+            yield item, f"{path}[{number}]"
+    elif kind in (set, frozenset):
+        for item in value:
+            yield item, f"{path}{{}}"
+    else:
+        for key, item in value.items():
+            yield key, f"{path}, a key"
+            yield item, f"{path}.{str(key)[:40]}"
