@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -137,14 +138,14 @@ def test_a_step_waits_for_the_copies_of_a_save_in_another_thread():
             assert leave.wait(WAIT_S)
 
     def step():
-        steps.begin(steps, WAIT_S)
+        steps.begin(steps, sys._getframe(), WAIT_S)
         begun.set()
 
     threads = [threading.Thread(target=save), threading.Thread(target=step)]
     threads[0].start()
     assert entered.wait(WAIT_S)
     with pytest.raises(WaitTimeout, match="save in another thread"):
-        steps.begin(steps, 0.01)
+        steps.begin(steps, sys._getframe(), 0.01)
     threads[1].start()
     assert not begun.is_set()
     leave.set()
@@ -156,11 +157,8 @@ def test_a_step_waits_for_the_copies_of_a_save_in_another_thread():
 def test_a_wait_for_a_step_has_an_end():
     steps, inside, leave = UpdateSteps(), threading.Event(), threading.Event()
 
-    def hook():
-        steps.begin(steps, WAIT_S)
-
     def step():
-        hook()
+        steps.begin(steps, sys._getframe(), WAIT_S)
         inside.set()
         leave.wait(WAIT_S)
         steps.end(steps)
@@ -181,4 +179,6 @@ def test_a_save_inside_a_save_of_the_same_thread_is_refused():
     with steps.kept_out(WAIT_S):
         with pytest.raises(CheckpointError, match="inside another save"), steps.kept_out(WAIT_S):
             pass
-        steps.begin(steps, WAIT_S)  # an optimizer stepped in the midst of a save by itself: nobody to wait for
+        steps.begin(
+            steps, sys._getframe(), WAIT_S
+        )  # an optimizer stepped in the midst of a save by itself: nobody to wait for

@@ -26,14 +26,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.step_hooks import see_steps
 from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
+from lastgood.state.optimizers import optimizers_beneath
 
 if TYPE_CHECKING:
     import torch
@@ -381,13 +384,12 @@ class Checkpointer(ABC):
         return event
 
     def _hook_optimizers(self) -> None:
-        """Put the pre-hook on optimizers that have none yet: a mapping may be given another one after `start`."""
-        for value in self.state.values():
-            known = any(value is optimizer for optimizer in self._hooks.optimizers)
-            if isinstance(value, torch.optim.Optimizer) and not known:
-                self._hooks.handles.append(value.register_step_pre_hook(self._pre_step_hook))
-                self._hooks.handles.append(value.register_step_post_hook(self._post_step_hook))
-                self._hooks.optimizers.append(value)
+        """See the steps of optimizers that are not seen yet: a mapping may be given another one after `start`."""
+        for part in self.state.values():
+            for optimizer in optimizers_beneath(part):
+                if not any(optimizer is known for known in self._hooks.optimizers):
+                    self._hooks.handles += see_steps(optimizer, self._step_begins, self._step_ends)
+                    self._hooks.optimizers.append(optimizer)
 
     def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
         """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
@@ -404,15 +406,14 @@ class Checkpointer(ABC):
             self._kinds_logged.add(kind)
             _log.error("%s: the checkpoint of step %d failed, older ones stay: %s", self.name, event.step, event.error)
 
-    def _pre_step_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _step_begins(self, optimizer: Any, frame: FrameType) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CheckpointError(
                 f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
                 "capture before start(), and call before_update() yourself before each replay"
             )
         before = time.perf_counter()
-        self._steps.begin(optimizer, DEFAULT_TIMEOUT_S)
+        self._steps.begin(optimizer, frame, DEFAULT_TIMEOUT_S)
         try:
             self.before_update()
         except BaseException:
@@ -423,8 +424,7 @@ class Checkpointer(ABC):
         if self._hooks.kept is not None:
             self._hooks.kept.append((before, after))
 
-    def _post_step_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _step_ends(self, optimizer: Any) -> None:
         self._steps.end(optimizer)
 
     # -- what a system does ----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import DeviceStreams, PinnedMemory
 from lastgood.errors import CheckpointError
 from lastgood.state import FlatState, flatten
+from lastgood.state.optimizers import optimizers_of
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ class GPM(Checkpointer):
 
         flat = flatten(self.state)
         self._store = AreaStore(self.directory, chunk_bytes=self.knobs.chunk_bytes, restored=self._restored)
-        optimizers = [value for value in self.state.values() if isinstance(value, torch.optim.Optimizer)]
-        if all(optimizer.state for optimizer in optimizers):
+        if all(optimizer.state for optimizer in optimizers_of(self.state)):
             # Before an optimizer's first step the size is not known yet; then the first save makes the areas.
             self._make_room(self._store, flat, len(flat.layout.to_json()))
 

@@ -29,6 +29,7 @@ from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import FlatState, flatten
+from lastgood.state.optimizers import optimizers_of
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +187,7 @@ class PCcheck(Checkpointer):
         flat = flatten(self.state, spread=True)
         if self.knobs.replicated != "none" and self._world()[1] > 1:
             self._division = self._ranked().division(self.knobs.replicated, flat)
-        optimizers = [value for value in self.state.values() if isinstance(value, torch.optim.Optimizer)]
-        if all(optimizer.state for optimizer in optimizers):
+        if all(optimizer.state for optimizer in optimizers_of(self.state)):
             # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
             # would all have to be written again; the first save makes them instead.
             self._make_room(flat, len(flat.layout.to_json()))

@@ -22,6 +22,7 @@ from lastgood.checkpointers.torch_archive import check_proportion, read_torch_fi
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
 from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
+from lastgood.state.optimizers import state_of
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +148,7 @@ def plain_tree(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if is_stateful(value):
-        return plain_tree(value.state_dict())
+        return plain_tree(state_of(value, "state"))
     return _map_containers(plain_tree, value)
 
 

@@ -42,8 +42,8 @@ class UpdateSteps:
         self._saving: int | None = None
         """The thread that is inside a save."""
 
-    def begin(self, optimizer: Any, timeout_s: float) -> None:
-        """Called by a step pre-hook, directly: a step begins once another thread's save has its copies.
+    def begin(self, optimizer: Any, frame: FrameType, timeout_s: float) -> None:
+        """Called before a step: it begins once another thread's save has its copies, and lasts no longer than `frame`.
 
         Raises WaitTimeout.
         """
@@ -51,11 +51,10 @@ class UpdateSteps:
         with self._changed:
             if not self._changed.wait_for(lambda: self._saving in (None, me), timeout_s):
                 raise WaitTimeout(f"waited {timeout_s:.0f} s in optimizer.step() for a save in another thread")
-            # The caller of the hook that called this.
-            self._steps[id(optimizer)] = _Step(optimizer, sys._getframe(2))
+            self._steps[id(optimizer)] = _Step(optimizer, frame)
 
     def end(self, optimizer: Any) -> None:
-        """Called by a step post-hook."""
+        """Called after a step that ended in order."""
         with self._changed:
             self._steps.pop(id(optimizer), None)
             self._changed.notify_all()

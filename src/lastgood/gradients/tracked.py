@@ -14,6 +14,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry
+from lastgood.state.optimizers import calls_step_hooks
 from lastgood.state.shards import is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class Tracked:
                 f"{', '.join(optimizers) or '-'}{_wrapped(state)}"
             )
         ((self.part, self.optimizer),) = optimizers.items()
+        if not calls_step_hooks(self.optimizer):
+            raise ConfigError(
+                f"checkmate: {self.part} is a {type(self.optimizer).__name__}, which steps another optimizer and calls "
+                f"no hooks of torch; attach the one beneath it, as attach({self.part}={self.part}.optimizer)"
+            )
         self.parameters: list[torch.Tensor] = [
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
 from lastgood.state.flatten import is_stateful
+from lastgood.state.optimizers import is_optimizer, optimizers_beneath
 from lastgood.state.shards import is_sharded, local_part, same_place
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree"]
+__all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree", "other_order", "plain_names"]
 
 
 def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
@@ -70,12 +71,8 @@ def _check(live: Any, saved: Any, path: str) -> None:
         for key, value in current.items():
             if isinstance(value, torch.Tensor):
                 _check_tensor(value, saved[key], f"{path}.{key}")
-    elif isinstance(live, torch.optim.Optimizer):
-        _check_optimizer_kind(live, saved, path)
-        sizes = [len(group["params"]) for group in live.param_groups]
-        stored = [len(group["params"]) for group in saved["param_groups"]]
-        if sizes != stored:
-            raise MismatchError(f"{path}: the checkpoint's groups hold {stored} parameters, the optimizer's {sizes}")
+    elif is_optimizer(live):
+        _check_optimizer(live, saved, path)
     elif isinstance(live, Mapping) and not is_stateful(live):
         if not isinstance(saved, Mapping):
             raise MismatchError(f"{path}: the state holds a mapping, the checkpoint a {type(saved).__name__}")
@@ -94,6 +91,42 @@ def _check(live: Any, saved: Any, path: str) -> None:
                 raise MismatchError(
                     f"{path}[{number}] is a plain value in a tuple, which cannot be changed; use a list"
                 )
+
+
+def _check_optimizer(live: Any, saved: Any, path: str) -> None:
+    """Compare groups, where the state has torch's own form; a wrapper's own form is kept as it is."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("param_groups"), list):
+        return
+    _check_optimizer_kind(live, saved, path)
+    sizes = [len(group["params"]) for group in live.param_groups]
+    stored = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != stored:
+        raise MismatchError(f"{path}: the checkpoint's groups hold {stored} parameters, the optimizer's {sizes}")
+    for number, (ours, theirs) in enumerate(zip(live.param_groups, saved["param_groups"], strict=True)):
+        names = [plain_names(group["param_names"]) for group in (theirs, ours) if "param_names" in group]
+        if len(names) == 2 and names[0] != names[1]:
+            raise MismatchError(f"{path}: group {number}: {other_order(*names)}")
+
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_names(names: Sequence[str]) -> list[str]:
+    """Names of parameters without what wrappers of modules put into them (DDP, torch.compile, FSDP)."""
+    return [".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in names]
+
+
+def other_order(saved: Sequence[str], live: Sequence[str]) -> str:
+    """What to say of parameters that are not in the order of the checkpoint, from the first difference on."""
+    first = next((i for i, pair in enumerate(zip(saved, live, strict=False)) if pair[0] != pair[1]), len(saved))
+    both = [
+        f"{', '.join(names[first : first + 4])}{', ...' if len(names) > first + 4 else ''}" for names in (saved, live)
+    ]
+    return (
+        f"the optimizer's parameters are in another order, or are other ones: from number {first} on the checkpoint "
+        f"has {both[0]}, and the optimizer has {both[1]}; state is kept by number, so give the parameters to the "
+        "optimizer in the order of before"
+    )
 
 
 def _check_optimizer_kind(live: torch.optim.Optimizer, saved: Any, path: str) -> None:
@@ -141,7 +174,7 @@ def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
 
 def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
     """Load `saved` into `live`, which is ``container[key]``; a plain value is replaced there."""
-    if isinstance(live, torch.optim.Optimizer):
+    if is_optimizer(live):
         _load_optimizer(live, saved)
     elif isinstance(live, torch.nn.Module):
         current = live.state_dict(keep_vars=True)
@@ -209,17 +242,34 @@ def _same_place(live: Any, saved: Any) -> bool:
     )
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """load_state_dict, and then each tensor once more in the dtype it was saved in.
 
     Optimizer.load_state_dict casts floating-point entries to their parameter's dtype: fp32 moments of a bf16 parameter
-    would lose 16 bits each.
+    would lose 16 bits each. A wrapper hands a part of its own state on to what is beneath it: that is seen there.
     """
-    optimizer.load_state_dict(dict(saved))
+    given: list[tuple[Any, Any]] = []
+    handles = [
+        inner.register_load_state_dict_pre_hook(lambda *what: given.append(what))
+        for inner in optimizers_beneath(optimizer)
+        if isinstance(getattr(inner, "_optimizer_load_state_dict_pre_hooks", None), Mapping)
+    ]
+    try:
+        optimizer.load_state_dict(dict(saved))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not given and isinstance(saved.get("param_groups"), list):  # its own load_state_dict calls none of torch's hooks
+        given.append((optimizer, saved))
+    for inner, state in given:
+        _restore_dtypes(inner, state)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, numbered, strict=True):
+        loaded = optimizer.state.get(parameter, {})
         for key, value in saved["state"].get(index, {}).items():
-            loaded = optimizer.state[parameter][key]
-            if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
+            if isinstance(value, torch.Tensor) and key in loaded and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)

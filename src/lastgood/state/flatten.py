@@ -16,6 +16,7 @@ from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state.layout import LAYOUT_VERSION, RANKS_VERSION, Layout, Node
 from lastgood.state.layout_rules import MAX_DEPTH, MAX_DIMENSIONS, dtype_named, numpy_dtype
 from lastgood.state.numpy_values import describe_numpy
+from lastgood.state.optimizers import optimizers_of, state_of
 from lastgood.state.shards import Shard, describe_shard, is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -131,12 +132,13 @@ def _extent(tensor: torch.Tensor) -> _Extent:
 def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
     """Memory that only optimizer steps change: the parameters of every optimizer in the state, and its own tensors."""
     found: set[_Extent] = set()
-    for value in state.values():
-        if isinstance(value, torch.optim.Optimizer):
-            for group in value.param_groups:
-                found.update(_extent(local_part(parameter)) for parameter in group["params"])
-            for entry in value.state.values():
-                found.update(_extent(local_part(item)) for item in entry.values() if isinstance(item, torch.Tensor))
+    for optimizer in optimizers_of(state):
+        for group in optimizer.param_groups:
+            found.update(_extent(local_part(parameter)) for parameter in group["params"])
+        for entry in optimizer.state.values():
+            # An optimizer may keep something beside what belongs to a parameter: a step count under a name.
+            items = entry.values() if isinstance(entry, Mapping) else (entry,)
+            found.update(_extent(local_part(item)) for item in items if isinstance(item, torch.Tensor))
     return frozenset(found)
 
 
@@ -240,7 +242,7 @@ class _Walker:
         if kind in _MAPPING_TAGS:
             return self.mapping(value, path)
         if is_stateful(value):
-            return ["m", self.node(value.state_dict(), path)]
+            return ["m", self.node(state_of(value, path), path)]
         raise StateError(
             f"{path}: cannot store a {kind.__module__}.{kind.__qualname__} to the bit; give it state_dict and "
             "load_state_dict, or keep it out of the state"

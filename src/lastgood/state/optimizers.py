@@ -1,0 +1,104 @@
+"""The optimizers in a state: also those that another object steps, as wrappers of optimizers do.
+
+A wrapper (accelerate's, Lookahead, ScheduleFree's) is an optimizer by its methods, and holds the one that does the
+work. torch's hooks of steps and loads are called by optimizers whose class went through torch's own constructor; a
+wrapper often has none, or has them and never calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["calls_step_hooks", "is_optimizer", "optimizers_beneath", "optimizers_of", "state_of", "trained_parameters"]
+
+_DEPTH = 4
+"""Wrappers around wrappers that are looked through."""
+
+
+def is_optimizer(part: Any) -> bool:
+    """Whether `part` updates parameters: torch's optimizers, and whatever has their methods and groups."""
+    if isinstance(part, torch.optim.Optimizer):
+        return True
+    if isinstance(part, (torch.nn.Module, torch.Tensor, type)):
+        return False
+    methods = all(callable(getattr(part, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    return methods and isinstance(getattr(part, "param_groups", None), list)
+
+
+def calls_step_hooks(optimizer: Any) -> bool:
+    """Whether `optimizer.step()` calls the hooks that are registered on it: torch says so on the class's step."""
+    return (
+        isinstance(optimizer, torch.optim.Optimizer)
+        and bool(getattr(type(optimizer).step, "hooked", False))
+        and isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)
+    )
+
+
+def optimizers_beneath(part: Any) -> list[Any]:
+    """`part` and all optimizers that it holds in its attributes, outermost first; none where it is no optimizer."""
+    found: list[Any] = []
+    _collect(part, found, _DEPTH)
+    return found
+
+
+def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    """Every optimizer of a state whose steps can be seen, each once: entries, and what lies beneath entries."""
+    found: list[torch.optim.Optimizer] = []
+    for part in state.values():
+        for optimizer in optimizers_beneath(part):
+            if calls_step_hooks(optimizer) and not any(optimizer is known for known in found):
+                found.append(optimizer)
+    return found
+
+
+def trained_parameters(optimizer: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(group, place in the group, parameter) of all parameters of an optimizer, in the order of its numbers."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield number, place, parameter
+
+
+def state_of(part: Any, path: str) -> Any:
+    """What `part.state_dict()` returns.
+
+    Raises StateError for an optimizer that still has state of a replaced parameter: torch numbers parameters by the
+    groups, and finds no number for one that is in none of them.
+    """
+    for optimizer in optimizers_beneath(part):
+        if not isinstance(getattr(optimizer, "state", None), Mapping):
+            continue
+        known = {id(parameter) for _, _, parameter in trained_parameters(optimizer)}
+        lost = [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in known]
+        if lost:
+            raise StateError(
+                f"{path}: the {type(optimizer).__name__} holds state of {len(lost)} parameters that are in none of its "
+                f"groups any more (the first has the shape {tuple(lost[0].shape)}), as after a layer was replaced; "
+                "make the optimizer anew from the parameters of now, or take the old ones out of its `state`"
+            )
+    return part.state_dict()
+
+
+def _collect(part: Any, found: list[Any], depth: int) -> None:
+    if not is_optimizer(part) or any(part is known for known in found):
+        return
+    found.append(part)
+    if depth:
+        for name, value in list(getattr(part, "__dict__", {}).items()):
+            if name in ("state", "param_groups"):
+                continue
+            if isinstance(value, (dict, list, tuple)):
+                held = list(value.values() if isinstance(value, dict) else value)
+                held = [item for item in held if isinstance(item, torch.optim.Optimizer)]
+            else:
+                held = [value]
+            for item in held:
+                _collect(item, found, depth - 1)
