@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lastgood.errors import ConfigError, LastgoodError, LockHeld
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.disk_ceilings import refuse_memory_filesystem
 from lastgood.experiments.machine import machine_label, where_run
 from lastgood.experiments.machine_lock import machine_lock
+from lastgood.files import write_result
 from lastgood.locks import FileLock
 from lastgood.units import parse_bytes
 
@@ -282,7 +282,7 @@ def main(
             "results": report.results,
             "notes": report.notes,
         }
-        write_atomically(options.out, (json.dumps(document, indent=1) + "\n").encode())
+        write_result(options.out, (json.dumps(document, indent=1) + "\n").encode())
     raise SystemExit(0)
 
 

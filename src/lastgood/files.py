@@ -1,37 +1,59 @@
 """Files at names that others may have made: opened only if they are what they should be, made new, or replaced.
 
 A name that Lastgood owns (a lock, a slot, a job file, an address, a token) may have become a FIFO, a device or a
-symbolic link by the time it is opened. Opening a FIFO waits forever, and a link leads to a file that is not ours.
+symbolic link by the time it is opened. Opening a FIFO waits forever, and a link leads to a file that is not ours. A
+directory may be reached through links, which are its owner's choice; only the last part of a file's path must not be
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
-from lastgood.errors import StorageError
+from lastgood.errors import ConfigError, StorageError
 from lastgood.units import format_bytes
 
 __all__ = [
     "PRIVATE",
+    "PUBLIC",
+    "TEMPORARY_SUFFIX",
+    "ReadableBy",
+    "check_regular",
+    "local_path",
+    "make_directory",
+    "open_log",
     "open_new",
     "open_regular",
     "read_bounded",
+    "read_end",
+    "readers_of",
     "remove_temporary_files",
+    "remove_tree",
     "storage_error",
     "sync_directory",
     "temporary_beside",
     "write_atomically",
+    "write_result",
 ]
 
 PRIVATE = 0o600
 """The mode of everything that can hold a secret or a state: its owner alone reads it."""
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lastgood-tmp")
+PUBLIC = 0o644
+"""The mode of results, which are for everyone."""
+TEMPORARY_SUFFIX = ".lastgood-tmp"
+_MOST_STEM_BYTES = 200
+"""Of a name, in a temporary one: file systems take 255 bytes in all."""
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lastgood-tmp", re.DOTALL)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISDIR, "a directory"),
@@ -42,18 +64,56 @@ _KINDS = (
 )
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open an existing file that Lastgood made; returns its descriptor.
+class ReadableBy(str, enum.Enum):
+    """Who may read what is written, beside root; only its owner may ever change it."""
 
-    Never waits, and follows no symbolic link in the last part of `path`. Raises StorageError if something else than a
-    regular file is there, and OSError as `os.open` does.
+    OWNER = "owner"
+    GROUP = "group"
+    ALL = "all"
+
+    @property
+    def file_mode(self) -> int:
+        """0600, 0640 or 0644."""
+        return {"owner": PRIVATE, "group": 0o640, "all": PUBLIC}[self.value]
+
+    @property
+    def directory_mode(self) -> int:
+        """0700, 0750 or 0755."""
+        return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.value]
+
+
+def readers_of(readable_by: ReadableBy | str, whose: str) -> ReadableBy:
+    """The option `readable_by` of `whose`. Raises ConfigError for anything else than owner, group or all."""
+    try:
+        return ReadableBy(readable_by)
+    except ValueError:
+        known = ", ".join(one.value for one in ReadableBy)
+        raise ConfigError(f"{whose}: readable_by must be one of {known}, not {readable_by!r}") from None
+
+
+def local_path(path: Path | str) -> Path:
+    """`path` as it is from here on, wherever the process goes (`os.chdir`). Raises ConfigError for a URL."""
+    if _URL.match(os.fspath(path)):
+        raise ConfigError(
+            f"{path}: is a URL, and Lastgood reads and writes file systems only; name a directory of this machine (a "
+            "bucket can be mounted as one)"
+        )
+    return Path(path).absolute()
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """Open an existing file; returns its descriptor.
+
+    Never waits, and follows no symbolic link in the last part of `path`, unless told to `follow` one (for a file that a
+    user named, which is not ours). Raises StorageError if something else than a regular file is there, and OSError as
+    `os.open` does.
     """
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:
         # A link (ELOOP), a socket or a FIFO that nobody reads (ENXIO), a directory to write (EISDIR).
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise _wrong_kind(path, path.lstat().st_mode) from error
+            raise _wrong_kind(path, (path.stat() if follow else path.lstat()).st_mode) from error
         raise
     try:
         mode = os.fstat(descriptor).st_mode
@@ -66,54 +126,106 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def check_regular(path: Path) -> None:
+    """Raise as `open_regular` does, for a library that opens `path` itself."""
+    os.close(open_regular(path))
+
+
 def _wrong_kind(path: Path, mode: int) -> StorageError:
     kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
     return StorageError(f"{path}: is {kind}, and a regular file belongs there; move it away")
 
 
-def open_new(path: Path, flags: int = os.O_WRONLY, mode: int = PRIVATE) -> int:
-    """Make a file that must not be there yet, with exactly `mode` whatever the umask; returns its descriptor.
+def open_new(path: Path, flags: int = os.O_WRONLY, mode: int | None = PRIVATE) -> int:
+    """Make a file that must not be there yet, with exactly `mode` (None: as the umask has it); returns its descriptor.
 
     Raises OSError as `os.open` does (FileExistsError also for a symbolic link, wherever it leads).
     """
-    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
-    if mode != PRIVATE:
+    flags |= os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o666 if mode is None else PRIVATE)
+    if mode is not None and mode != PRIVATE:
         os.fchmod(descriptor, mode)
     return descriptor
 
 
-def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The content of a small file that Lastgood made.
+def open_log(path: Path) -> BinaryIO:
+    """An empty log to write, for its owner alone: a program may print anything. An older one under its name is emptied.
 
-    Raises StorageError if it is larger than `most_bytes` or no regular file, and OSError as `os.open` does.
+    Raises StorageError if something else than a regular file is there, and OSError.
     """
-    with open(open_regular(path), "rb") as file:
+    try:
+        descriptor = open_new(path)
+    except FileExistsError:
+        descriptor = open_regular(path, os.O_WRONLY)
+        with contextlib.suppress(PermissionError):  # another user's, who let this one write
+            os.fchmod(descriptor, PRIVATE)
+        os.ftruncate(descriptor, 0)
+    return open(descriptor, "wb")  # noqa: PTH123 - of a descriptor
+
+
+def read_bounded(
+    path: Path, most_bytes: int, *, follow: bool = False, too_large: type[Exception] = StorageError
+) -> bytes:
+    """The content of a small file.
+
+    Raises `too_large` if it is larger than `most_bytes`, StorageError if it is no regular file (`open_regular`), and
+    OSError as `os.open` does.
+    """
+    with open(open_regular(path, follow=follow), "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise StorageError(f"{path}: is larger than {most_bytes} bytes, the most that such a file may have")
+        raise too_large(f"{path}: is larger than {most_bytes} bytes, the most that such a file may have")
     return content
+
+
+def read_end(path: Path, most_bytes: int) -> bytes:
+    """The last bytes of a file, of a log for instance. Raises as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes)
 
 
 def temporary_beside(path: Path) -> Path:
     """A name beside `path` that nobody can guess and that `remove_temporary_files` knows."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.lastgood-tmp")
+    stem = os.fsdecode(os.fsencode(path.name)[:_MOST_STEM_BYTES])
+    return path.with_name(f".{stem}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
 
 
-def remove_temporary_files(directory: Path) -> list[Path]:
-    """Remove regular files of `temporary_beside` that a killed process left. Only under the directory's lock."""
+def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None) -> list[Path]:
+    """Remove what a killed process left under names of `temporary_beside`: files, and directories with all in them.
+
+    `older` are complete names that earlier versions gave. Nothing else is touched, and no link is followed. Only under
+    the directory's lock. Raises OSError.
+    """
+
+    def ours(name: str) -> bool:
+        return bool(_TEMPORARY.fullmatch(name) or (older and older.fullmatch(name)))
+
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        left = sorted(
-            Path(entry.path)
-            for entry in entries
-            if _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        )
+        left = sorted(Path(entry.path) for entry in entries if ours(entry.name))
+        removed = []
         for path in left:
-            path.unlink(missing_ok=True)
-        return left
+            if path.is_dir() and not path.is_symlink():
+                remove_tree(path)
+            elif path.is_file() and not path.is_symlink():
+                path.unlink(missing_ok=True)
+            else:
+                continue
+            removed.append(path)
+        return removed
     return []
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = PRIVATE) -> None:
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a directory with all in it, as far as that is possible. Follows no link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int | None = PRIVATE) -> None:
     """Make or replace a small file: complete and durable, or not at all. Raises OSError."""
     temporary = temporary_beside(path)
     try:
@@ -127,6 +239,44 @@ def write_atomically(path: Path, content: bytes, *, mode: int = PRIVATE) -> None
             temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_result(path: Path, content: bytes, *, mode: int = PUBLIC) -> None:
+    """As `write_atomically`, in a folder that is made if need be. Raises StorageError with the bytes needed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content, mode=mode)
+    except OSError as error:
+        raise storage_error(error, path, "writing", len(content)) from error
+
+
+def make_directory(directory: Path, mode: int | None = None) -> None:
+    """Make a directory and its parents, if they are not there, so that a power cut loses none of their names.
+
+    It has exactly `mode` (None: as the umask has it); its parents are as the umask has them, and what was there stays
+    as it is. The name of the lowest one that was there is flushed as well: a process that was killed may have just made
+    it. Raises OSError.
+    """
+    directory = directory.absolute()
+    missing = []
+    there = directory
+    while not there.exists():
+        missing.append(there)
+        there = there.parent
+    with contextlib.suppress(PermissionError):  # then this user cannot have made it
+        sync_directory(there.parent)
+    for path in reversed(missing):
+        try:
+            if path == directory and mode is not None:
+                path.mkdir(0o700)
+                if mode != 0o700:  # and what the file system gives its directories (setgid) stays
+                    path.chmod(mode | path.stat().st_mode & stat.S_ISGID)
+            else:
+                path.mkdir()
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lastgood.errors import LockHeld
+from lastgood.files import PUBLIC, open_new, open_regular, storage_error
 
 __all__ = ["FileLock", "describe_process", "lock_holders"]
 
@@ -26,23 +27,39 @@ class FileLock:
 
     `purpose` says what the lock guards and is part of every message. With `shared_with_forks`, child processes made by
     fork share the lock until the last of them ends, as a run's processes must share a machine; without, a child lets go
-    of it at once, so that a data loader's workers that outlive a killed training do not hold its directory.
+    of it at once, so that a data loader's workers that outlive a killed training do not hold its directory. `mode` is
+    the file's: whoever can open it can hold it. With `on_directory` the lock is on `path` itself, a directory that is
+    there.
     """
 
-    def __init__(self, path: Path, purpose: str, *, shared_with_forks: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        purpose: str,
+        *,
+        shared_with_forks: bool = True,
+        mode: int = PUBLIC,
+        on_directory: bool = False,
+    ) -> None:
         self.path = path
         self.purpose = purpose
         self._shared = shared_with_forks
+        self._mode = mode
+        self._on_directory = on_directory
         self._descriptor: int | None = None
 
     def acquire(self, timeout_s: float = 0.0, on_wait: Callable[[str], None] | None = None) -> None:
         """Take the lock, waiting up to `timeout_s`; `on_wait` is told once, and at each change, who holds it.
 
-        Raises LockHeld, naming the holder, when the time is up.
+        Raises LockHeld, naming the holder, when the time is up; StorageError if something else than a lock file is
+        there, or none can be made.
         """
         if self._descriptor is not None:
             raise LockHeld(f"{self.path}: this process already holds the lock for {self.purpose}")
-        descriptor = _open_lock_file(self.path)
+        try:
+            descriptor = self._open()
+        except OSError as error:
+            raise storage_error(error, self.path, "opening the lock file") from error
         deadline = time.monotonic() + timeout_s
         told = ""
         try:
@@ -68,6 +85,19 @@ class FileLock:
             _not_shared.discard(self)
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _open(self) -> int:
+        if self._on_directory:
+            return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Without O_CREAT first, which sticky folders refuse on another user's file.
+        try:
+            return open_regular(self.path)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return open_new(self.path, os.O_RDWR, self._mode)
+        except FileExistsError:
+            return open_regular(self.path)
 
     @property
     def held(self) -> bool:
@@ -95,20 +125,6 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def _open_lock_file(path: Path) -> int:
-    """Open for locking; without O_CREAT first, which sticky folders refuse on another user's file."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except FileExistsError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    os.fchmod(descriptor, 0o644)
-    return descriptor
 
 
 def _try_flock(descriptor: int) -> bool:

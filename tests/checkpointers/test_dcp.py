@@ -26,6 +26,7 @@ from lastgood.checkpointers.dcp import TorchDCP
 from lastgood.checkpointers.directories import MANIFEST, CheckpointDirectories, manifest_text
 from lastgood.checkpointers.named_state import LAYOUT_NAME, stored_tensors
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.files import temporary_beside
 from lastgood.state import flatten, state_digest
 from tests.checkpointers.small_training import SmallTraining
 
@@ -94,7 +95,7 @@ def test_every_mode_restores_to_the_bit_though_training_went_on(mode, threads, o
     assert fresh.digest() == digests[4]
     assert fresh.model[3].weight is fresh.model[0].weight
     assert [step for _, step, _ in CheckpointDirectories(tmp_path, 2).found()] == [4, 3]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.lastgood-tmp"))
 
 
 # -- what the files hold -----------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_an_error_in_any_writer_thread_fails_the_save(mode, number, opened, tmp_
     assert outcomes(checkpointer) == [Outcome.DURABLE, Outcome.FAILED]
     assert f"__0_{number}.distcp" in checkpointer.events[1].error
     assert "kernel log" in checkpointer.events[1].error
-    assert not list(tmp_path.glob("*.tmp")), "what the failed save wrote is removed"
+    assert not list(tmp_path.glob("*.lastgood-tmp")), "what the failed save wrote is removed"
     fresh = SmallTraining(seed=1)
     assert TorchDCP(tmp_path).restore(fresh.state) == 1
     assert fresh.digest() == digests[1]
@@ -386,12 +387,16 @@ def test_a_restore_beside_an_unfinished_save_takes_the_one_before(opened, tmp_pa
 
 
 def test_leftovers_of_a_killed_process_are_removed_and_never_restored(opened, tmp_path):
-    (tmp_path / "step-9-0123.tmp").mkdir()
-    (tmp_path / "step-9-0123.tmp" / "__0_0.distcp").write_bytes(b"half")
+    left = [tmp_path / f"step-9-{'0123' * 8}.tmp", tmp_path / "checkpoint-00000003-step-9.tmp"]  # of earlier versions
+    left += [temporary_beside(tmp_path / "step-9")]
+    kept = [tmp_path / "notes.tmp", tmp_path / "step-9-0123.tmp"]
+    for path in (*left, *kept):
+        path.mkdir()
+        (path / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(NoCheckpoint):
         TorchDCP(tmp_path).restore(SmallTraining(8).state)
     opened(tmp_path, SmallTraining(8).state)
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "lock"]), "what a user put there stays"
 
 
 def test_a_name_that_cannot_be_made_durable_is_taken_back(opened, tmp_path, monkeypatch):
@@ -449,7 +454,7 @@ def test_a_save_that_hangs_fails_in_time_and_later_saves_wait_for_nothing(opened
         raise late.exception(60).failures[0][0]
     saved_steps(checkpointer, training, 1)
     assert outcomes(checkpointer)[-1] is Outcome.DURABLE
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.lastgood-tmp"))
 
 
 def test_an_end_of_the_process_gives_up_what_hangs(opened, tmp_path, monkeypatch):

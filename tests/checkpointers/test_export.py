@@ -89,7 +89,7 @@ def test_a_training_comes_back_to_the_bit(trained, tmp_path, to):
     apply_tree(other.state, tree, "out")
     assert other.digest() == training.digest()
     check_aliases(tree)
-    assert list(tmp_path.glob("*.tmp")) == []
+    assert list(tmp_path.glob("*.lastgood-tmp")) == []
 
 
 def test_safetensors_reads_it(trained, tmp_path):
@@ -376,5 +376,5 @@ def test_files_of_others_are_refused(tmp_path):
             load_exported(tmp_path / name)
     with pytest.raises(StorageError):
         load_exported(tmp_path / "missing")
-    with pytest.raises(StorageError, match="with torch"):
+    with pytest.raises(StorageError, match="read with torch"):
         load_exported(tmp_path)

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StorageError
+from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations.deepspeed import LastgoodFiles
 from lastgood.integrations.deepspeed_saves import SaveOptions
 from lastgood.storage import format as fmt
-from lastgood.storage.single import SINGLE_SUFFIX
 
 
 @dataclasses.dataclass
@@ -138,7 +138,7 @@ def test_a_file_with_a_damaged_beginning_is_still_known(tag):
 
 def test_what_a_killed_save_left_is_no_damage(tag):
     model = tag / "mp_rank_00_model_states.pt"
-    left = tag / f"layer_00.pt{SINGLE_SUFFIX}"
+    left = tag / f"layer_00.pt{TEMPORARY_SUFFIX}"
     shutil.copy(model, left)
     with left.open("r+b") as file:
         file.seek(fmt.COMMIT_OFFSET)

@@ -101,7 +101,7 @@ class Checker:
                 kept = [Seen(info.sequence, info.step) for info in store.committed()]
                 if kept != found:
                     raise Violation(f"a new life finds {kept} instead of {found}")
-                if list(copy.glob("*.tmp")):
+                if list(copy.glob("*.lastgood-tmp")):
                     raise Violation("a new life leaves temporary files")
                 for number in (1, 2):
                     save(store, step + number, self._stream_bytes(step + number))

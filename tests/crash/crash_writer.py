@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 
 from slot_helpers import TIMEOUT_S, commit, content_of, give, open_store
 
-from lastgood.storage import SlotStore, files, write
+import lastgood.files
+from lastgood.storage import SlotStore, files, slots, write
 from lastgood.storage import format as fmt
 from lastgood.storage.medium import DirectFile
 
@@ -217,7 +218,8 @@ def flush_nothing() -> None:
 
 
 def sync_no_directory() -> None:
-    files.sync_directory = lambda directory: None
+    for module in (lastgood.files, files, slots):
+        module.sync_directory = lambda directory: None
 
 
 def void_nothing() -> None:

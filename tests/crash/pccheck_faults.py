@@ -232,7 +232,7 @@ def full_disk(directory: Path) -> None:
     assert [event.outcome for event in checkpointer.events] == [Outcome.FAILED] * 2
     assert "No space left" in (checkpointer.events[0].error or "")
     assert log.count("older ones stay") == 1
-    assert not list((disk / "job").glob("*.tmp"))
+    assert not list((disk / "job").glob("*.lastgood-tmp"))
     filler.unlink()
     training.step()
     digest = training.digest()

@@ -190,11 +190,11 @@ def no_room_for_a_new_slot(directory: Path) -> None:
     with open_store(directory, slots=3) as store:
         save(store, 1, STATE)
         for call, skip in (("allocate", 0), ("write", 0)):
-            with fault(call, "slot-0001.lgs.tmp", ENOSPC, skip=skip, hits=1):
+            with fault(call, ".slot-0001.lgs.", ENOSPC, skip=skip, hits=1):
                 expect_error(
                     r"slot-0001\.lgs: making a slot of \d+ bytes.*No space left", lambda: save(store, 2, STATE)
                 )
-            assert not list(directory.glob("*.tmp"))
+            assert not list(directory.glob("*.lastgood-tmp"))
             check(store, [1])
         save(store, 3, STATE)
         check(store, [3, 1])

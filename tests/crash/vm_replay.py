@@ -109,7 +109,7 @@ def restart(directory: Path, found: Finding) -> None:
     """A new life on that disk: what was left half made goes, what was there stays, and saving goes on."""
     next_step = max(found.steps, default=0) + 1
     with open_store(directory, slots=5, keep=KEEP) as store:
-        if [info.step for info in store.committed()] != found.steps or list(directory.glob("*.tmp")):
+        if [info.step for info in store.committed()] != found.steps or list(directory.glob("*.lastgood-tmp")):
             found.lost.append("a new life finds other checkpoints than a reader, or leaves half-made files")
         save(store, next_step, state_bytes(next_step))
     again = look(directory, [*found.steps[: KEEP - 1], next_step])

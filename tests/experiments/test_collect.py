@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from lastgood.errors import LastgoodError, StorageError
-from lastgood.experiments.atomic import write_atomically
+from lastgood.errors import LastgoodError
 from lastgood.experiments.collect import TIDY_COLUMNS, collect, collect_files, load_placed_record, run_name
 from lastgood.experiments.record import RunRecord
 from tests.experiments.records import make_ceilings, make_record, place_record
@@ -254,28 +249,6 @@ def test_partial_names_what_is_missing(tmp_path: Path) -> None:
 def test_a_run_has_a_short_name() -> None:
     assert run_name(make_record("sync", 25, 3).spec.record_path()) == "vgg16 sync f25 r3"
     assert run_name(Path("elsewhere.json")) == "elsewhere.json"
-
-
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.csv"
-    write_atomically(path, b"old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(StorageError, match=r"a\.csv: cannot write 3 bytes: No space left"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_kill_half_way_leaves_no_file_under_the_name(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    program = (
-        "import os, signal, sys; from pathlib import Path; import lastgood.experiments.atomic as atomic\n"
-        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "atomic.write_atomically(Path(sys.argv[1]), b'half')"
-    )
-    done = subprocess.run([sys.executable, "-c", program, path], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not path.exists()
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.errors import ConfigError
+from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations.deepspeed_traffic import mark_communication
 from lastgood.storage import format as fmt
-from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
+from lastgood.storage.single import is_single_file
 from tests.integrations.deepspeed_ranks import KILLED
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +87,7 @@ def test_a_background_save_never_raises_and_is_committed_at_a_later_step(ranks, 
     what = {"stage": 2, "precision": "bf16"}
     found = ranks.run("in_background", lastgood=str(tmp_path / "good"), **what)
     assert [one["latest"] for one in found] == [["a", "b"]] * 2
-    assert not list((tmp_path / "good").rglob(f"*{SINGLE_SUFFIX}"))
+    assert not list((tmp_path / "good").rglob(f"*{TEMPORARY_SUFFIX}"))
     found = ranks.run("fail_in_save", stage=3, lastgood=str(tmp_path / "bad"), failing=1, background=True)
     for one in found:
         assert one["said"] == "" and one["latest"] == "first"

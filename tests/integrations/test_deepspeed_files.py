@@ -15,12 +15,13 @@ import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, StateError
+from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations import deepspeed_objects, deepspeed_saves
 from lastgood.integrations.deepspeed import LastgoodFiles, export_torch, use_lastgood
 from lastgood.integrations.deepspeed_objects import decode_objects, encode_objects
 from lastgood.integrations.deepspeed_saves import SaveOptions
 from lastgood.storage import format as fmt
-from lastgood.storage.single import SINGLE_SUFFIX, is_single_file
+from lastgood.storage.single import is_single_file
 from lastgood.storage.write import SlotWrite
 
 
@@ -133,12 +134,12 @@ def test_nothing_has_its_name_before_all_is_durable(tmp_path, engine, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             save(one, tmp_path, "new", state_of(2), state_of(3))
     assert not list((tmp_path / "new").glob("*.pt"))
-    assert list((tmp_path / "new").glob(f"*{SINGLE_SUFFIX}"))
+    assert list((tmp_path / "new").glob(f"*{TEMPORARY_SUFFIX}"))
     other = engine()
     assert torch.equal(other.load(str(old))["flat"], state_of(1)["flat"])
     (path,) = save(other, tmp_path, "third", {"x": 1})
     assert other.load(str(path)) == {"x": 1}
-    assert not list(tmp_path.rglob(f"*{SINGLE_SUFFIX}"))
+    assert not list(tmp_path.rglob(f"*{TEMPORARY_SUFFIX}"))
 
 
 def test_a_disk_error_fails_the_save_and_the_older_tag_stays(tmp_path, engine, monkeypatch):

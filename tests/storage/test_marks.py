@@ -132,7 +132,8 @@ def test_a_mark_that_cannot_be_written_frees_nothing(tmp_path: Path) -> None:
         for step in (1, 2):
             save(store, step, NBYTES)
         store.confirm(of_step(store, 1))
-        blocked = tmp_path / f"{GLOBAL_FILE}.tmp"
+        blocked = tmp_path / GLOBAL_FILE
+        blocked.unlink()
         blocked.mkdir()
         with pytest.raises(StorageError, match=GLOBAL_FILE):
             store.confirm(of_step(store, 2))

@@ -13,7 +13,7 @@ import pytest
 from slot_helpers import CHUNK, TIMEOUT_S, commit, content_of, give, load, open_store, save, steps
 
 from lastgood.errors import CheckpointError, StorageError, WaitTimeout
-from lastgood.storage import SlotStore, files, write
+from lastgood.storage import SlotStore, files, slots, write
 from lastgood.storage import format as fmt
 
 STATE = 6 * CHUNK + 99
@@ -43,7 +43,7 @@ def test_full_disk(small_disk: Path) -> None:
         for operation in (lambda: store.reserve(6 << 20), lambda: store.begin(3, 6 << 20)):
             with pytest.raises(StorageError, match=rf"{directory}/slot-0002.lgs: making a slot of \d+ bytes.*No space"):
                 operation()
-            assert not list(directory.glob("*.tmp"))
+            assert not list(directory.glob("*.lastgood-tmp"))
             assert steps(store) == [2, 1]
         store.reserve(STATE)
         save(store, 3, STATE)  # a smaller one still fits
@@ -83,7 +83,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
                     needed = str(store.slot_file_bytes(8 << 20))
                     code = 0 if all(word in named for word in ("ulimit", "slot-000", needed)) else 1
                 save(store, 3, STATE)
-                if steps(store) != [3, 1] or list(tmp_path.glob("*.tmp")):
+                if steps(store) != [3, 1] or list(tmp_path.glob("*.lastgood-tmp")):
                     code = 2
         finally:
             os._exit(code)
@@ -214,10 +214,10 @@ def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_refused_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, content: bytes) -> None:
+    def refuse(path: Path, content: bytes, *, mode: int) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(files, "write_atomically", refuse)
+    monkeypatch.setattr(slots, "write_atomically", refuse)
     with pytest.raises(StorageError, match=f"{tmp_path}.*use another directory"):
         open_store(tmp_path)
     monkeypatch.undo()

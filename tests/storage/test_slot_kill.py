@@ -58,7 +58,7 @@ def kill_many(directory: Path, kills: int, seed: int) -> None:
         best = max(best, run_and_kill(directory, chance.uniform(0.0, 0.2), from_start=from_start))
         check(directory, best)
     with open_store(directory, slots=5) as store:
-        assert not list(directory.glob("*.tmp"))
+        assert not list(directory.glob("*.lastgood-tmp"))
         assert kills // 2 < store.incarnation <= kills + 1
 
 

@@ -36,6 +36,7 @@ from lastgood.errors import (
     StorageError,
     WaitTimeout,
 )
+from lastgood.files import temporary_beside
 from lastgood.storage import ChunkPool, SlotState, SlotStore, files
 from lastgood.storage import format as fmt
 
@@ -433,8 +434,13 @@ def test_job_and_version_mismatches_name_both_sides(tmp_path: Path) -> None:
 def test_temporary_files_of_a_killed_process_go(tmp_path: Path) -> None:
     (tmp_path / "slot-0002.lgs.tmp").write_bytes(b"half")
     (tmp_path / "job.json.tmp").write_bytes(b"half")
+    temporary_beside(tmp_path / "slot-0000.lgs").write_bytes(b"half")
+    others = [tmp_path / name for name in ("notes.tmp", "slot-0002.lgs.tmp.old", ".x.lastgood-tmp", "x.lastgood-tmp")]
+    for path in others:
+        path.write_bytes(b"a user's own")
     with open_store(tmp_path) as store:
-        assert not list(tmp_path.glob("*.tmp"))
+        left = {path.name for path in tmp_path.iterdir()} - {fmt.JOB_FILE, fmt.LOCK_FILE}
+        assert left == {path.name for path in others}
         save(store, 1, STATE)
 
 

@@ -78,7 +78,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_holds_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, content: bytes) -> None:
+    def refuse(path: Path, content: bytes, *, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     book = VerdictBook(tmp_path)

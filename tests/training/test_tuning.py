@@ -326,8 +326,16 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_made(tmp_path, 
 def test_a_folder_in_use_is_refused(tmp_path):
     with SlotStore(tmp_path, slots=3, pool_bytes=8 * MIB), pytest.raises(LockHeld, match="a training has this folder"):
         tune(tmp_path, iteration_s=1, state_bytes=MIB, limits=SHORT)
-    with FileLock(tmp_path, "another"), pytest.raises(LockHeld, match="tuning in"):
+    with FileLock(tmp_path, "another", on_directory=True), pytest.raises(LockHeld, match="tuning in"):
         tune(tmp_path, iteration_s=1, state_bytes=MIB, limits=SHORT)
+
+
+def test_a_folder_of_the_name_that_a_user_made_stays(tmp_path):
+    (tmp_path / PROBE_FOLDER).mkdir()
+    (tmp_path / PROBE_FOLDER / "thesis").write_text("years of work")
+    with pytest.raises(ConfigError, match="was not made by a tuning"):
+        tune(tmp_path, iteration_s=1, state_bytes=MIB, limits=SHORT)
+    assert (tmp_path / PROBE_FOLDER / "thesis").exists()
 
 
 def test_memory_is_no_disk(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, MismatchError, WaitTimeout
+from lastgood.files import ReadableBy, local_path, make_directory, remove_temporary_files, storage_error
 from lastgood.locks import FileLock
-from lastgood.storage.files import remove_temporary_files, storage_error
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
@@ -24,6 +24,7 @@ __all__ = ["Archive", "ArchiveCounts", "archived_files"]
 _log = logging.getLogger("lastgood")
 
 _NAME = re.compile(r"step-(\d{10,})-seq-(\d{6,})\.safetensors")
+_OLDER_TEMPORARY = re.compile(r"step-\d{10,}-seq-\d{6,}\.safetensors\.\d+\.tmp")
 _NICENESS = 10
 
 
@@ -58,7 +59,7 @@ class Archive:
     is lost to the archive, and counted. The one that is being exported does (`SlotStore.hold`).
 
     Whatever fails is counted, logged once per kind, and never raised into the training. A file under its name is whole
-    and durable. The directory belongs to one process at a time, and to one job.
+    and durable, and `readable_by` says for whom. The directory belongs to one process at a time, and to one job.
 
     Raises:
         ConfigError: `every` is not at least 1.
@@ -66,10 +67,11 @@ class Archive:
         StorageError: the directory cannot be made or read.
     """
 
-    def __init__(self, directory: Path | str, every: int) -> None:
+    def __init__(self, directory: Path | str, every: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
         if every < 1:
             raise ConfigError(f"an archive takes every M-th checkpoint, M at least 1: {every}")
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
+        self.readable_by = readable_by
         self.every = every
         self.counts = ArchiveCounts()
         self._changed = threading.Condition()
@@ -79,11 +81,16 @@ class Archive:
         self._closed = False
         self._kinds_logged: set[str] = set()
         self._owner: str | None = None
-        self._lock = FileLock(self.directory / "lock", f"archive {self.directory}", shared_with_forks=False)
+        self._lock = FileLock(
+            self.directory / "lock",
+            f"archive {self.directory}",
+            shared_with_forks=False,
+            mode=readable_by.file_mode,
+        )
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory, readable_by.directory_mode)
             self._lock.acquire()
-            for path in remove_temporary_files(self.directory):
+            for path in remove_temporary_files(self.directory, _OLDER_TEMPORARY):
                 _log.warning("%s: removed, a process that was killed left it half made", path)
             self._last_due = max((sequence for sequence, _, _ in archived_files(self.directory)), default=0)
             self._owner = self._find_owner()
@@ -165,7 +172,14 @@ class Archive:
         from lastgood.checkpointers.export import ExportFormat, export_checkpoint
 
         name = f"step-{info.step:010d}-seq-{info.sequence:06d}.safetensors"
-        export_checkpoint(view, info, self.directory / name, ExportFormat.SAFETENSORS, threads=1)
+        export_checkpoint(
+            view,
+            info,
+            self.directory / name,
+            ExportFormat.SAFETENSORS,
+            threads=1,
+            mode=self.readable_by.file_mode,
+        )
 
     def _find_owner(self) -> str | None:
         """The job that wrote the newest readable file."""

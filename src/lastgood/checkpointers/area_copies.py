@@ -17,7 +17,7 @@ from lastgood import _native
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.snapshot import DeviceStreams, copy_bytes
 from lastgood.errors import WaitTimeout
-from lastgood.storage.files import storage_error
+from lastgood.files import storage_error
 
 if TYPE_CHECKING:
     import torch

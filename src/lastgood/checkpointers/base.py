@@ -36,6 +36,8 @@ from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.step_hooks import see_steps
 from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
+from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
+from lastgood.locks import FileLock
 from lastgood.state.optimizers import optimizers_beneath
 
 if TYPE_CHECKING:
@@ -96,6 +98,9 @@ class BaseOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    path_options: ClassVar[tuple[str, ...]] = ()
+    """Names of those that are paths: a checkpointer takes relative ones from where the process is when it is made."""
+
     def disk_bytes(self, state_bytes: int) -> int:
         """Disk space that this system needs at once for a state of `state_bytes`."""
         return 2 * state_bytes
@@ -137,7 +142,9 @@ class Checkpointer(ABC):
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
 
     It is made with a directory of its own (which need not exist) and either validated `options` or single `knobs` by
-    name; `interval_steps` is for `step`. Raises ConfigError for knobs that do not exist or cannot be.
+    name; `interval_steps` is for `step`. A relative directory is taken from where the process is now. What is made
+    there can be read by its owner alone, unless `readable_by` is ``group`` or ``all``. Raises ConfigError for knobs
+    that do not exist or cannot be, and for a directory that is a URL.
 
     Subclasses set three class attributes: `name` (the registry's key), `METHOD` (a version of how this system is
     measured, part of every run's identity; raised when a change makes older records incomparable) and `Options`.
@@ -146,6 +153,9 @@ class Checkpointer(ABC):
     name: ClassVar[str]
     METHOD: ClassVar[int] = 1
     Options: ClassVar[type[BaseOptions]] = BaseOptions
+    holds_directory: ClassVar[bool] = False
+    """Whether ``DIRECTORY/lock`` is held here from `attach` or `start` to `close`, so that no second training writes
+    there. False for a system whose store has a lock of its own, whose ranks share a directory, or that writes none."""
 
     def __init__(
         self,
@@ -153,17 +163,28 @@ class Checkpointer(ABC):
         options: BaseOptions | None = None,
         *,
         interval_steps: int | None = None,
+        readable_by: ReadableBy | str = ReadableBy.OWNER,
         **knobs: Any,
     ) -> None:
         if options is not None and knobs:
             raise ConfigError(f"{self.name}: give either options or single knobs, not both: {sorted(knobs)}")
         if interval_steps is not None and interval_steps < 0:
             raise ConfigError(f"{self.name}: interval_steps must not be negative: {interval_steps}")
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
         self.interval_steps = interval_steps
+        self.readable_by = readers_of(readable_by, self.name)
+        self._lock = FileLock(
+            self.directory / "lock",
+            f"checkpoint directory {self.directory}",
+            shared_with_forks=False,
+            mode=self.readable_by.file_mode,
+        )
         if options is not None and not isinstance(options, self.Options):
             raise ConfigError(f"{self.name}: options are {type(options).__name__}, not {self.Options.__name__}")
-        self.options = self._validated(knobs) if options is None else options
+        options = self._validated(knobs) if options is None else options
+        given = {name: getattr(options, name) for name in options.path_options}
+        absolute = {name: str(local_path(path)) for name, path in given.items() if path is not None}
+        self.options = options.model_copy(update=absolute) if absolute else options
         self.events: list[CheckpointEvent] = []
         self.events_kept: int | None = 100
         """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
@@ -220,6 +241,7 @@ class Checkpointer(ABC):
             raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
         attachment = Attachment(self.name, parts, data)
         try:
+            self._hold_directory()
             try:
                 self._resume(attachment.state, resume_step)
             except NoCheckpoint:
@@ -315,6 +337,7 @@ class Checkpointer(ABC):
         self._state = state
         try:
             self._hook_optimizers()
+            self._hold_directory()
             self._start()
         except BaseException:
             self.close()
@@ -332,6 +355,16 @@ class Checkpointer(ABC):
             self._ending.cancel()
             self._ending = None
         self._close()
+        self._lock.release()
+
+    def _hold_directory(self) -> None:
+        if not self.holds_directory or self._lock.held:
+            return
+        try:
+            make_directory(self.directory, self.readable_by.directory_mode)
+        except OSError as error:
+            raise storage_error(error, self.directory, "making the checkpoint directory") from error
+        self._lock.acquire()
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -59,6 +59,7 @@ class CheckFreq(Checkpointer):
     """
 
     name: ClassVar[str] = "checkfreq"
+    holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
 
     def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
@@ -71,7 +72,7 @@ class CheckFreq(Checkpointer):
             )
         self._keeper: BudgetKeeper | None = None
         """Made by `attach`; a loop that calls save() by itself has chosen already."""
-        self._files = TorchFiles(self.directory, self.options.keep)
+        self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
         self._buffers: list[torch.Tensor] = []
         self._snapshot: HostSnapshot | None = None
         self._worker: threading.Thread | None = None

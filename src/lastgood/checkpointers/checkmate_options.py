@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,8 @@ _LONGEST_ITEM = max(ITEM_BYTES.values())
 
 class CheckmateOptions(BaseOptions):
     """Knobs of Checkmate. `shadows` and `token_file` say where a run happens; nothing starts without them."""
+
+    path_options: ClassVar[tuple[str, ...]] = ("token_file",)
 
     shadows: tuple[str, ...] = ()
     """``host:port`` of every shadow, in their order (`lastgood storage serve`)."""

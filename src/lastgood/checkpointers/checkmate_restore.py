@@ -24,6 +24,7 @@ from lastgood.errors import (
     NoCheckpoint,
     StorageError,
 )
+from lastgood.files import ReadableBy, make_directory, read_bounded, write_atomically
 from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
@@ -121,31 +122,32 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
     return noted or (kept.pop() if kept else None)
 
 
+_MOST_JOB_BYTES = 4096
+
+
 def _noted_job(directory: Path) -> str | None:
     path = directory / _JOB_FILE
     try:
-        job = json.loads(path.read_text(encoding="utf-8"))["job"]
+        job = json.loads(read_bounded(path, _MOST_JOB_BYTES))["job"]
         if len(bytes.fromhex(job)) != 16:
             raise ValueError("no job of 32 hex digits")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, StorageError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); remove it to take the job that the shadows keep"
         ) from error
     return str(job)
 
 
-def note_job(directory: Path, job: str) -> None:
+def note_job(directory: Path, job: str, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
     """Let this directory belong to a job. Raises StorageError."""
     path = directory / _JOB_FILE
     if path.exists():
         return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"job": job}) + "\n", encoding="utf-8")
-        new.replace(path)
+        make_directory(directory, readable_by.directory_mode)
+        write_atomically(path, (json.dumps({"job": job}) + "\n").encode(), mode=readable_by.file_mode)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error
 

@@ -28,7 +28,7 @@ from torch.futures import Future
 from lastgood import _native
 from lastgood.checkpointers.directories import MANIFEST, manifest_text
 from lastgood.errors import StorageError
-from lastgood.storage.files import storage_error
+from lastgood.files import storage_error
 
 __all__ = ["KeptStager", "ManifestWriter", "first_cause"]
 

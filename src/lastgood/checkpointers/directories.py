@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lastgood import _native
-from lastgood.errors import CorruptCheckpoint
-from lastgood.storage.files import flush_file, make_directory, storage_error, sync_directory
+from lastgood.errors import CorruptCheckpoint, StorageError
+from lastgood.files import (
+    ReadableBy,
+    make_directory,
+    open_new,
+    open_regular,
+    read_bounded,
+    remove_temporary_files,
+    remove_tree,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+)
+from lastgood.storage.files import flush_file
 
 __all__ = ["MANIFEST", "CheckpointDirectories", "check_files", "manifest_text", "seal_files"]
 
@@ -28,6 +37,7 @@ _log = logging.getLogger("lastgood")
 MANIFEST = "lastgood-manifest.json"
 _FORMAT = "lastgood-directory-1"
 _NAME = re.compile(r"checkpoint-(\d{8,18})-step-(\d{1,18})")
+_OLDER_TEMPORARY = re.compile(r"(step-\d+-[0-9a-f]{32}|checkpoint-\d{8,18}-step-\d{1,18})\.tmp")
 _MOST_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
 
@@ -35,22 +45,26 @@ _READ_BYTES = 8 << 20
 class CheckpointDirectories:
     """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP/`` in one directory, the newest with the highest sequence."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
         self.directory = directory
         self.keep = keep
+        self._readable_by = readable_by
 
     def prepare(self) -> None:
-        """Make the directory, and remove what a killed process left half-written. Raises StorageError."""
+        """Remove what a killed process left half-written. Only under the directory's lock. Raises StorageError."""
         try:
-            make_directory(self.directory)
-            for leftover in self.directory.glob("*.tmp"):
-                _remove(leftover)
+            make_directory(self.directory, self._readable_by.directory_mode)
+            remove_temporary_files(self.directory, _OLDER_TEMPORARY)
         except OSError as error:
             raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
 
     def temporary(self, step: int) -> Path:
         """A name for a checkpoint that is being written, which nothing that a killed process left still writes to."""
-        return self.directory / f"step-{step}-{uuid.uuid4().hex}.tmp"
+        return temporary_beside(self.directory / f"step-{step}")
+
+    def make(self, temporary: Path) -> None:
+        """Make the directory that a library writes into; until `commit` only its owner sees it. Raises OSError."""
+        temporary.mkdir(0o700)
 
     def commit(self, temporary: Path, step: int) -> int:
         """Make a written checkpoint durable and give it its name; then drop all but the newest `keep`.
@@ -60,7 +74,13 @@ class CheckpointDirectories:
         sequence = max((known for known, _, _ in self.found()), default=0) + 1
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}"
         try:
-            written = sum(path.stat().st_size for path in _files_in(temporary).values())
+            written = 0
+            for path in _files_in(temporary).values():
+                written += path.stat().st_size
+                path.chmod(self._readable_by.file_mode)
+            for path in (one for one in temporary.rglob("*") if one.is_dir()):
+                path.chmod(self._readable_by.directory_mode)
+            temporary.chmod(self._readable_by.directory_mode)
             sync_directory(temporary)
             temporary.rename(final)
         except OSError as error:
@@ -69,14 +89,14 @@ class CheckpointDirectories:
             sync_directory(self.directory)
         except OSError as error:
             # Under this name it would be taken for one whose name is durable.
-            _remove(final)
+            remove_tree(final)
             raise storage_error(error, self.directory, "flushing a checkpoint's name") from error
         self._drop_old()
         return written
 
     def give_up(self, temporary: Path) -> None:
         """Remove what a failed save wrote."""
-        _remove(temporary)
+        remove_tree(temporary)
 
     def found(self) -> list[tuple[int, int, Path]]:
         """Sequence, step and path of every checkpoint, newest first."""
@@ -87,13 +107,13 @@ class CheckpointDirectories:
 
     def _drop_old(self) -> None:
         for _, _, old in self.found()[self.keep :]:
-            doomed = old.with_name(f"{old.name}.tmp")
+            doomed = temporary_beside(old)
             try:
                 old.rename(doomed)  # a kill half-way must not leave a checkpoint that lacks files
             except OSError as error:
                 _log.warning("%s: cannot remove an old checkpoint: %s", old, error)
             else:
-                _remove(doomed)
+                remove_tree(doomed)
 
 
 def manifest_text(step: int, files: Mapping[str, tuple[int, int]]) -> bytes:
@@ -122,7 +142,8 @@ def seal_files(checkpoint: Path, step: int) -> None:
     try:
         for directory in (path for path in checkpoint.rglob("*") if path.is_dir()):
             sync_directory(directory)
-        path.write_bytes(manifest_text(step, files))
+        with open(open_new(path), "wb") as file:  # noqa: PTH123 - of a descriptor
+            file.write(manifest_text(step, files))
     except OSError as error:
         raise storage_error(error, path, "writing") from error
     flush_file(path)
@@ -153,9 +174,7 @@ def check_files(checkpoint: Path, step: int) -> int:
 def _read_manifest(checkpoint: Path, step: int) -> dict[str, tuple[int, int]]:
     path = checkpoint / MANIFEST
     try:
-        if path.stat().st_size > _MOST_MANIFEST_BYTES:
-            raise CorruptCheckpoint(f"{path}: {path.stat().st_size} bytes, over the limit of {_MOST_MANIFEST_BYTES}")
-        content = path.read_bytes()
+        content = read_bounded(path, _MOST_MANIFEST_BYTES, too_large=CorruptCheckpoint)
         text = content[:-_ENDING_BYTES]
         if content != text + _ending(text):
             raise CorruptCheckpoint(f"{path}: its checksum does not hold")
@@ -165,6 +184,8 @@ def _read_manifest(checkpoint: Path, step: int) -> dict[str, tuple[int, int]]:
         files = {str(name): (int(nbytes), int(checksum)) for name, (nbytes, checksum) in document["files"].items()}
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}; the checkpoint has no manifest") from error
+    except StorageError as error:
+        raise CorruptCheckpoint(str(error)) from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is no manifest: {error!r}") from error
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
@@ -181,19 +202,11 @@ def _checksum(path: Path) -> int:
     checksum = 0
     memory = bytearray(_READ_BYTES)
     try:
-        with path.open("rb", buffering=0) as file, memoryview(memory) as view:
+        with open(open_regular(path), "rb", buffering=0) as file, memoryview(memory) as view:  # noqa: PTH123 - of a descriptor
             while got := file.readinto(view):
                 checksum = _native.crc32c(view[:got], checksum)
     except OSError as error:
         raise CorruptCheckpoint(str(storage_error(error, path, "reading"))) from error
+    except StorageError as error:
+        raise CorruptCheckpoint(str(error)) from error
     return checksum
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        try:
-            os.unlink(path)  # noqa: PTH108 - beside rmtree
-        except OSError as error:
-            _log.warning("%s: cannot be removed: %s", path, error)

@@ -56,13 +56,14 @@ class DirectoryOptions(BaseOptions):
 class DirectorySystem(Checkpointer):
     """A library behind the protocol. Its copy of the state is whole when `save` returns."""
 
+    holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = DirectoryOptions
 
     def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
-        self._directories = CheckpointDirectories(self.directory, self.options.keep)
+        self._directories = CheckpointDirectories(self.directory, self.options.keep, self.readable_by)
         self._flight: Flight | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
@@ -71,7 +72,7 @@ class DirectorySystem(Checkpointer):
 
     @abstractmethod
     def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any] | None:
-        """Copy the tensors and let the library write them into `temporary`.
+        """Copy the tensors and let the library write them into `temporary`, an empty directory.
 
         Returns what tells of the end of it, or None if it is done, the files flushed and the manifest written.
         """
@@ -102,6 +103,7 @@ class DirectorySystem(Checkpointer):
         try:
             self.drain()
             self._refuse_late()
+            self._directories.make(temporary)
             future = self._take(event, live_tensors(flatten(self.state)), temporary)
             event.copied_s = time.perf_counter()
             if future is None:

@@ -10,7 +10,6 @@ import contextlib
 import enum
 import os
 import shutil
-import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -25,8 +24,8 @@ from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layou
 from lastgood.checkpointers.torch_archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
+from lastgood.files import open_new, open_regular, remove_tree, storage_error, sync_directory, temporary_beside
 from lastgood.state import Layout, unflatten
-from lastgood.storage.files import storage_error, sync_directory
 from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ else:
     torch = lazy_module("torch")
 
 __all__ = [
-    "TEMPORARY_SUFFIX",
     "ExportFormat",
     "Exported",
     "check_target",
@@ -46,7 +44,6 @@ __all__ = [
     "write_export",
 ]
 
-TEMPORARY_SUFFIX = ".tmp"
 WINDOW_BYTES = 64 * MIB
 """Read at once for a safetensors file."""
 
@@ -84,13 +81,14 @@ def export_checkpoint(
     force: bool = False,
     threads: int = 4,
     window_bytes: int = WINDOW_BYTES,
+    mode: int | None = None,
 ) -> Exported:
     """Write one committed checkpoint to `out`: a file, or for DCP a directory. Every byte read is checked.
 
     A safetensors file is written while `window_bytes` (or one block of the state, or 4 chunks of the slot) after the
     other are read; the other formats take one checkpoint's size of memory. An open SlotStore keeps the slot from being
     reused meanwhile; a view cannot, and raises CorruptCheckpoint when a training has reused it. What is at `out` is
-    replaced only with `force`, and only by its like.
+    replaced only with `force`, and only by its like. A file gets `mode`, or what the umask leaves of 0666.
 
     Raises:
         ConfigError: `out` exists, or is not what could be replaced.
@@ -113,7 +111,7 @@ def export_checkpoint(
         window = max(window_bytes, 4 * info.record.chunk_bytes)
         window = window if to is ExportFormat.SAFETENSORS else layout.stream_bytes
         blocks = read_blocks(view, info, layout, threads, window)
-        nbytes, aliases = write_export(out, to, layout, info, blocks, force=force)
+        nbytes, aliases = write_export(out, to, layout, info, blocks, force=force, mode=mode)
     return Exported(out, to, info.step, len(tensors), nbytes, time.perf_counter() - started, aliases)
 
 
@@ -125,6 +123,7 @@ def write_export(
     blocks: Iterator[tuple[int, torch.Tensor]],
     *,
     force: bool,
+    mode: int | None = None,
 ) -> tuple[int, Mapping[str, str]]:
     """Write a state from its layout and `blocks`, all of them in order: bytes written, and names not written.
 
@@ -137,9 +136,10 @@ def write_export(
         plan = SafetensorsPlan(layout, tensors, info)
         aliases = plan.aliases
         with _appearing(out, plan.file_bytes, force=force) as temporary:
-            write_safetensors(temporary, plan, blocks)
+            write_safetensors(temporary, plan, blocks, mode)
     elif to is ExportFormat.PT:
         with _appearing(out, layout.payload_bytes, force=force) as temporary:
+            os.close(open_new(temporary, mode=mode))
             _save_pt(temporary, out, unflatten(layout, [block for _, block in blocks], where))
     else:
         with _appearing(out, sum(tensor.nbytes for tensor in tensors), force=force) as temporary:
@@ -154,12 +154,14 @@ def load_exported(path: Path | str) -> dict[str, Any]:
     Raises StorageError, CorruptCheckpoint, and MismatchError for a file that Lastgood did not export.
     """
     path = Path(path)
+    path = path.resolve() if path.is_symlink() else path  # named by a user, who may have put a link there
+    if path.is_dir():
+        raise StorageError(f"{path}: is a directory; one of torch.distributed.checkpoint is read with torch")
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
             head = file.read(9)
     except OSError as error:
-        hint = "; read a directory of torch.distributed.checkpoint with torch" if path.is_dir() else ""
-        raise StorageError(f"{storage_error(error, path, 'reading')}{hint}") from error
+        raise storage_error(error, path, "reading") from error
     return _load_pt(path) if is_zip(head) else load_safetensors(path)
 
 
@@ -191,7 +193,7 @@ def _appearing(out: Path, needed_bytes: int, *, force: bool) -> Iterator[Path]:
             f"{out}: exporting takes {needed_bytes} bytes ({format_bytes(needed_bytes)}), and its file system has "
             f"{format_bytes(free)} free; free some or use another directory"
         )
-    temporary = out.with_name(f"{out.name}.{threading.get_native_id()}{TEMPORARY_SUFFIX}")
+    temporary = temporary_beside(out)
     try:
         yield temporary
         _sync(temporary)
@@ -200,7 +202,7 @@ def _appearing(out: Path, needed_bytes: int, *, force: bool) -> Iterator[Path]:
         _take_place(temporary, out)
         sync_directory(out.parent)
     except BaseException as error:
-        _remove(temporary)
+        remove_tree(temporary)
         if isinstance(error, OSError):
             raise storage_error(error, out, "exporting", needed_bytes) from error
         raise
@@ -212,7 +214,7 @@ def _sync(path: Path) -> None:
             _sync(inner)
         sync_directory(path)
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         os.fsync(descriptor)
     finally:
@@ -224,23 +226,14 @@ def _take_place(temporary: Path, out: Path) -> None:
         temporary.replace(out)
         return
     # A directory with files in it cannot be renamed over.
-    old = out.with_name(f"{out.name}.replaced{TEMPORARY_SUFFIX}")
-    _remove(old)
+    old = temporary_beside(out)
     out.rename(old)
     try:
         temporary.rename(out)
     except BaseException:
         old.rename(out)
         raise
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+    remove_tree(old)
 
 
 # -- torch's own formats -----------------------------------------------------------------------------------------------

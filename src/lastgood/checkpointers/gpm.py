@@ -97,7 +97,12 @@ class GPM(Checkpointer):
         from lastgood.storage.areas import AreaStore
 
         flat = flatten(self.state)
-        self._store = AreaStore(self.directory, chunk_bytes=self.knobs.chunk_bytes, restored=self._restored)
+        self._store = AreaStore(
+            self.directory,
+            chunk_bytes=self.knobs.chunk_bytes,
+            restored=self._restored,
+            readable_by=self.readable_by,
+        )
         if all(optimizer.state for optimizer in optimizers_of(self.state)):
             # Before an optimizer's first step the size is not known yet; then the first save makes the areas.
             self._make_room(self._store, flat, len(flat.layout.to_json()))

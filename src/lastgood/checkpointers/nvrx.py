@@ -175,7 +175,6 @@ def _write_in_worker(tensors: dict[str, torch.Tensor], place: str, parent: int) 
         threading.Thread(target=_end_with, args=(parent,), name="nvrx-watch", daemon=True).start()
     directory = Path(place)
     try:
-        directory.mkdir()
         torch.save(tensors, directory / _FILE)
     except Exception as error:
         with contextlib.suppress(OSError):

@@ -28,6 +28,7 @@ from lastgood.checkpointers.ranked import RankedJob
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.files import make_directory, storage_error
 from lastgood.state import FlatState, flatten
 from lastgood.state.optimizers import optimizers_of
 
@@ -118,6 +119,11 @@ class PCcheck(Checkpointer):
         from lastgood.storage import SlotStore
 
         rank, world_size = self._world()
+        if self._agrees:
+            try:
+                make_directory(self.directory, self.readable_by.directory_mode)
+            except OSError as error:
+                raise storage_error(error, self.directory, "making the job's directory") from error
         return SlotStore(
             self._of_rank(self.directory),
             slots=self.knobs.slots,
@@ -130,13 +136,14 @@ class PCcheck(Checkpointer):
             world_size=world_size,
             medium=self.knobs.medium,
             writer_cpus=self.knobs.writer_cpus,
+            readable_by=self.readable_by,
         )
 
     def _open_archive(self) -> None:
         from lastgood.checkpointers.archive import Archive
 
         if self.knobs.archive_dir is not None and self.knobs.archive_every is not None and self._archive is None:
-            self._archive = Archive(self._of_rank(self.knobs.archive_dir), self.knobs.archive_every)
+            self._archive = Archive(self._of_rank(self.knobs.archive_dir), self.knobs.archive_every, self.readable_by)
 
     def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
         """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
@@ -490,7 +497,13 @@ class PCcheck(Checkpointer):
 
     def _ranked(self) -> RankedJob:
         knobs = self.knobs
-        return RankedJob(self._of_rank(self.directory), *self._world(), knobs.resume_from, knobs.resume_buffers)
+        return RankedJob(
+            self._of_rank(self.directory),
+            *self._world(),
+            knobs.resume_from,
+            knobs.resume_buffers,
+            self.readable_by,
+        )
 
     @property
     def _read_threads(self) -> int:

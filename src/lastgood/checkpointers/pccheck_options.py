@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
@@ -19,6 +19,8 @@ __all__ = ["PCcheckOptions"]
 
 class PCcheckOptions(BaseOptions):
     """Knobs of PCcheck; N, p and b are the paper's names."""
+
+    path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
 
     max_in_flight: int = Field(default=2, ge=1, le=64)
     """N: checkpoints under way at once."""

@@ -11,6 +11,7 @@ from lastgood.checkpointers.agreement import rank_directory
 from lastgood.checkpointers.ranks import Buffers, job_of, shared_job_id, whole_checkpoints
 from lastgood.checkpointers.replicas import Declared, Division, StoreExchange
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
+from lastgood.files import ReadableBy
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
@@ -28,20 +29,27 @@ class RankedJob:
     """
 
     def __init__(
-        self, directory: Path, rank: int, world_size: int, other_job: str | None, buffers: Buffers = "equal"
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        other_job: str | None,
+        buffers: Buffers = "equal",
+        readable_by: ReadableBy = ReadableBy.OWNER,
     ) -> None:
         self._directory = directory
         self._rank = rank
         self._world_size = world_size
         self._other_job = other_job
         self._buffers = buffers
+        self._readable_by = readable_by
         self._job = job_of(directory) if world_size > 1 else None
 
     def job_id(self) -> bytes | None:
         """One for all ranks, where their directories lie in one; None for what the directory has, or a new one."""
         if self._job is None or (self._directory / "job.json").exists():
             return None
-        return shared_job_id(self._job)
+        return shared_job_id(self._job, self._readable_by)
 
     def goes_on_from_another(self, view: SlotView | None) -> bool:
         """Whether to restore from the other job: there is one named, and this one has no checkpoint of all ranks.

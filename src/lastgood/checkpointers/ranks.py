@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 from lastgood.checkpointers.agreement import rank_directories, rank_directory
 from lastgood.errors import MismatchError, NoCheckpoint, StorageError
+from lastgood.files import (
+    ReadableBy,
+    make_directory,
+    open_new,
+    read_bounded,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+)
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
@@ -33,27 +41,25 @@ def job_of(directory: Path | str) -> Path | None:
     return directory.parent if _NAME.fullmatch(directory.name) else None
 
 
-def shared_job_id(job: Path | str) -> bytes:
+def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -> bytes:
     """The id (16 bytes) that all ranks of a job give their directories; made by the rank that comes first.
 
     It lies in the job's directory, so ranks that share none have different ids. Raises StorageError.
     """
-    from lastgood.storage.files import storage_error, sync_directory
-
     path = Path(job) / _ID_FILE
-    temporary = path.with_name(f"{_ID_FILE}.{uuid.uuid4().hex}.tmp")
+    temporary = temporary_beside(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent, readable_by.directory_mode)
         if not path.exists():
-            with temporary.open("xb") as file:
+            mode = readable_by.file_mode
+            with open(open_new(temporary, mode=mode), "wb") as file:  # noqa: PTH123 - of a descriptor
                 file.write(os.urandom(_ID_BYTES).hex().encode())
                 file.flush()
                 os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, path)  # never over another rank's
             sync_directory(path.parent)
-        with path.open("rb") as file:
-            found = bytes.fromhex(file.read(2 * _ID_BYTES + 1).decode("ascii", errors="replace"))
+        found = bytes.fromhex(read_bounded(path, 2 * _ID_BYTES, too_large=ValueError).decode("ascii", errors="replace"))
     except ValueError as error:
         raise StorageError(f"{path}: is no job id ({error}); remove it if no rank has a directory yet") from error
     except OSError as error:

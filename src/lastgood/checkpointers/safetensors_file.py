@@ -17,6 +17,7 @@ from lastgood import _native
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
+from lastgood.files import open_new
 from lastgood.state import Layout, unflatten
 from lastgood.storage.files import flush
 from lastgood.units import MIB
@@ -153,13 +154,15 @@ def _aliases(tensors: Sequence[NamedTensor]) -> dict[str, str]:
     return aliases
 
 
-def write_safetensors(path: Path, plan: SafetensorsPlan, blocks: Iterator[tuple[int, torch.Tensor]]) -> None:
-    """Write a planned file from (number, bytes) of all blocks; it is not durable yet. Raises OSError."""
+def write_safetensors(
+    path: Path, plan: SafetensorsPlan, blocks: Iterator[tuple[int, torch.Tensor]], mode: int | None = None
+) -> None:
+    """Write a planned file, which is new, from (number, bytes) of all blocks; it is not durable yet. Raises OSError."""
     of_block = defaultdict(list)
     for tensor in plan.tensors:
         of_block[tensor.block].append(tensor)
     checksums: dict[str, int] = {}
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    descriptor = open_new(path, mode=mode)
     try:
         # Fails at once where there is no room.
         os.posix_fallocate(descriptor, 0, plan.file_bytes)

@@ -31,12 +31,13 @@ class SyncCheckpointer(Checkpointer):
     """torch.save + fsync + rename + fsync of the directory, all inside save()."""
 
     name: ClassVar[str] = "sync"
+    holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = SyncOptions
 
     def __init__(self, directory: Path | str, options: SyncOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, SyncOptions)
-        self._files = TorchFiles(self.directory, self.options.keep)
+        self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
 
     def _start(self) -> None:
         flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does

@@ -20,6 +20,16 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.torch_archive import check_proportion, read_torch_file, reading_cost
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
+from lastgood.files import (
+    ReadableBy,
+    make_directory,
+    open_new,
+    open_regular,
+    remove_temporary_files,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+)
 from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 from lastgood.state.optimizers import state_of
@@ -33,6 +43,7 @@ __all__ = ["TorchFiles", "pack_numpy", "plain_tree", "unpack_numpy"]
 
 _log = logging.getLogger("lastgood")
 _NAME = re.compile(r"checkpoint-(\d{8,})-step-(\d+)\.pt")
+_OLDER_TEMPORARY = re.compile(r"checkpoint-\d{8,}-step-\d+\.tmp")
 _FORMAT = "lastgood-torch-1"
 
 
@@ -43,15 +54,18 @@ class TorchFiles:
     to an earlier step, the steps of the life that was given up are older, though their numbers are higher.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
         self.directory = directory
         self.keep = keep
+        self._readable_by = readable_by
 
     def prepare(self) -> None:
-        """Make the directory, and remove what a killed process left half-written."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob("*.tmp"):
-            leftover.unlink()
+        """Remove what a killed process left half-written. Only under the directory's lock. Raises StorageError."""
+        try:
+            make_directory(self.directory, self._readable_by.directory_mode)
+            remove_temporary_files(self.directory, _OLDER_TEMPORARY)
+        except OSError as error:
+            raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
 
     def write(self, step: int, tree: Mapping[str, Any], phases: list[tuple[str, float, float]] | None = None) -> int:
         """torch.save, fsync, rename, fsync of the directory; then drop all but the newest `keep`. Returns the bytes.
@@ -62,20 +76,24 @@ class TorchFiles:
         """
         sequence = max((known for known, _, _ in self._files()), default=0) + 1
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
-        temporary = final.with_suffix(".tmp")
+        temporary = temporary_beside(final)
         began_s = time.perf_counter()
         try:
             document = {"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree), "state")}
             cost = reading_cost(document, "state")
+            os.close(open_new(temporary, mode=self._readable_by.file_mode))
             torch.save(document, temporary)
             check_proportion(cost, temporary, str(final))
             written_s = time.perf_counter()
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-                written = os.fstat(file.fileno()).st_size
+            descriptor = open_regular(temporary)
+            try:
+                os.fsync(descriptor)
+                written = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
             flushed_s = time.perf_counter()
             temporary.replace(final)
-            _fsync_directory(self.directory)
+            sync_directory(self.directory)
             if phases is not None:
                 phases += [
                     ("write", began_s, written_s),
@@ -209,11 +227,3 @@ def _tensor_bytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_tensor_bytes, value))
     return 0
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.checkpointers.pccheck import PCcheckOptions
 from lastgood.errors import ConfigError
-from lastgood.storage.files import storage_error, write_atomically
+from lastgood.files import storage_error, write_atomically
 from lastgood.units import MIB, format_bytes, format_seconds
 
 __all__ = [
@@ -212,7 +212,7 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
         + yaml.safe_dump({"measured": measured}, sort_keys=False, default_flow_style=None, width=200)
     )
     try:
-        write_atomically(path, text.encode())
+        write_atomically(path, text.encode(), mode=None)
     except OSError as error:
         raise storage_error(error, path, "writing the settings", len(text)) from error
 

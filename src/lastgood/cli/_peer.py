@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, StorageError
+from lastgood.files import read_bounded
 from lastgood.units import format_seconds
 
 __all__ = ["TOKEN_VARIABLE", "needed_token", "read_token", "serve_peer"]
@@ -21,9 +22,8 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get(TOKEN_VARIABLE)
     try:
-        with path.open("rb") as file:
-            return file.read(_MAX_TOKEN_FILE_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bounded(path, _MAX_TOKEN_FILE_BYTES, follow=True).decode().strip()
+    except (OSError, StorageError, UnicodeDecodeError) as error:
         raise ConfigError(f"--peer-token-file {path}: cannot read a token: {error}") from error
 
 

@@ -25,14 +25,14 @@ def claims(
     """Say of each published claim whether these runs reproduce it, refute it, or cannot test it, with the numbers."""
     from collections import Counter
 
-    from lastgood.experiments.atomic import write_atomically
     from lastgood.experiments.claims import VERDICTS, claims_csv, claims_markdown, judge_claims, load_reference
     from lastgood.experiments.figure_csv import load_csvs
     from lastgood.experiments.grid import find_root
+    from lastgood.files import write_result
 
     rows = judge_claims(load_csvs(csvs), load_reference(reference or find_root() / "figures" / "reference"))
     if markdown is not None:
-        write_atomically(markdown, claims_markdown(rows).encode())
-    write_atomically(out, claims_csv(rows))
+        write_result(markdown, claims_markdown(rows).encode())
+    write_result(out, claims_csv(rows))
     counts = Counter(row.verdict for row in rows)
     console.print(f"claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}; {out}", markup=False)

@@ -85,7 +85,7 @@ def run(
     from lastgood.cluster.provision.inventory import Connection
     from lastgood.cluster.provision.playbook import Provisioning, Steps, provision_hosts
     from lastgood.experiments.grid import find_root
-    from lastgood.storage.files import write_atomically
+    from lastgood.files import write_atomically
 
     bundle, reports = provision_hosts(
         Provisioning(
@@ -101,7 +101,8 @@ def run(
     try:
         facts_dir.mkdir(parents=True, exist_ok=True)
         for report in reports:
-            write_atomically(facts_dir / f"{report.host}.json", (report.model_dump_json(indent=1) + "\n").encode())
+            content = (report.model_dump_json(indent=1) + "\n").encode()
+            write_atomically(facts_dir / f"{report.host}.json", content, mode=None)
     except OSError as error:
         raise ProvisionError(f"{facts_dir}: the facts cannot be written: {error}; name another --facts-dir") from error
     if as_json:

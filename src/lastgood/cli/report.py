@@ -24,11 +24,11 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Checkpointing systems side by side",
 ) -> None:
     """Build one HTML file that a person opens in a browser; it holds everything and loads nothing."""
-    from lastgood.experiments.atomic import write_atomically
     from lastgood.experiments.ceilings import load_ceilings
     from lastgood.experiments.claims import load_claims
     from lastgood.experiments.figure_csv import find_csvs, load_csvs
     from lastgood.experiments.report import build_report
+    from lastgood.files import write_result
 
     page = build_report(
         load_csvs(csvs or find_csvs(figures_dir)),
@@ -37,5 +37,5 @@ def report(
         claims=load_claims(claims) if claims else None,
         title=title,
     )
-    write_atomically(out, page)
+    write_result(out, page)
     console.print(f"report: {format_bytes(len(page))}; {out}", markup=False)

@@ -240,13 +240,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _write(path: Path, described: dict[str, Any]) -> None:
     from lastgood.errors import StorageError
+    from lastgood.files import write_atomically
 
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_text(json.dumps(described) + "\n")
-        draft.replace(path)
+        write_atomically(path, (json.dumps(described) + "\n").encode())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise StorageError(f"{path}: the address cannot be written: {error.strerror or error}") from error
 
 

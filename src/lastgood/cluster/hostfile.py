@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgood.errors import ConfigError
-from lastgood.storage.files import storage_error, write_atomically
+from lastgood.files import storage_error, write_atomically
 
 __all__ = [
     "MAX_HOSTS",
@@ -158,7 +158,7 @@ def write_hostfile(path: Path, hosts: Iterable[Host], comment: str = "") -> Host
     made = parse_hostfile(text, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
+        write_atomically(path, text.encode(), mode=None)
     except OSError as error:
         raise storage_error(error, path, "writing a hostfile", len(text)) from error
     return made

@@ -23,7 +23,8 @@ from lastgood.cluster.launch_board import Board, RankState
 from lastgood.cluster.launch_ticket import How, Ticket, check_env, rank_log
 from lastgood.cluster.launch_ways import Started, Way, way
 from lastgood.cluster.remote import Completed, Remote
-from lastgood.errors import ConfigError, HostError, LaunchError
+from lastgood.errors import ConfigError, HostError, LaunchError, StorageError
+from lastgood.files import read_end
 
 __all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
 
@@ -300,8 +301,8 @@ def _launcher_words(started: Sequence[Started]) -> str:
     words = []
     for one in started:
         try:
-            text = one.log.read_bytes()[-4096:].decode(errors="replace").rstrip()
-        except OSError:
+            text = read_end(one.log, 4096).decode(errors="replace").rstrip()
+        except (OSError, StorageError):
             continue
         lines = [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
         if lines:

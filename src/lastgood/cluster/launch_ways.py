@@ -20,6 +20,7 @@ from lastgood.cluster.hostfile import Hostfile, render_hostfile
 from lastgood.cluster.launch_ticket import How, Ticket
 from lastgood.cluster.remote import Remote, RemoteProcess
 from lastgood.errors import ConfigError, HostError
+from lastgood.files import open_log, read_bounded, write_atomically
 from lastgood.processes import die_with_parent
 
 __all__ = ["Started", "Way", "deepspeed_env_text", "way"]
@@ -192,7 +193,7 @@ def _on_hosts(name: str, given: Way, commands: Sequence[Sequence[str]]) -> list[
     try:
         for host, command in zip(given.hosts.hosts, commands, strict=True):
             path = given.log_dir / f"{name}-{host.name}.log"
-            with path.open("wb") as log:
+            with open_log(path) as log:
                 process = given.remote.start(
                     host.name, command, env=given.ticket.env, stdout=log, stderr=log, grace_s=_grace(given)
                 )
@@ -255,9 +256,10 @@ def _runner(
     """DeepSpeed's runner. `exported` goes into its environment file, `env` to what it calls."""
     _check_deepspeed(given.python)
     hostfile = given.log_dir / "hostfile"
-    hostfile.write_text(render_hostfile(given.hosts.hosts), encoding="utf-8")
+    write_atomically(hostfile, render_hostfile(given.hosts.hosts).encode())
     env_file = given.log_dir / "deepspeed_env"
-    env_file.write_text(deepspeed_env_text(exported), encoding="utf-8")
+    # It holds what the user's own has, which may be secret.
+    write_atomically(env_file, deepspeed_env_text(exported).encode())
     command = [
         *(given.python, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}", "--force_multi", "--no_ssh_check"),
         *(f"--launcher={backend}", f"--master_addr={given.address}", f"--master_port={given.port}"),
@@ -293,10 +295,7 @@ def deepspeed_env_text(env: Mapping[str, str]) -> str:
     for folder in (Path.home(), Path.cwd()):
         path = folder / ".deepspeed_env"
         if path.is_file():
-            with path.open(encoding="utf-8") as file:
-                text = file.read(_MAX_ENV_FILE_BYTES + 1)
-            if len(text) > _MAX_ENV_FILE_BYTES:
-                raise ConfigError(f"{path} is longer than {_MAX_ENV_FILE_BYTES >> 10} KiB; it is no .deepspeed_env")
+            text = read_bounded(path, _MAX_ENV_FILE_BYTES, follow=True, too_large=ConfigError).decode()
             lines += [line for line in text.splitlines() if "=" in line]
     for name, value in env.items():
         escaped = "".join(f"\\{sign}" if sign in '\\"$`' else sign for sign in value).replace("%", "%%")
@@ -327,7 +326,7 @@ def _srun(given: Way) -> list[Started]:
     # One line for each rank: Slurm's way to say which rank is where.
     placement = given.log_dir / "slurm_hostfile"
     names = [host.name for host in given.hosts.hosts for _ in range(host.slots)]
-    placement.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    write_atomically(placement, "".join(f"{name}\n" for name in names).encode())
     command = ["srun", f"--nodes={len(given.hosts.hosts)}", f"--ntasks={len(names)}", "--distribution=arbitrary"]
     command += ["--kill-on-bad-exit=1", "--mpi=none", "--input=none", "--job-name=lastgood", "--chdir=/"]
     inside = "SLURM_JOB_ID" in os.environ
@@ -374,7 +373,7 @@ def _start(
 ) -> Started:
     path = given.log_dir / f"{name}.log"
     parent, polite = os.getpid(), name == "srun"
-    with path.open("wb") as log:
+    with open_log(path) as log:
         # Without the ticket, which is long and says nothing to a reader.
         log.write(f"{shlex.join(command[:-1])} ...\n".encode())
         log.flush()

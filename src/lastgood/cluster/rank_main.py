@@ -25,6 +25,7 @@ import psutil
 from lastgood.cluster.launch_board import keep_alive
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, How, Ticket, greeting, rank_log
 from lastgood.errors import HostError, LaunchError
+from lastgood.files import open_log, open_regular, read_end
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 
@@ -230,7 +231,7 @@ def _run(ticket: Ticket, rank: int, env: dict[str, str], watch: _Watch) -> int:
     path = Path(rank_log(ticket.logs, rank))
     path.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
-    with path.open("wb") as log:
+    with open_log(path) as log:
         try:
             program = subprocess.Popen(
                 ticket.argv,
@@ -255,7 +256,7 @@ def _run(ticket: Ticket, rank: int, env: dict[str, str], watch: _Watch) -> int:
         if why is None and time.monotonic() > deadline:
             why = f"{ticket.timeout_s:.0f} s are over"
     if program.poll() is None:
-        with path.open("ab") as log:
+        with open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab") as log:  # noqa: PTH123 - of a descriptor
             log.write(f"lastgood launch: ended rank {rank}: {why}\n".encode())
         _signal_group(program.pid, signal.SIGTERM)
         select.select([ended], [], [], ticket.grace_s)
@@ -273,10 +274,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _tail(path: Path) -> str:
-    with path.open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - _TAIL_BYTES))
-        text = log.read(_TAIL_BYTES).decode(errors="replace")
+    text = read_end(path, _TAIL_BYTES).decode(errors="replace")
     return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
 

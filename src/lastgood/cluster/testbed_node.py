@@ -6,7 +6,6 @@ its process namespace, so that when it is killed, the kernel kills everything in
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import time
@@ -16,8 +15,8 @@ from typing import Final
 from lastgood.cluster.hostfile import Host, render_hostfile
 from lastgood.cluster.testbed_net import namespace_of, processes_in, program, run_program
 from lastgood.cluster.testbed_state import BedState
-from lastgood.errors import HostError
-from lastgood.storage.files import storage_error
+from lastgood.errors import HostError, StorageError
+from lastgood.files import read_end, storage_error, write_atomically
 
 __all__ = ["HOST_NAME", "start_node", "wait_for_node", "write_material"]
 
@@ -158,10 +157,8 @@ def wait_for_node(folder: Path, state: BedState, node: str) -> None:
 
 def _log_tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return file.read(_LOG_BYTES).decode(errors="replace").strip() or "nothing"
-    except OSError as error:
+        return read_end(path, _LOG_BYTES).decode(errors="replace").strip() or "nothing"
+    except (OSError, StorageError) as error:
         return f"({error})"
 
 
@@ -180,8 +177,6 @@ def _root_is_locked() -> bool:
 
 def _write(path: Path, text: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
-            file.write(text)
+        write_atomically(path, text.encode())
     except OSError as error:
         raise storage_error(error, path, "writing a testbed's file") from error

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, StorageError
+from lastgood.files import read_bounded, remove_temporary_files, storage_error, write_atomically
 from lastgood.locks import FileLock
-from lastgood.storage.files import storage_error, write_atomically
 
 __all__ = [
     "MAX_NODES",
@@ -110,7 +110,7 @@ def bed_names() -> list[str]:
 def state_folder(name: str) -> Path | None:
     """The folder of a testbed that exists, or of which something may be left; None if nothing is known of it."""
     try:
-        folder = Path(os.fsdecode(_where(name).read_bytes()[:4096]))
+        folder = Path(os.fsdecode(read_bounded(_where(name), 4096)))
     except FileNotFoundError:
         return None
     return folder if folder.is_absolute() else None
@@ -156,9 +156,8 @@ def load_state(name: str) -> tuple[Path, BedState] | None:
     if folder is None:
         return None
     try:
-        with (folder / _STATE_FILE).open("rb") as file:
-            state = BedState.model_validate(json.loads(file.read(_MAX_STATE_BYTES)))
-    except (OSError, ValueError, RecursionError):  # a ValidationError is a ValueError
+        state = BedState.model_validate(json.loads(read_bounded(folder / _STATE_FILE, _MAX_STATE_BYTES)))
+    except (OSError, StorageError, ValueError, RecursionError):  # a ValidationError is a ValueError
         return None
     return (folder, state) if state.name == name else None
 
@@ -174,8 +173,9 @@ def forget(name: str) -> None:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         # With what a kill left of its writing.
-        for note in RUN.glob(f"{name}.where*"):
+        for note in (_where(name), RUN / f"{name}.where.tmp"):
             note.unlink(missing_ok=True)
+        remove_temporary_files(RUN)
     except OSError as error:
         raise storage_error(error, folder or RUN, "removing the testbed's folder") from error
 

@@ -25,7 +25,6 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPlan, measure_disk, refuse_memory_filesystem
 from lastgood.experiments.machine import cuda_devices, usable_cores, where_run
 from lastgood.experiments.machine_lock import machine_lock
@@ -37,6 +36,7 @@ from lastgood.experiments.network_ceilings import (
     measure_peer,
 )
 from lastgood.experiments.record import WhereRun
+from lastgood.files import write_result
 from lastgood.units import MIB
 
 __all__ = [
@@ -132,7 +132,7 @@ class CeilingsRecord(_Part):
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
-        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
 
     def still_good(self, machine: str, where: WhereRun, quick: bool) -> bool:
         """Whether this was measured today, on the same machine and scratch folder, and as thoroughly as asked."""

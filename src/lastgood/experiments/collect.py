@@ -18,7 +18,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.axes import THROUGHPUT, FigureAxes
 from lastgood.experiments.bound import Bound, throughput_bound
 from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
@@ -30,6 +29,7 @@ from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import system_rank
 from lastgood.experiments.tidy import TIDY_COLUMNS, TidyRow
 from lastgood.experiments.wide import field_text, wide_table
+from lastgood.files import write_result
 
 __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "load_placed_record", "run_name"]
 
@@ -52,9 +52,9 @@ class Collected:
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both files, each whole or not at all."""
-        write_atomically(out_wide, _csv_bytes(self.wide))
+        write_result(out_wide, _csv_bytes(self.wide))
         lines = [[field_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
-        write_atomically(out_tidy, _csv_bytes([list(TIDY_COLUMNS), *lines]))
+        write_result(out_tidy, _csv_bytes([list(TIDY_COLUMNS), *lines]))
 
 
 def load_placed_record(path: Path) -> RunRecord:

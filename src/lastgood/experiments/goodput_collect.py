@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.ceilings import CeilingsRecord, load_ceilings
 from lastgood.experiments.collect import collect, load_placed_record, run_name
 from lastgood.experiments.config_values import BASELINE
@@ -32,6 +31,7 @@ from lastgood.experiments.record import RunRecord
 from lastgood.experiments.style import system_label, system_rank
 from lastgood.experiments.tidy import TidyRow
 from lastgood.experiments.wide import field_text
+from lastgood.files import write_result
 
 __all__ = [
     "FORMULA",
@@ -146,9 +146,9 @@ class CollectedGoodput:
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both files, each whole or not at all."""
-        write_atomically(out_wide, _csv_bytes(self.wide))
+        write_result(out_wide, _csv_bytes(self.wide))
         lines = [[field_text(getattr(row, name)) for name in GOODPUT_COLUMNS] for row in self.tidy]
-        write_atomically(out_tidy, _csv_bytes([list(GOODPUT_COLUMNS), *lines]))
+        write_result(out_tidy, _csv_bytes([list(GOODPUT_COLUMNS), *lines]))
 
 
 def collect_goodput_files(

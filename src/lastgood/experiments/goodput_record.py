@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.record import WhereRun
 from lastgood.experiments.spec import RunSpec, Scale
+from lastgood.files import write_result
 
 __all__ = [
     "GOODPUT_METHOD",
@@ -192,7 +192,7 @@ class GoodputRecord(_Part):
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
-        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
 
 
 def load_goodput_record(path: Path) -> GoodputRecord:

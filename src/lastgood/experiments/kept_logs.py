@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ from pydantic import Base64Bytes, TypeAdapter, ValidationError
 
 from lastgood.cluster.launch import LOG_THERE
 from lastgood.cluster.remote import Completed, Remote
-from lastgood.errors import HostError, LastgoodError
+from lastgood.errors import HostError, LastgoodError, StorageError
+from lastgood.files import open_log, open_regular
 
 __all__ = ["MAX_LOG_BYTES", "Logs", "fetch_logs", "keep_logs_of_failure", "logs_beside", "main", "read_logs"]
 
@@ -109,12 +109,12 @@ def _is_name(name: str) -> bool:
 
 def _end_of(path: Path, limit_bytes: int) -> bytes | None:
     """The last bytes of a regular file; None for anything else, which may have no end."""
-    # A pipe must not make this wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        descriptor = open_regular(path)
+    except StorageError:
+        return None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            return None
         if found.st_size <= limit_bytes:
             return file.read(limit_bytes)
         note = f"[the end of a log of {found.st_size} bytes]\n".encode()[:limit_bytes]
@@ -149,10 +149,11 @@ def _keep(
         for name, end in logs.items():
             path = kept / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(end)
+            with open_log(path) as file:
+                file.write(end)
             written.add(name)
-    except OSError as error:
-        lines.append(f"logs could not be kept in {kept}: {error.strerror}")
+    except (OSError, StorageError) as error:
+        lines.append(f"logs could not be kept in {kept}: {getattr(error, 'strerror', None) or error}")
     if written:
         lines.insert(0, f"all logs of this attempt are kept until the next one: {kept}")
     return written, lines

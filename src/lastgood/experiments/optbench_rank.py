@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.optbench import BenchOrder, run_bench
+from lastgood.files import PRIVATE, write_result
 
 __all__ = ["main"]
 
@@ -29,7 +29,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.write(f"lastgood optbench: {error}\n")
         return error.exit_code
     if result is not None:
-        write_atomically(Path(path), result.model_dump_json().encode())
+        write_result(Path(path), result.model_dump_json().encode(), mode=PRIVATE)
     return 0
 
 

@@ -11,10 +11,10 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.config_values import EACH_STEP
 from lastgood.experiments.optimizer_record import OptimizerRecord, load_placed_optimizer_record
 from lastgood.experiments.wide import field_text
+from lastgood.files import write_result
 
 __all__ = ["OPTIMIZER_COLUMNS", "CollectedUpdates", "UpdateRow", "collect_updates", "collect_updates_files"]
 
@@ -66,8 +66,8 @@ class CollectedUpdates:
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both CSV files, each whole or not at all."""
         tidy = [list(OPTIMIZER_COLUMNS), *([field_text(value) for value in astuple(row)] for row in self.rows)]
-        write_atomically(out_tidy, _csv_bytes(tidy))
-        write_atomically(out_wide, _csv_bytes(self._wide()))
+        write_result(out_tidy, _csv_bytes(tidy))
+        write_result(out_wide, _csv_bytes(self._wide()))
 
     def summary(self) -> str:
         """How many runs it holds."""

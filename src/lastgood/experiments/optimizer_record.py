@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.record import WhereRun
 from lastgood.experiments.spec import Scale
+from lastgood.files import write_result
 
 __all__ = [
     "OPTIMIZER_METHOD",
@@ -112,7 +112,7 @@ class OptimizerRecord(_Part):
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
-        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
 
 
 def load_optimizer_record(path: Path) -> OptimizerRecord:

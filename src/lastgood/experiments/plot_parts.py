@@ -19,9 +19,9 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.tidy import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
+from lastgood.files import write_result
 
 __all__ = [
     "BOUND_DASHES",
@@ -131,7 +131,7 @@ def save_figure(figure: Figure, out_stem: Path) -> list[Path]:
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=_PNG_DPI, metadata=_METADATA[kind])
         path = out_stem.with_name(f"{out_stem.name}.{kind}")
-        write_atomically(path, buffer.getvalue())
+        write_result(path, buffer.getvalue())
         written.append(path)
     return written
 

@@ -22,6 +22,7 @@ from lastgood.cluster.testbed import Testbed
 from lastgood.cluster.testbed_state import parse_rate
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.experiments.spec import RunSpec
+from lastgood.files import open_log, read_end
 from lastgood.ports import free_ports
 
 __all__ = ["Place", "RankHosts", "find_place"]
@@ -139,7 +140,7 @@ def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_di
     try:
         for rank in range(ranks):
             own = {**os.environ, **env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _log_of(log_dir, rank).open("wb") as log:
+            with open_log(_log_of(log_dir, rank)) as log:
                 started.append(_start(program, own, log))
         left = dict(enumerate(started))
         while left:
@@ -171,8 +172,6 @@ def _log_of(log_dir: Path, rank: int) -> Path:
 
 def _how_it_ended(rank: int, status: int, log: Path) -> str:
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-15:]
+    lines = read_end(log, _TAIL_BYTES).decode(errors="replace").splitlines()[-15:]
     tail = "\n".join(f"    {line}" for line in lines)
     return f"rank {rank} on {socket.gethostname()} ended with {how}; log: {log}\n{tail}"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.machine_lock import machine_lock
 from lastgood.experiments.rank_results import LivedRank, LiveRank, MeasuredRank, RestoredRank
 from lastgood.experiments.spec import RunSpec
+from lastgood.files import PRIVATE, write_result
 from lastgood.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _leave(order: RankOrder, result: MeasuredRank | LivedRank | RestoredRank) -> None:
-    write_atomically(result_path(Path(order.folder), order.name, result.rank), result.model_dump_json().encode())
+    path = result_path(Path(order.folder), order.name, result.rank)
+    write_result(path, result.model_dump_json().encode(), mode=PRIVATE)
 
 
 def _take_turn(order: RankOrder) -> None:

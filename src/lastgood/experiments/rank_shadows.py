@@ -18,11 +18,11 @@ from typing import IO, Any, Final
 
 from lastgood.cluster.remote import Completed, Remote, RemoteProcess
 from lastgood.errors import HostError, LastgoodError, WaitTimeout
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.rank_peers import host_address
 from lastgood.experiments.shadow_meters import ShadowPlaces, places_path
 from lastgood.experiments.spec import RunSpec
+from lastgood.files import PRIVATE, open_log, open_new, read_end, write_result
 from lastgood.processes import die_with_parent
 
 __all__ = ["local_shadows", "shadows_of_run"]
@@ -93,15 +93,14 @@ def local_shadows(spec: RunSpec, folder: Path, report: Report) -> Iterator[None]
     report(f"starting {spec.shadows} shadows on this machine")
     token = _token_path(folder)
     token.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(open_new(token), "w") as file:
         file.write(secrets.token_hex(32) + "\n")
     parent = os.getpid()
     logs = [folder / "shadows" / f"shadow-{number}.log" for number in range(spec.shadows)]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, log in enumerate(logs):
-            with log.open("wb") as output:
+            with open_log(log) as output:
                 started.append(_start_here(_command(spec, number, folder, "127.0.0.1"), output, parent))
         found = [
             ("localhost", _await_here(number, process, _address_path(folder, number), logs[number]))
@@ -109,7 +108,7 @@ def local_shadows(spec: RunSpec, folder: Path, report: Report) -> Iterator[None]
         ]
         path = places_path(folder / "checkpoints")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _places(found, folder).model_dump_json().encode())
+        write_result(path, _places(found, folder).model_dump_json().encode(), mode=PRIVATE)
         yield
     finally:
         for process in started:
@@ -132,7 +131,7 @@ def _await_here(number: int, process: subprocess.Popen[bytes], path: Path, log: 
     deadline = time.monotonic() + _START_S
     while not path.exists():
         if process.poll() is not None:
-            raise _no_shadow(number, "this machine", log.read_text(errors="replace")[-2000:])
+            raise _no_shadow(number, "this machine", read_end(log, 2000).decode(errors="replace"))
         if time.monotonic() > deadline:
             raise WaitTimeout(f"waited {_START_S:.0f} s for shadow {number} to be there; see {log}")
         time.sleep(_POLL_S)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.atomic import write_atomically
 from lastgood.experiments.spec import RunSpec
+from lastgood.files import write_result
 
 __all__ = [
     "RECORD_VERSION",
@@ -222,7 +222,7 @@ class RunRecord(_Part):
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none."""
-        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
 
 
 def load_record(path: Path) -> RunRecord:

@@ -23,7 +23,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.atomic import write_atomically
+from lastgood.files import write_result
 
 __all__ = ["GPUS_PER_MACHINE", "MAX_GPUS", "MAX_SAMPLES", "SpotTrace", "Stretch", "load_trace", "parse_trace"]
 
@@ -140,7 +140,7 @@ class SpotTrace:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        write_atomically(path, self.text().encode())
+        write_result(path, self.text().encode())
 
     def _machines_changed(self) -> list[int]:
         return [abs(after - before) // GPUS_PER_MACHINE for before, after in pairwise(self.gpus)]

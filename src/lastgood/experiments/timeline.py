@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.checkpointers.base import CheckpointEvent
-from lastgood.experiments.atomic import write_atomically
+from lastgood.files import write_result
 
 __all__ = ["Timeline", "trace_events", "write_timeline"]
 
@@ -74,7 +74,7 @@ def trace_events(title: str, timeline: Timeline) -> list[dict[str, Any]]:
 def write_timeline(path: Path, title: str, timeline: Timeline) -> None:
     """Write the trace, whole or not at all. Raises StorageError."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(title, timeline)}
-    write_atomically(path, (json.dumps(document, allow_nan=False) + "\n").encode())
+    write_result(path, (json.dumps(document, allow_nan=False) + "\n").encode())
 
 
 _Span = tuple[int, str, float, float, dict[str, Any]]

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from lastgood.errors import ConfigError, StorageError
+from lastgood.files import open_new, open_regular, temporary_beside
 
 __all__ = ["read_token"]
 
@@ -25,7 +26,8 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
         with contextlib.suppress(FileExistsError):
             _make(path)
     try:
-        with path.open("rb") as file:
+        # A user names it, and may have put a link there, as secrets of containers are.
+        with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MOST_BYTES + 1).strip()
     except FileNotFoundError:
@@ -45,14 +47,11 @@ def _make(path: Path) -> None:
     """Write a new token in one step: another process finds it whole, or not at all."""
     if path.exists():
         return
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    draft = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(descriptor, secrets.token_hex(32).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
+            file.write(secrets.token_hex(32).encode() + b"\n")
         try:
             os.link(draft, path)  # fails where another process was first
         finally:

@@ -21,10 +21,11 @@ from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.stored import read_tree
 from lastgood.checkpointers.torch_archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
+from lastgood.files import ReadableBy, make_directory, readers_of, storage_error
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.pickles import Refused
-from lastgood.storage import SlotView, files
+from lastgood.storage import SlotView
 from lastgood.storage.single import is_single_file, look_at_single
 from lastgood.units import MIB
 
@@ -65,6 +66,7 @@ def use_lastgood(
     writer_threads: int = 2,
     pool_bytes: int = 256 * MIB,
     timeout_s: float = 600.0,
+    readable_by: ReadableBy | str = ReadableBy.OWNER,
 ) -> LastgoodFiles:
     """Let a DeepSpeedEngine save and load through Lastgood. Call it on every rank, after `deepspeed.initialize`.
 
@@ -77,6 +79,7 @@ def use_lastgood(
         pool_bytes: host memory of each rank for data on its way to the disk. Where a state is larger, a save waits for
             the disk to take the rest.
         timeout_s: how long a rank waits for its own disk.
+        readable_by: who may read a tag's files, and its folder where it is made: ``owner``, ``group`` or ``all``.
 
     Returns the checkpoint engine that was put in place; `events` tells what became of each save.
 
@@ -90,7 +93,7 @@ def use_lastgood(
         )
     check_interface()
     _check_engine(engine, background)
-    options = SaveOptions(writer_threads, pool_bytes, timeout_s)
+    options = SaveOptions(writer_threads, pool_bytes, timeout_s, readers_of(readable_by, "use_lastgood"))
     before = engine.checkpoint_engine
     if isinstance(before, LastgoodFiles):
         before.close()
@@ -206,9 +209,9 @@ class LastgoodFiles:
         """Make a directory whose name survives a power cut. Where that fails, the save fails, on all ranks."""
         del exist_ok  # DeepSpeed asks for nothing else
         try:
-            files.make_directory(Path(path))
+            make_directory(Path(path), self._saves.readable_by.directory_mode)
         except OSError as error:
-            _log.error("%s", files.storage_error(error, Path(path), "making the directory"))
+            _log.error("%s", storage_error(error, Path(path), "making the directory"))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file of this rank; it appears under its name with the whole tag."""

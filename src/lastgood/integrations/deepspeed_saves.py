@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +25,20 @@ from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemory
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
+from lastgood.files import (
+    ReadableBy,
+    open_new,
+    remove_temporary_files,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+    write_atomically,
+)
 from lastgood.integrations.deepspeed_objects import encode_objects
 from lastgood.state import FlatState, flatten
 from lastgood.storage import files
 from lastgood.storage import format as fmt
-from lastgood.storage.single import SINGLE_SUFFIX, SingleFile
+from lastgood.storage.single import SingleFile
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -46,6 +56,7 @@ _CHUNK_BYTES = 4 * MIB
 _COMMITS_AT_ONCE = 4
 _MOST_OPEN_FILES = 8
 _EVENTS_KEPT = 100
+_OLDER_TEMPORARY = re.compile(r".+\.(pt|bin|safetensors)\.lastgood-tmp")
 _WORD_BYTES = 1024
 """Of what a rank tells the others: one byte for its condition, the rest is text."""
 _DONE, _FAILED, _WRITING = 0, 1, 2
@@ -69,6 +80,9 @@ class SaveOptions:
     """Host memory of each rank for data on its way to the disk; on a CUDA device it is page-locked."""
     timeout_s: float = 600.0
     """How long a rank waits for its own disk."""
+    readable_by: ReadableBy = ReadableBy.OWNER
+    """Who may read a tag's files, and its folder where it is made here; what `save_16bit_model` writes is as the umask
+    has it."""
 
 
 class _Export:
@@ -76,10 +90,11 @@ class _Export:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(path.name + SINGLE_SUFFIX)
+        self._temporary = temporary_beside(path)
 
     def store(self, state: Any) -> int:
         try:
+            os.close(open_new(self._temporary, mode=None))
             torch.save(own_memory(state), self._temporary)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where its own writer is refused
             self.discard()
@@ -91,7 +106,7 @@ class _Export:
         try:
             self._temporary.replace(self.path)
         except OSError as error:
-            raise files.storage_error(error, self.path, "naming") from error
+            raise storage_error(error, self.path, "naming") from error
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
@@ -132,6 +147,11 @@ class TagSaves:
         self._pinned: PinnedMemory | None = None
         self._direct: dict[Path, bool] = {}
         self._committers = ThreadPoolExecutor(_COMMITS_AT_ONCE, "lastgood-deepspeed")
+
+    @property
+    def readable_by(self) -> ReadableBy:
+        """Who may read what is written."""
+        return self._options.readable_by
 
     @property
     def pending(self) -> TagInfo | None:
@@ -229,6 +249,7 @@ class TagSaves:
             pool=self._pool_for(flat),
             writer_threads=self._options.writer_threads,
             direct_io=self._direct[folder],
+            mode=self._options.readable_by.file_mode,
         )
         saving.written.append(file)
         self._copy(file, flat, meta)
@@ -296,7 +317,7 @@ class TagSaves:
             for file in saving.written:
                 file.publish()
             for folder in {file.path.parent for file in saving.written}:
-                files.sync_directory(folder)
+                sync_directory(folder)
         except (CheckpointError, OSError) as error:
             return _text(error)
         return ""
@@ -304,9 +325,9 @@ class TagSaves:
     def _write_latest(self, info: TagInfo) -> str:
         path = Path(info.save_dir) / "latest"
         try:
-            files.write_atomically(path, info.tag.encode())
+            write_atomically(path, info.tag.encode(), mode=self._options.readable_by.file_mode)
         except OSError as error:
-            return _text(files.storage_error(error, path, "writing"))
+            return _text(storage_error(error, path, "writing"))
         return ""
 
     def _end(self, saving: _Saving, trouble: str) -> None:
@@ -352,13 +373,14 @@ class TagSaves:
 def _remove_leftovers(save_dir: Path, tag: str) -> None:
     """Remove what a killed training left half-written. Only while no rank is writing."""
     # A tag may have a folder of folders for its name.
-    for leftover in {path for place in (".", "*", tag) for path in save_dir.glob(f"{place}/*{SINGLE_SUFFIX}")}:
+    for place in {save_dir, *save_dir.glob("*/"), save_dir / tag}:
         try:
-            leftover.unlink(missing_ok=True)
+            for leftover in remove_temporary_files(place, _OLDER_TEMPORARY):
+                _log.info("%s: removed, a save that was killed left it half-written", leftover)
+        except NotADirectoryError:
+            continue
         except OSError as error:
-            _log.warning("%s: left by a killed save, and cannot be removed: %s", leftover, error)
-        else:
-            _log.info("%s: removed, a save that was killed left it half-written", leftover)
+            _log.warning("%s: what a killed save left there cannot be removed: %s", place, error)
 
 
 def own_memory(value: Any) -> Any:

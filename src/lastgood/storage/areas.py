@@ -33,6 +33,16 @@ from pathlib import Path
 import numpy as np
 
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError
+from lastgood.files import (
+    ReadableBy,
+    local_path,
+    make_directory,
+    open_regular,
+    remove_temporary_files,
+    storage_error,
+    sync_directory,
+    write_atomically,
+)
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
@@ -61,7 +71,7 @@ class MappedArea:
         self.path = path
         self.closing: list[Callable[[], None]] = []
         """Called before the memory goes, by `close`: for devices that know its address."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._descriptor = open_regular(path, os.O_RDWR)
         try:
             status = os.fstat(self._descriptor)
             self.nbytes = status.st_size
@@ -148,6 +158,7 @@ class AreaStore:
         directory: made if it is not there.
         chunk_bytes: unit of checksums, a multiple of 4096.
         restored: the checkpoint that was read and found good, if any was.
+        readable_by: who may read what is made here; area files that are there get that mode too.
 
     Raises:
         LockHeld: another process has the directory open; names it.
@@ -155,20 +166,32 @@ class AreaStore:
         StorageError: the operating system refused; names file and operation.
     """
 
-    def __init__(self, directory: Path | str, *, chunk_bytes: int, restored: SlotInfo | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        chunk_bytes: int,
+        restored: SlotInfo | None = None,
+        readable_by: ReadableBy = ReadableBy.OWNER,
+    ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
             raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
         self.chunk_bytes = chunk_bytes
+        self.readable_by = readable_by
         self._areas = [_Area(number, self.directory / fmt.slot_name(number)) for number in range(AREAS)]
         self._stays: SlotInfo | None = None
-        self._lock = FileLock(self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}")
+        self._lock = FileLock(
+            self.directory / fmt.LOCK_FILE,
+            f"checkpoint directory {self.directory}",
+            mode=readable_by.file_mode,
+        )
         try:
             self._open(restored)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
-                raise files.storage_error(error, self.directory, "opening the directory") from error
+                raise storage_error(error, self.directory, "opening the directory") from error
             raise
 
     @property
@@ -227,17 +250,17 @@ class AreaStore:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self, restored: SlotInfo | None) -> None:
-        files.make_directory(self.directory)
+        make_directory(self.directory, self.readable_by.directory_mode)
         self._lock.acquire()
-        for path in files.remove_temporary_files(self.directory):
+        for path in remove_temporary_files(self.directory, fmt.OLDER_TEMPORARY_FILES):
             log.warning("%s: removed, a process that was killed left it half made", path)
         self.job = self._take_job()
         found = reader.find_slots(self.directory)
         # What a killed process stored is in the page cache, and a power cut would still take it: nothing may be
         # overwritten in reliance on it before it is durable.
         for path in found.values():
-            files.flush_file(path)
-        files.sync_directory(self.directory)
+            files.flush_file(path, self.readable_by.file_mode)
+        sync_directory(self.directory)
         statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
         reader.refuse_foreign(statuses)
         records = [status.record for status in statuses if status.record is not None]
@@ -264,7 +287,7 @@ class AreaStore:
                 f"{self.directory} belongs to {job}, and areas are of jobs of one rank; use another one"
             )
         if described is None:
-            files.write_atomically(path, fmt.encode_job(job))
+            write_atomically(path, fmt.encode_job(job), mode=self.readable_by.file_mode)
         return job
 
     def _choose(self, whole: list[SlotInfo], restored: SlotInfo | None) -> SlotInfo | None:
@@ -293,10 +316,10 @@ class AreaStore:
             self._unmap(area)
             size = None
         except OSError as error:
-            raise files.storage_error(error, area.path, "looking at an area") from error
+            raise storage_error(error, area.path, "looking at an area") from error
         # Through the page cache, where the pages are wanted next.
         if size is None:
-            files.make_slot_file(area.path, header, file_bytes, direct=False)
+            files.make_slot_file(area.path, header, file_bytes, direct=False, mode=self.readable_by.file_mode)
             area.info = None
         elif size < file_bytes or not self._has_header(area, header):
             area.info = None
@@ -304,11 +327,11 @@ class AreaStore:
         try:
             area.mapped = MappedArea(area.path)
         except OSError as error:
-            raise files.storage_error(error, area.path, "mapping", file_bytes) from error
+            raise storage_error(error, area.path, "mapping", file_bytes) from error
 
     def _has_header(self, area: _Area, header: fmt.SlotHeader) -> bool:
         try:
-            with area.path.open("rb") as file:
+            with open(open_regular(area.path), "rb") as file:  # noqa: PTH123 - of a descriptor
                 return fmt.SlotHeader.decode(file.read(fmt.BLOCK)) == header
         except (fmt.RecordError, fmt.OtherVersionError):
             return False
@@ -362,7 +385,7 @@ class AreaWrite:
         try:
             self._put_record(self._record(fmt.RecordKind.WRITING, 0, 0, bytes(32), bytes(32)))
         except OSError as error:
-            raise files.storage_error(error, self.path, "voiding the area", fmt.BLOCK) from error
+            raise storage_error(error, self.path, "voiding the area", fmt.BLOCK) from error
 
     def commit(self, meta_offset: int, meta_bytes: int, layout_digest: bytes, checksums: list[int]) -> SlotInfo:
         """Steps 2 and 3, when all stores have ended: `checksums` are those of the chunks, in order.
@@ -381,7 +404,7 @@ class AreaWrite:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._put_record(record)
         except OSError as error:
-            raise files.storage_error(error, self.path, "making it durable", self.padded_bytes) from error
+            raise storage_error(error, self.path, "making it durable", self.padded_bytes) from error
         info = SlotInfo(self.path, self._area, record)
         self._store.committed(info)
         return info

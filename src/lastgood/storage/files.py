@@ -1,4 +1,4 @@
-"""Files on a disk, and what can go wrong with them: aligned direct I/O, whole new files, errors that say what to do."""
+"""Slot files on a disk: aligned direct I/O, and files that are made and grown in full before their first use."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import StorageError
+from lastgood.files import PRIVATE, open_new, open_regular, storage_error, sync_directory, temporary_beside
 from lastgood.storage import format as fmt
-from lastgood.units import format_bytes
 
 __all__ = [
     "direct_io_works",
     "flush",
     "flush_file",
     "grow_slot_file",
-    "make_directory",
     "make_slot_file",
     "open_file",
     "read_block",
-    "remove_temporary_files",
-    "storage_error",
-    "sync_directory",
-    "write_atomically",
     "write_block",
 ]
 
-_TEMPORARY_SUFFIX = ".tmp"
 _MOST_SHORT_READS = 8
 """Of one block, before that is taken for a failure."""
 _PREFILL_STEP = 128 << 20
@@ -37,35 +31,14 @@ _PREFILL_STEP = 128 << 20
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
-def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None = None) -> StorageError:
-    """The StorageError for what the operating system refused, with a hint where one is known."""
-    # The native side knows more closely what failed.
-    operation = getattr(error, "operation", operation)
-    nbytes = getattr(error, "nbytes", nbytes) or nbytes
-    offset = getattr(error, "offset", None)
-    amount = "" if nbytes is None else f" of {nbytes} bytes ({format_bytes(nbytes)})"
-    where = "" if offset is None else f" at offset {offset}"
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    hint = {
-        errno.ENOSPC: f"; free {format_bytes(nbytes or 0)} on that file system or use another directory",
-        errno.EDQUOT: "; raise the quota or use another directory",
-        errno.EFBIG: "; raise the file size limit (ulimit -f)",
-        errno.EACCES: "; check the permissions of the directory and its parents",
-        errno.EPERM: "; check the permissions of the directory and its parents",
-        errno.EROFS: "; the file system is read-only, use another directory",
-        errno.EIO: "; the device failed, look into the kernel log",
-        errno.ENOENT: "; was it removed or unmounted?",
-    }.get(error.errno or 0, "")
-    refused = StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
-    refused.errno = error.errno
-    return refused
-
-
 def open_file(path: Path, flags: int, *, direct: bool = True) -> tuple[int, bool]:
-    """Open an existing file, past the page cache if `direct` and the file system can; returns (descriptor, direct)."""
+    """Open an existing file, past the page cache if `direct` and the file system can; returns (descriptor, direct).
+
+    Raises StorageError if it is no regular file, and OSError.
+    """
     if direct:
         try:
-            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
+            descriptor = open_regular(path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _NO_DIRECT_IO:
                 raise
@@ -79,14 +52,14 @@ def open_file(path: Path, flags: int, *, direct: bool = True) -> tuple[int, bool
                     raise
             else:
                 return descriptor, True
-    return os.open(path, flags | os.O_CLOEXEC), False
+    return open_regular(path, flags), False
 
 
 def direct_io_works(directory: Path) -> bool:
     """Whether files in `directory` can be written past the page cache; tried with a file that has no name left."""
-    path = directory / f"probe-{os.getpid()}{_TEMPORARY_SUFFIX}"
+    path = temporary_beside(directory / "probe")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        descriptor = open_new(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno in _NO_DIRECT_IO:
             path.unlink(missing_ok=True)  # some file systems make the file before they refuse the flag
@@ -149,23 +122,14 @@ def flush(descriptor: int) -> None:
     os.fdatasync(descriptor)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make names that were made, changed or removed in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def flush_file(path: Path, mode: int | None = None) -> None:
+    """Make all that any process wrote into a file durable; give it `mode`, if this user may. Raises StorageError."""
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory keep its names by themselves
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def flush_file(path: Path) -> None:
-    """Make all that any process wrote into a file durable. Raises StorageError."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
+            if mode is not None and os.fstat(descriptor).st_mode & 0o777 != mode:
+                with contextlib.suppress(PermissionError):
+                    os.fchmod(descriptor, mode)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -173,58 +137,14 @@ def flush_file(path: Path) -> None:
         raise storage_error(error, path, "flushing") from error
 
 
-def make_directory(directory: Path) -> None:
-    """Make a directory and its parents, if they are not there, so that a power cut loses none of their names.
-
-    The name of the lowest one that was there is flushed as well: a process that was killed may have just made it.
-    """
-    directory = directory.absolute()
-    missing = []
-    there = directory
-    while not there.exists():
-        missing.append(there)
-        there = there.parent
-    with contextlib.suppress(PermissionError):  # then this user cannot have made it
-        sync_directory(there.parent)
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
-
-
-def remove_temporary_files(directory: Path) -> list[Path]:
-    """Remove what a killed process left half made. Only under the directory's lock."""
-    left = sorted(directory.glob(f"*{_TEMPORARY_SUFFIX}"))
-    for path in left:
-        path.unlink(missing_ok=True)
-    return left
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Make or replace a small file: whole and durable, or not at all."""
-    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 - of a descriptor
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool) -> None:
+def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool, mode: int = PRIVATE) -> None:
     """Make a void slot file of `file_bytes`, written in full, under its final name only once it is durable.
 
     Raises StorageError, and leaves no temporary file, where there is no room.
     """
-    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+    temporary = temporary_beside(path)
     try:
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        os.close(descriptor)
+        os.close(open_new(temporary, mode=mode))
         descriptor, _ = open_file(temporary, os.O_RDWR, direct=direct)
         try:
             _fill(descriptor, 0, file_bytes)

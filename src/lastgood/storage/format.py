@@ -27,6 +27,8 @@ __all__ = [
     "JOB_ID_BYTES",
     "LOCK_FILE",
     "MAX_WORLD_SIZE",
+    "MOST_JOB_BYTES",
+    "OLDER_TEMPORARY_FILES",
     "RECORD_BYTES",
     "CommitRecord",
     "Job",
@@ -58,6 +60,10 @@ JOB_ID_BYTES = 16
 MAX_WORLD_SIZE = 1 << 20
 JOB_FILE = "job.json"
 LOCK_FILE = "lock"
+MOST_JOB_BYTES = 64 << 10
+"""Of job.json; a real one has some hundred."""
+OLDER_TEMPORARY_FILES = re.compile(r"(slot-\d{4,9}\.lgs|job\.json|verdicts\.json|global\.json|probe-\d+)\.tmp")
+"""What earlier versions left half made in a directory of slots."""
 
 _HEADER_MAGIC = b"LGSLOT\r\n"
 _COMMIT_MAGIC = b"LGCOMMIT"

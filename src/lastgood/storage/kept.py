@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.errors import CheckpointError
+from lastgood.files import ReadableBy
 from lastgood.storage import format as fmt
 from lastgood.storage.marks import GlobalMark, kept_sequences, write_mark
 from lastgood.storage.reader import SlotInfo, SlotView
@@ -43,9 +44,10 @@ class KeptSlots(SlotView, ABC):
     """Which life of the job writes here."""
     _book: VerdictBook
 
-    def __init__(self, directory: Path | str, keep: int) -> None:
+    def __init__(self, directory: Path | str, keep: int, readable_by: ReadableBy) -> None:
         super().__init__(directory)
         self.keep = keep
+        self.readable_by = readable_by
         self._changed = threading.Condition()
         self._closed = False
         self._all: list[Slot] = []
@@ -171,7 +173,7 @@ class KeptSlots(SlotView, ABC):
         with self._writing_the_book():
             # Two threads may confirm two checkpoints in either order; at its opening the store may fall back.
             if self._everywhere is None or mark.sequence > self._newest_marked:
-                write_mark(self.directory, self.job, mark)
+                write_mark(self.directory, self.job, mark, self.readable_by.file_mode)
                 self._newest_marked = mark.sequence
 
     @contextlib.contextmanager

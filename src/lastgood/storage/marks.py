@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from lastgood.errors import MismatchError
+from lastgood.errors import MismatchError, StorageError
+from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
 from lastgood.storage import format as fmt
-from lastgood.storage.files import storage_error, write_atomically
 
 __all__ = ["GLOBAL_FILE", "GlobalMark", "kept_sequences", "read_mark", "write_mark"]
 
@@ -45,11 +45,7 @@ def read_mark(directory: Path) -> GlobalMark | None:
     """
     path = directory / GLOBAL_FILE
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise fmt.RecordError(f"longer than {_MAX_BYTES} bytes")
-        described = fmt.unseal_json(content)
+        described = fmt.unseal_json(read_bounded(path, _MAX_BYTES, too_large=fmt.RecordError))
         mark = GlobalMark(*(int(described[key]) for key in GlobalMark._fields))
         if described.get("format") != _FORMAT or min(mark) < 0:
             raise fmt.RecordError(f"not a {_FORMAT} document")
@@ -59,6 +55,8 @@ def read_mark(directory: Path) -> GlobalMark | None:
         raise MismatchError(f"{path}: {error}") from error
     except OSError as error:
         log.warning("%s; which checkpoints all ranks hold is not known", storage_error(error, path, "reading"))
+    except StorageError as error:
+        log.warning("%s; which checkpoints all ranks hold is not known", error)
     except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
         log.warning("%s is damaged (%s): which checkpoints all ranks hold is not known", path, error)
     else:
@@ -66,7 +64,7 @@ def read_mark(directory: Path) -> GlobalMark | None:
     return None
 
 
-def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark) -> None:
+def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark, mode: int = PRIVATE) -> None:
     """Replace the mark; durable at return. Raises StorageError."""
     path = directory / GLOBAL_FILE
     described = {
@@ -77,7 +75,7 @@ def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark) -> None:
         **mark._asdict(),
     }
     try:
-        write_atomically(path, fmt.seal_json(described))
+        write_atomically(path, fmt.seal_json(described), mode=mode)
     except OSError as error:
         raise storage_error(error, path, "writing") from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lastgood import _native
+from lastgood.files import open_regular
 from lastgood.storage import files
 from lastgood.storage import format as fmt
 
@@ -74,7 +75,7 @@ class MappedFile(SlotFile):
     """Stores into a mapping of the file's first `nbytes`: through libpmem on persistent memory, else with msync."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.descriptor = open_regular(path, os.O_RDWR)
         try:
             self._mapping = _native.PersistentMapping(self.descriptor, nbytes)
         except BaseException:

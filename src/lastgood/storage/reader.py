@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from lastgood import _native
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.files import local_path, open_regular, read_bounded, storage_error
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
-from lastgood.storage.files import open_file, read_block, storage_error
+from lastgood.storage.files import open_file, read_block
 from lastgood.storage.marks import GlobalMark, read_mark
 from lastgood.storage.verdicts import VerdictBook
 
@@ -128,7 +129,7 @@ def read_job(directory: Path) -> fmt.Job | None:
     """
     path = directory / fmt.JOB_FILE
     try:
-        return fmt.decode_job(path.read_bytes())
+        return fmt.decode_job(read_bounded(path, fmt.MOST_JOB_BYTES, too_large=fmt.RecordError))
     except FileNotFoundError:
         return None
     except fmt.RecordError as error:
@@ -234,7 +235,7 @@ class SlotView:
     """
 
     def __init__(self, directory: Path | str) -> None:
-        self.directory = Path(directory)
+        self.directory = local_path(directory)
 
     def __enter__(self) -> Self:
         return self
@@ -251,8 +252,8 @@ class SlotView:
     def held(self) -> bool:
         """Whether a process has the directory open for writing, as far as the kernel tells this user."""
         try:
-            descriptor = os.open(self.directory / fmt.LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            descriptor = open_regular(self.directory / fmt.LOCK_FILE)
+        except (OSError, StorageError):
             return False
         try:
             return bool(lock_holders(descriptor))

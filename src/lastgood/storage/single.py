@@ -15,15 +15,14 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import CorruptCheckpoint, MismatchError
+from lastgood.files import PRIVATE, open_new, open_regular, storage_error, temporary_beside
 from lastgood.storage import format as fmt
-from lastgood.storage.files import storage_error
 from lastgood.storage.medium import Medium
 from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, find_slots, look_at_slot
 from lastgood.storage.write import SlotWrite
 
-__all__ = ["SINGLE_SUFFIX", "SingleFile", "SingleFiles", "is_single_file", "look_at_single", "look_at_singles"]
+__all__ = ["SingleFile", "SingleFiles", "is_single_file", "look_at_single", "look_at_singles"]
 
-SINGLE_SUFFIX = ".lastgood-tmp"
 """Ends the names of files that are being written. What a killed process left under such a name is of no use."""
 _MAGIC = fmt.SlotHeader(bytes(fmt.JOB_ID_BYTES), 0).encode()[:8]
 
@@ -58,15 +57,17 @@ class SingleFile:
         pool: _native.ChunkPool,
         writer_threads: int,
         direct_io: bool,
+        mode: int = PRIVATE,
     ) -> None:
         self.path = path
+        self._mode = mode
         self.job = job
         self.chunk_bytes = pool.chunk_bytes
         self.writer_threads = writer_threads
         self.direct_io = direct_io
         self.commit_lock = threading.Lock()
         self._pool = pool
-        self._temporary = path.with_name(path.name + SINGLE_SUFFIX)
+        self._temporary = temporary_beside(path)
         try:
             self._make(fmt.stream_layout(stream_bytes, pool.chunk_bytes)[2])
             self.write = SlotWrite(self, self._temporary, 0, step, 1, stream_bytes, header_ok=False)
@@ -114,7 +115,7 @@ class SingleFile:
 
     def _make(self, file_bytes: int) -> None:
         try:
-            descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            descriptor = open_new(self._temporary, os.O_RDWR, self._mode)
             try:
                 # Fails at once where there is no room, and gives the file long extents.
                 os.posix_fallocate(descriptor, 0, file_bytes)
@@ -136,7 +137,7 @@ class SingleFile:
 def is_single_file(path: Path) -> bool:
     """Whether a file begins as a slot does. Raises StorageError where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError as error:
         raise storage_error(error, path, "reading") from error
@@ -147,12 +148,17 @@ def look_at_single(path: Path) -> SlotInfo:
 
     Raises CorruptCheckpoint, MismatchError for another format version, StorageError.
     """
-    status = look_at_slot(path, 0, None, held=False)
+    status = look_at_slot(_followed(path), 0, None, held=False)
     if status.state is SlotState.FOREIGN:
         raise MismatchError(f"{path}: {status.detail}")
     if status.info is None:
         raise CorruptCheckpoint(f"{path}: not a whole checkpoint: {status.detail or status.state.value}")
     return status.info
+
+
+def _followed(path: Path) -> Path:
+    """A file that a user named, who may have put a link there."""
+    return path.resolve() if path.is_symlink() else path
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ def look_at_singles(place: Path) -> SingleFiles | None:
         paths = [place]
     statuses, others, troubles = [], [], []
     for path in paths:
-        status = look_at_slot(path, 0, None, held=False)
+        status = look_at_slot(_followed(path), 0, None, held=False)
         if status.record is not None or is_single_file(path):
             statuses.append(status)
         else:

@@ -12,6 +12,14 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.files import (
+    ReadableBy,
+    make_directory,
+    remove_temporary_files,
+    storage_error,
+    sync_directory,
+    write_atomically,
+)
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
@@ -50,6 +58,7 @@ class SlotStore(KeptSlots):
         medium: how slots are written (`lastgood.storage.medium`).
         writer_cpus: CPUs that writer threads stay on, in turn; none: wherever the kernel likes.
         crc32c_variant: how checksums are computed; by default the fastest way that this CPU has.
+        readable_by: who may read what is made here; slot files that are there get that mode too.
 
     Raises:
         LockHeld: another process has the directory open; names it.
@@ -74,8 +83,9 @@ class SlotStore(KeptSlots):
         medium: Medium = "file",
         writer_cpus: Sequence[int] = (),
         crc32c_variant: str = "",
+        readable_by: ReadableBy = ReadableBy.OWNER,
     ) -> None:
-        super().__init__(directory, keep)
+        super().__init__(directory, keep, readable_by)
         _check_arguments(slots, keep, chunk_bytes, writer_threads, pool, pool_bytes, job_id)
         self.slots = slots
         self.chunk_bytes = chunk_bytes
@@ -92,14 +102,17 @@ class SlotStore(KeptSlots):
         self._newest = -1
         self._next_sequence = 1
         self._lock = FileLock(
-            self.directory / fmt.LOCK_FILE, f"checkpoint directory {self.directory}", shared_with_forks=False
+            self.directory / fmt.LOCK_FILE,
+            f"checkpoint directory {self.directory}",
+            shared_with_forks=False,
+            mode=readable_by.file_mode,
         )
         try:
             self._open(job_id, rank, world_size)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
-                raise files.storage_error(error, self.directory, "opening the directory") from error
+                raise storage_error(error, self.directory, "opening the directory") from error
             raise
 
     @staticmethod
@@ -276,9 +289,9 @@ class SlotStore(KeptSlots):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self, job_id: bytes | None, rank: int, world_size: int) -> None:
-        files.make_directory(self.directory)
+        make_directory(self.directory, self.readable_by.directory_mode)
         self._lock.acquire()
-        for path in files.remove_temporary_files(self.directory):
+        for path in remove_temporary_files(self.directory, fmt.OLDER_TEMPORARY_FILES):
             log.warning("%s: removed, a process that was killed left it half made", path)
         self.direct_io = files.direct_io_works(self.directory)
         if not self.direct_io:
@@ -288,14 +301,14 @@ class SlotStore(KeptSlots):
         # A process that was killed may have left names and records that one can read and a power cut would still take:
         # nothing may be overwritten in reliance on them before they are durable.
         for path in found.values():
-            files.flush_file(path)
-        files.sync_directory(self.directory)
+            files.flush_file(path, self.readable_by.file_mode)
+        sync_directory(self.directory)
         statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
         reader.refuse_foreign(statuses)
         records = [status.record for status in statuses if status.record is not None]
         self.incarnation = max((record.incarnation for record in records), default=0) + 1
         # A record can be gone (a void slot that grew) while the book still names its checkpoint.
-        self._book = VerdictBook(self.directory)
+        self._book = VerdictBook(self.directory, self.readable_by.file_mode)
         highest = max((record.sequence for record in records), default=0)
         self._next_sequence = max(highest, self._book.highest_sequence) + 1
         whole = {info.slot: info for info in reader.newest_first(statuses)}
@@ -334,7 +347,7 @@ class SlotStore(KeptSlots):
                 "job and rank, and as many ranks as before (or a new job, and this one as its resume_from)"
             )
         if not described:
-            files.write_atomically(path, fmt.encode_job(wanted))
+            write_atomically(path, fmt.encode_job(wanted), mode=self.readable_by.file_mode)
         return wanted
 
     def _begin(self, step: int, stream_bytes: int, timeout_s: float, later: bool) -> SlotWrite | None:
@@ -431,15 +444,16 @@ class SlotStore(KeptSlots):
         if slot.path.exists():
             files.grow_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
         else:
-            files.make_slot_file(slot.path, header, file_bytes, direct=self.direct_io)
+            mode = self.readable_by.file_mode
+            files.make_slot_file(slot.path, header, file_bytes, direct=self.direct_io, mode=mode)
         slot.header_ok = True
 
     def _remove(self, slot: Slot) -> None:
         try:
             slot.path.unlink(missing_ok=True)
-            files.sync_directory(self.directory)
+            sync_directory(self.directory)
         except OSError as error:
-            raise files.storage_error(error, slot.path, "removing a slot beyond the number asked for") from error
+            raise storage_error(error, slot.path, "removing a slot beyond the number asked for") from error
         with self._changed:
             self._all.remove(slot)
 

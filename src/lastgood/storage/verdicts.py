@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lastgood.errors import MismatchError
+from lastgood.errors import MismatchError, StorageError
+from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
 from lastgood.storage import format as fmt
-from lastgood.storage.files import storage_error, write_atomically
 
 __all__ = ["VERDICT_FILE", "Restarts", "Verdict", "VerdictBook"]
 
@@ -48,8 +48,9 @@ class Restarts(NamedTuple):
 class VerdictBook:
     """The verdicts and restart counts of one directory. Read at once; written whole, durably, by the lock's holder."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mode: int = PRIVATE) -> None:
         self.path = directory / VERDICT_FILE
+        self._mode = mode
         self.verdicts: dict[int, Verdict] = {}
         self.restarts: dict[int, Restarts] = {}
         """By sequence: lives that began there, since training last got further than ever before."""
@@ -97,18 +98,7 @@ class VerdictBook:
 
     def _read(self) -> None:
         try:
-            with self.path.open("rb") as file:
-                content = file.read(_MAX_BYTES + 1)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            # Whole checkpoints are worth more than what is known of them.
-            log.warning("%s; no verdict on any checkpoint is known", storage_error(error, self.path, "reading"))
-            return
-        try:
-            if len(content) > _MAX_BYTES:
-                raise fmt.RecordError(f"longer than {_MAX_BYTES} bytes")
-            described = fmt.unseal_json(content)
+            described = fmt.unseal_json(read_bounded(self.path, _MAX_BYTES, too_large=fmt.RecordError))
             if described.get("format") != _FORMAT:
                 raise fmt.RecordError(f"format {described.get('format')!r} instead of {_FORMAT!r}")
             self.verdicts = {
@@ -120,8 +110,14 @@ class VerdictBook:
                 for entry in described["restarts"]
             }
             self.reached = int(described.get("reached", -1))
+        except FileNotFoundError:
+            return
         except fmt.OtherVersionError as error:
             raise MismatchError(f"{self.path}: {error}") from error
+        except (OSError, StorageError) as error:
+            # Whole checkpoints are worth more than what is known of them.
+            why = storage_error(error, self.path, "reading") if isinstance(error, OSError) else error
+            log.warning("%s; no verdict on any checkpoint is known", why)
         except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
             log.warning("%s is damaged (%s): no verdict on any checkpoint is known", self.path, error)
 
@@ -142,7 +138,7 @@ class VerdictBook:
             "reached": self.reached,
         }
         try:
-            write_atomically(self.path, fmt.seal_json(described))
+            write_atomically(self.path, fmt.seal_json(described), mode=self._mode)
         except OSError as error:
             raise storage_error(error, self.path, "writing") from error
 

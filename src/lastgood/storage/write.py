@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
+from lastgood.files import storage_error
 from lastgood.storage import format as fmt
-from lastgood.storage.files import storage_error
 from lastgood.storage.medium import Medium, open_slot_file
 from lastgood.storage.reader import SlotInfo
 

@@ -6,6 +6,7 @@ It is measured with the real slot store, copies out of ordinary memory included,
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
 import time
@@ -18,10 +19,10 @@ import numpy as np
 import psutil
 
 from lastgood.checkpointers.tuned import WritePoint
-from lastgood.errors import LockHeld, StorageError, WaitTimeout
+from lastgood.errors import ConfigError, LockHeld, StorageError, WaitTimeout
+from lastgood.files import open_new, remove_tree, storage_error
 from lastgood.locks import FileLock
 from lastgood.storage import ChunkPool, SlotStore
-from lastgood.storage.files import storage_error
 from lastgood.storage.format import BLOCK, stream_layout
 from lastgood.storage.reader import find_slots
 from lastgood.units import MIB, format_bytes
@@ -30,6 +31,8 @@ __all__ = ["PROBE_FOLDER", "Key", "WriteCurve", "grid", "lies_in_memory", "most_
 
 PROBE_FOLDER = "tuning-probe"
 """Name of the folder below the job's in which files are written; left behind only by a killed process."""
+_PROBE_MARK = ".lastgood-tuning"
+"""A file in it that says whose it is."""
 
 Key = tuple[int, int, int]
 """N, p, b."""
@@ -61,7 +64,7 @@ def probe_folder(directory: Path) -> Iterator[Path]:
     has it while the lock is ours was left behind.
     """
     folder = directory / PROBE_FOLDER
-    lock = FileLock(directory, f"tuning in {directory}", shared_with_forks=False)
+    lock = FileLock(directory, f"tuning in {directory}", shared_with_forks=False, on_directory=True)
     try:
         with _storage_errors(folder, "preparing to measure"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -71,9 +74,12 @@ def probe_folder(directory: Path) -> Iterator[Path]:
                     f"{directory}: a training has this folder open, and both would measure each other; tune before it "
                     "starts or after it has ended"
                 )
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir()
+            if os.path.lexists(folder):
+                if not (folder / _PROBE_MARK).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+                    raise ConfigError(f"{folder}: was not made by a tuning, which needs this name; move it away")
+                remove_tree(folder)
+            folder.mkdir(0o700)
+            os.close(open_new(folder / _PROBE_MARK))
         try:
             yield folder
         finally:

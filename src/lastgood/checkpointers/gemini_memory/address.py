@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from lastgood.errors import CorruptCheckpoint
+from lastgood.errors import CorruptCheckpoint, StorageError
+from lastgood.files import open_new, read_bounded, temporary_beside
 
 __all__ = ["Address"]
 
@@ -34,15 +34,14 @@ class Address:
     @classmethod
     def read(cls, path: Path) -> Address:
         """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
-        with path.open("rb") as file:
-            text = file.read(_MAX_ADDRESS_BYTES + 1)
         try:
+            text = read_bounded(path, _MAX_ADDRESS_BYTES)
             document = json.loads(text)
             host, port, pid, token = (document[key] for key in ("host", "port", "pid", "token"))
             if not (isinstance(host, str) and isinstance(pid, int) and isinstance(port, int) and 0 < port < 65536):
                 raise ValueError("host, port or pid is none")
             return cls(path, host, port, bytes.fromhex(token), pid)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (StorageError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}: not the address of a peer: {error!r}; remove it") from error
 
     def write(self) -> None:
@@ -70,12 +69,9 @@ class Address:
 
     def _draft(self) -> Path:
         document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
-        draft = self.path.with_suffix(f".{secrets.token_hex(4)}.draft")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(descriptor, json.dumps(document).encode())
-        finally:
-            os.close(descriptor)
+        draft = temporary_beside(self.path)
+        with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
+            file.write(json.dumps(document).encode())
         return draft
 
     @property

@@ -22,6 +22,7 @@ from lastgood.checkpointers.gemini_memory.partition import Network, chunks_for_g
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.cluster.remote import REMOTE_MARK
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
+from lastgood.files import PRIVATE, ReadableBy, make_directory, open_log, read_end
 from lastgood.locks import FileLock
 from lastgood.wire.frames import (
     Kind,
@@ -266,8 +267,8 @@ class Peers:
         Raises CheckpointError where none can be started (or may be, from here), LockHeld where another process has
         tried to for too long.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._directory / f"peer-{machine}.lock", f"starting a peer of machine {machine}")
+        make_directory(self._directory, ReadableBy.OWNER.directory_mode)
+        lock = FileLock(self._directory / f"peer-{machine}.lock", f"starting a peer of machine {machine}", mode=PRIVATE)
         # Others that need this peer as well connect and start it in their turn: each does so within two waits.
         lock.acquire(4 * self._settings.timeout_s)
         try:
@@ -299,7 +300,7 @@ class Peers:
         What it did not tell of is forgotten. A machine that has lost its disk counts its peers from 1 again, and one of
         an earlier life with a higher number would be taken for the newest for ever.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory, ReadableBy.OWNER.directory_mode)
         told = []
         for address in addresses:
             path = Address.path_of(self._directory, machine, self._serial(address.path))
@@ -368,7 +369,7 @@ class Peers:
             # A launch over ssh ends all that its job has started, daemons too. Peers stay for the job's next life.
             environment.pop(REMOTE_MARK, None)
         try:
-            with log.open("wb") as output:
+            with open_log(log) as output:
                 # Of its own session and with no open file of ours: it must live on when we and our group are killed,
                 # and whoever reads our pipes must see their end then.
                 starter = subprocess.Popen(
@@ -384,6 +385,6 @@ class Peers:
             starter.wait()
             raise WaitTimeout(f"waited {settings.timeout_s:g} s for a peer to start; its log is {log}") from None
         if code != 0:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            last = read_end(log, 4096).decode(errors="replace").strip().splitlines()[-1:]
             raise CheckpointError(f"a peer ended with {code} at its start: {' '.join(last)[:300]}; its log is {log}")
         return self.connect(path)

@@ -17,7 +17,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lastgood.errors import DataError
+from lastgood.errors import DataError, StorageError
+from lastgood.files import read_bounded
 
 __all__ = [
     "MANIFEST",
@@ -137,14 +138,17 @@ def remove_folder(folder: Path) -> None:
         raise DataError(f"{folder}: cannot be removed: {error.strerror or error}") from error
 
 
+_MOST_MANIFEST_BYTES = 64 << 20
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read a prepared folder's manifest. Raises DataError if it is missing or not one."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, _MOST_MANIFEST_BYTES, follow=True).decode()
     except FileNotFoundError:
         raise DataError(f"{folder}: not prepared (no {MANIFEST}); run `{PREPARE}`") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, StorageError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     try:
         manifest = Manifest.model_validate(json.loads(text))
