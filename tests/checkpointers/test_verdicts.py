@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.loss_watch import MIN_LOSSES, LossWatch
+from lastgood.checkpointers.pccheck import DOUBTED_STEPS
 from lastgood.errors import CheckpointError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage import SlotStore, Verdict, VerdictBook
 
 
 class Life:
-    def __init__(self, directory, device="cpu", **knobs) -> None:
+    def __init__(self, directory, device="cpu", interval_steps=1, **knobs) -> None:
         self.model = torch.nn.Linear(3, 3, device=device)
-        self.checkpointer = PCcheck(directory, interval_steps=1, **knobs)
+        self.checkpointer = PCcheck(directory, interval_steps=interval_steps, **knobs)
         self.step_number = self.checkpointer.attach(model=self.model)
 
     def steps(self, *losses) -> None:
@@ -251,27 +251,54 @@ def test_verdicts_need_an_open_store(tmp_path):
         PCcheck(tmp_path).verdict(1, ok=True)
 
 
-def test_the_spike_rule():
-    watch = LossWatch(8.0)
-    for step in range(MIN_LOSSES - 1):
-        assert not watch.observe(step, 1.0 + 0.01 * (step % 3))
-    assert not watch.observe(50, 30.0), "too few losses to know a spike"
-    watch = LossWatch(8.0)
-    for step in range(MIN_LOSSES):
-        assert not watch.observe(step, 1.0 + 0.01 * (step % 3))
-    # The spread is 5 % of the median, 0.05: a spike is above 1.01 + 8 x 0.0505.
-    assert not watch.observe(60, 1.40)
-    (bad,) = watch.observe(61, 1.45)
-    assert bad.step == 61 and "1.45" in bad.reason and "8 x" in bad.reason
-    assert not watch.observe(62, -50.0), "losses may fall"
-    assert watch.observe(63, float("-inf"))
-    quiet = LossWatch(None)
-    for step in range(40):
-        assert not quiet.observe(step, 1.0)
-    assert not quiet.observe(41, 1e9)
-    assert quiet.observe(42, torch.tensor([float("nan")]))
-    noisy = LossWatch(8.0)
-    for step in range(60):
-        assert not noisy.observe(step, 5.0 * (step % 5 - 2))
-    assert not noisy.observe(61, 50.0), "a wide spread makes a wide limit: 8 x 1.4826 x 5"
-    assert noisy.observe(62, 70.0)
+def judged(life) -> set[int]:
+    """Steps of the checkpoints that are there and bad."""
+    store = life.checkpointer._store
+    return {info.step for info in store.committed() if store.book().is_bad(info.sequence)}
+
+
+def test_a_level_of_the_loss_that_stays_takes_no_checkpoint(tmp_path, caplog):
+    """A term that is switched on, a curriculum: the checkpoints of the change are good again once it is the norm."""
+    life = Life(tmp_path)
+    life.steps(*[0.5] * 20, *[1.2] * 4)
+    assert life.checkpointer.latest() == 19 and judged(life) >= {23, 24}
+    life.steps(*[1.2] * 12)
+    assert life.checkpointer.latest() == 36 and not judged(life)
+    assert "the checkpoint of step 36 is good again" in caplog.text
+    life.checkpointer.close()
+    again = Life(tmp_path)
+    assert again.step_number == 36
+    again.checkpointer.close()
+
+
+def test_what_somebody_else_said_is_not_taken_back(tmp_path):
+    life = Life(tmp_path, keep=30)
+    life.steps(*[0.5] * 20, *[1.2] * 4)
+    life.checkpointer.verdict(22, ok=False, reason="evaluation fell")
+    life.steps(*[1.2] * 12)
+    assert judged(life) == {22}
+    life.checkpointer.close()
+
+
+def test_spikes_cannot_take_the_newest_good_one_back_without_limit(tmp_path, caplog):
+    """Each is higher than all before, so none becomes a habit; and each comes at a checkpoint."""
+    life = Life(tmp_path, interval_steps=3)
+    life.steps(*[1.0] * 21)
+    back = []
+    for height in range(2, 40):
+        life.steps(1.0, 1.0, 10.0**height)
+        back.append(life.step_number - life.checkpointer.latest())
+    assert 20 < max(back) <= DOUBTED_STEPS and back[-1] < max(back)
+    first = next(one.message for one in caplog.records if "a restart would begin at" in one.message)
+    assert "a restart would begin at step 21: the 2 checkpoints after it, up to step 27, are judged bad" in first
+    assert "is not judged, though the loss of iteration" in caplog.text
+    life.checkpointer.close()
+
+
+def test_a_loss_that_is_never_finite_again_is_told_with_both_steps(tmp_path, caplog):
+    life = Life(tmp_path)
+    life.steps(1.0, 1.0, *[math.nan] * 30)
+    told = [one.message for one in caplog.records if "a restart would begin at step 1:" in one.message]
+    assert 3 <= len(told) <= 6, "at growing distances"
+    assert life.checkpointer.latest() == 1
+    life.checkpointer.close()

@@ -21,7 +21,7 @@ from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.endings import ends_by_error
-from lastgood.checkpointers.loss_watch import BadLoss, LossWatch
+from lastgood.checkpointers.loss_watch import STAYS, Judgement, LossWatch
 from lastgood.checkpointers.pccheck_flight import Flight, Flights
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.checkpointers.ranked import RankedJob
@@ -54,6 +54,9 @@ _LANDED_S = 10.0
 """For a thread whose checkpoint is finished to end."""
 _SLICE_S = 0.2
 """Between two looks at what a wait may be hopeless for."""
+DOUBTED_CHECKPOINTS = 8
+DOUBTED_STEPS = 2 * STAYS
+"""Spikes of the loss count no more once the newest good checkpoint is so many checkpoints, and so many steps, back."""
 
 
 class PCcheck(Checkpointer):
@@ -74,6 +77,8 @@ class PCcheck(Checkpointer):
         self._division: Division | None = None
         self._saves = 0
         self._watch = LossWatch(self.knobs.loss_spike)
+        self._fallen_back = 1
+        """Checkpoints newer than the newest good one, as they were told last."""
         self._how = ""
         self._archive: Archive | None = None
         self._began_at: SlotInfo | None = None
@@ -357,8 +362,10 @@ class PCcheck(Checkpointer):
                 return
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
-        if info is not None and self._archive is not None and self._store is not None:
-            self._archive.offer(self._store, info)
+        if info is not None and self._store is not None:
+            self._tell_fall_back(self._store)
+            if self._archive is not None:
+                self._archive.offer(self._store, info)
 
     def _end_as(self, event: CheckpointEvent, decided: Decided) -> None:
         """End a checkpoint as the job decided."""
@@ -441,12 +448,10 @@ class PCcheck(Checkpointer):
         from lastgood.storage import Verdict
 
         store = self._opened()
-        under_way = self._flights.sequence_of(step)
-        found = [] if under_way is None else [(under_way, store.incarnation)]
-        found += [(info.sequence, info.incarnation) for info in store.committed() if info.step == step]
-        if not found:
+        known = self._find(store, step)
+        if known is None:
             return False
-        sequence, incarnation = max(found)
+        sequence, incarnation = known
         try:
             store.judge(sequence, Verdict(step, ok, reason))
         finally:
@@ -454,20 +459,82 @@ class PCcheck(Checkpointer):
                 self._job.judge((incarnation, step), ok, reason)
         if not ok:
             _log.warning("%s: the checkpoint of step %d is judged bad: %s", self.directory, step, reason or "no reason")
+        self._tell_fall_back(store)
         return True
+
+    def _find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
+        """Sequence and incarnation of the newest checkpoint of `step`, durable or under way."""
+        under_way = self._flights.sequence_of(step)
+        found = [] if under_way is None else [(under_way, store.incarnation)]
+        found += [(info.sequence, info.incarnation) for info in store.committed() if info.step == step]
+        return max(found, default=None)
 
     def _observe_loss(self, step: int, loss: Any) -> None:
         self._judge_by(self._watch.observe(step, loss))
 
-    def _judge_by(self, found: Sequence[BadLoss]) -> None:
-        """Judge the checkpoints that bad losses speak against: the rule of `loss_watch`."""
-        for bad in found:
-            for step in (bad.step - 1, bad.step):
-                try:
-                    self.verdict(step, ok=False, reason=bad.reason)
-                except StorageError as error:
-                    # Training goes on; the verdict holds in memory, and is written with the next one.
-                    _log.error("%s", error)
+    def _judge_by(self, found: Sequence[Judgement]) -> None:
+        """Judge the checkpoints that losses speak of: the rule of `loss_watch`."""
+        for one in found:
+            try:
+                if one.ok:
+                    self._take_back(one)
+                elif one.certain or not self._doubts_enough(one):
+                    self.verdict(one.step, ok=False, reason=one.reason)
+            except StorageError as error:
+                # Training goes on; the verdict holds in memory, and is written with the next one.
+                _log.error("%s", error)
+
+    def _take_back(self, judgement: Judgement) -> None:
+        """Take back what the loss said of a checkpoint; what anybody else said of it stands."""
+        store = self._opened()
+        known = self._find(store, judgement.step)
+        if known is None:
+            return
+        sequence, incarnation = known
+        try:
+            taken = store.take_back(sequence, judgement.reason)
+        finally:
+            if self._job is not None:
+                self._job.take_back((incarnation, judgement.step), judgement.reason)
+        if taken:
+            _log.warning(
+                "%s: the checkpoint of step %d is good again: losses have stayed at that level",
+                self.directory,
+                judgement.step,
+            )
+
+    def _doubts_enough(self, judgement: Judgement) -> bool:
+        """Whether spikes have spoken against so many checkpoints that they are no spikes. Says so."""
+        store = self._opened()
+        good, newer = _newest_good(store)
+        steps = judgement.step - (0 if good is None else good.step)
+        if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self._find(store, judgement.step) is None:
+            return False
+        _log.warning(
+            "%s: the checkpoint of step %d is not judged, though %s: the newest good one is %s, and spikes spoke "
+            "against the %d after it already",
+            self.directory,
+            judgement.step,
+            judgement.reason,
+            "none" if good is None else f"that of step {good.step}",
+            newer,
+        )
+        return True
+
+    def _tell_fall_back(self, store: SlotStore) -> None:
+        """Say how far a restart would go back, again whenever that is twice as far."""
+        good, newer = _newest_good(store)
+        if newer == 0:
+            self._fallen_back = 1
+        elif newer >= 2 * self._fallen_back:
+            self._fallen_back = newer
+            _log.warning(
+                "%s: a restart would begin at %s: the %d checkpoints after it, up to step %d, are judged bad",
+                self.directory,
+                "nothing" if good is None else f"step {good.step}",
+                newer,
+                store.everywhere()[0].step,
+            )
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
@@ -508,3 +575,13 @@ class PCcheck(Checkpointer):
     @property
     def _read_threads(self) -> int:
         return max(READ_THREADS, self.knobs.writer_threads)
+
+
+def _newest_good(store: SlotStore) -> tuple[SlotInfo | None, int]:
+    """The newest checkpoint that was not judged bad, and how many were begun after it."""
+    whole, book = store.everywhere(), store.book()
+    good = next((info for info in whole if not book.is_bad(info.sequence)), None)
+    if not whole:
+        return None, 0
+    oldest = whole[-1].sequence - 1 if good is None else good.sequence
+    return good, whole[0].sequence - oldest

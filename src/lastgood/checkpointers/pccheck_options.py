@@ -57,7 +57,7 @@ class PCcheckOptions(BaseOptions):
     """What ranks hold alike, so that one of them writes it: nothing; what the placements of DTensors say; beside it
     all plain parameters and optimizer tensors, as in data-parallel training (docs/resharding.md)."""
     loss_spike: float | None = Field(default=8.0, gt=0)
-    """How many spreads above the median a loss given to step() is bad (`loss_watch`); None: only NaN and infinity."""
+    """How many spreads above the median a loss given to step() is high (`loss_watch`); None: only NaN and infinity."""
     archive_every: int | None = Field(default=None, ge=1)
     """M: every M-th checkpoint is exported to `archive_dir` in the background, and stays there; None: none is."""
     archive_dir: str | None = None

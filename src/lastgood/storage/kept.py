@@ -97,6 +97,11 @@ class KeptSlots(SlotView, ABC):
             with self._changed:
                 self._changed.notify_all()
 
+    def take_back(self, sequence: int, reason: str) -> bool:
+        """Take a bad verdict back, if it is the one of that reason; returns whether it was. Raises StorageError."""
+        with self._writing_the_book():
+            return self._book.take_back(sequence, reason)
+
     def count_restart(self, info: SlotInfo) -> int:
         """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError.
 

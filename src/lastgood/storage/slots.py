@@ -390,7 +390,10 @@ class SlotStore(KeptSlots):
         return write
 
     def _free_slots(self) -> list[Slot]:
-        """Slots that may be overwritten: void ones first, then from the oldest checkpoint on."""
+        """Slots that may be overwritten: void ones first, then what was judged bad, then from the oldest on.
+
+        The newest checkpoints may yet be judged: what was good before them is worth more than what is known to be bad.
+        """
         self._reap()
         kept = self._kept()
         free = [
@@ -400,7 +403,13 @@ class SlotStore(KeptSlots):
             and not slot.readers
             and (slot.damaged or slot.info is None or slot.info.sequence not in kept)
         ]
-        return sorted(free, key=lambda slot: (slot.info is not None, slot.info.sequence if slot.info else 0))
+
+        def worth(slot: Slot) -> tuple[int, int]:
+            if slot.info is None:
+                return 0, 0
+            return 1 if self._book.is_bad(slot.info.sequence) else 2, slot.info.sequence
+
+        return sorted(free, key=worth)
 
     def _reap(self) -> None:
         """Give back slots whose writer threads the disk has let go of at last."""

@@ -69,6 +69,17 @@ class VerdictBook:
         reason = _cut(verdict.reason)
         self._write({**self.verdicts, sequence: Verdict(verdict.step, verdict.ok, reason)}, self.restarts)
 
+    def take_back(self, sequence: int, reason: str) -> bool:
+        """Forget a bad verdict, if it is the one that was given for this reason; returns whether it was.
+
+        Durable at return. Raises StorageError; it holds in memory then.
+        """
+        verdict = self.verdicts.get(sequence)
+        if verdict is None or verdict.ok or verdict.reason != _cut(reason):
+            return False
+        self._write({**self.verdicts, sequence: Verdict(verdict.step, True)}, self.restarts)
+        return True
+
     def failed_restarts(self, sequence: int, step: int) -> int:
         """How many lives began at this checkpoint, or at another one of its step, and got no further."""
         return max(

@@ -24,6 +24,7 @@ import torch._dynamo
 from small_training import SmallTraining
 
 from lastgood import PCcheck
+from lastgood.checkpointers.loss_watch import Judgement
 from lastgood.processes import die_with_parent
 
 WIDTH = 32
@@ -92,6 +93,10 @@ class Rank:
 
     def verdict(self, step, ok, reason=""):
         return self.checkpointer.verdict(step, ok, reason)
+
+    def losses_say(self, step, ok, reason):
+        """As the watch of losses would."""
+        self.checkpointer._judge_by([Judgement(step, ok, reason, False)])
 
     def is_bad(self, step):
         store = self.checkpointer._store

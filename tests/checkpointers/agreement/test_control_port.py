@@ -107,7 +107,7 @@ def test_a_step_is_global_once_all_have_committed_it(port):
         assert next(one for one in heard if one != heard[0] and not isinstance(one, tuple)).why == (
             "rank 1 on host1: no place"
         )
-        assert ((1, 10), False, "a spike") in heard
+        assert ((1, 10), False, "a spike", False) in heard
 
 
 def test_a_missing_rank_is_named_in_bounded_time(port):

@@ -262,6 +262,24 @@ def test_verdicts_and_failed_restarts_count_for_all_ranks(make_job):
     assert job.start(max_failed_restarts=2) == 2
 
 
+def test_what_one_rank_takes_back_the_others_still_hold(make_job):
+    """A level of the loss that stays is no spike any more; what another rank found is another thing."""
+    job = make_job()
+    job.start()
+    first, second = job.save_durably(), job.save_durably()
+    zero, one = job.ranks
+    for step in (first, second):
+        zero("losses_say", step, False, "high on rank 0")
+        wait_for(lambda step=step: one("is_bad", step), "the verdict on rank 1")
+    one("verdict", second, False, "an evaluation fell on rank 1")
+    for step in (first, second):
+        zero("losses_say", step, True, "high on rank 0")
+    wait_for(lambda: not one("is_bad", first), "the verdict to be taken back on rank 1")
+    wait_for(lambda: job.each("is_bad", second) == [True, True], "the verdict of rank 1 on all ranks")
+    job.kill()
+    assert job.start() == first
+
+
 def test_ranks_that_fail_whatever_they_begin_with_end_together(make_job):
     """A step that was reached before and is written anew is no progress, on no rank."""
     job = make_job()

@@ -412,6 +412,7 @@ class Coordinator:
             "of": identity,
             "ok": message.get("ok") is True,
             "why": cut(message.get("why", ""), 500),
+            "taken_back": message.get("taken_back") is True,
         }
         self._verdicts.pop(identity, None)
         self._verdicts[identity] = said

@@ -81,6 +81,8 @@ class JobOfRanks:
         self._settled: dict[int, Decided] = {}
         self._early: dict[Identity, tuple[bool, str]] = {}
         """Verdicts on checkpoints that this rank has yet to begin."""
+        self._own: dict[Identity, str] = {}
+        """What this rank itself has against checkpoints: it stands when another takes its own verdict back."""
         self._last_step = -1
         self._work: queue.SimpleQueue[Callable[[SlotStore], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -291,8 +293,22 @@ class JobOfRanks:
 
     def judge(self, identity: Identity, ok: bool, reason: str) -> None:
         """Tell all ranks a verdict."""
+        with self._changed:
+            self._own.pop(identity, None)
+            if not ok:
+                self._own[identity] = reason
+                while len(self._own) > _MOST_REMEMBERED:
+                    del self._own[next(iter(self._own))]
         if self._member is not None:
             self._member.judge(identity, ok, reason)
+
+    def take_back(self, identity: Identity, reason: str) -> None:
+        """Tell all ranks that this one's bad verdict for `reason` holds no more; those of other ranks do."""
+        with self._changed:
+            if self._own.get(identity) == reason:
+                del self._own[identity]
+        if self._member is not None:
+            self._member.judge(identity, True, reason, taken_back=True)
 
     # -- what is heard, in the member's thread ---------------------------------------------------------------------
 
@@ -303,8 +319,17 @@ class JobOfRanks:
                 del self._fates[min(self._fates)]
         self._work.put(lambda store: self._settle(store, decided.step))
 
-    def _heard_verdict(self, identity: Identity, ok: bool, reason: str) -> None:
-        self._work.put(lambda store: self._take_verdict(store, identity, ok, reason))
+    def _heard_verdict(self, identity: Identity, ok: bool, reason: str, taken_back: bool) -> None:
+        with self._changed:
+            own = self._own.get(identity) if taken_back else None
+            if ok and not taken_back:
+                self._own.pop(identity, None)  # a person's: it overrides
+        if own is not None:
+            # Whoever heard only the other rank's verdict, and takes that back now, must hear this one.
+            if self._member is not None:
+                self._member.judge(identity, False, own)
+            return
+        self._work.put(lambda store: self._take_verdict(store, identity, ok, reason, taken_back))
 
     # -- and applied, in the worker's ------------------------------------------------------------------------------
 
@@ -341,14 +366,20 @@ class JobOfRanks:
                 del self._settled[min(self._settled)]
             self._changed.notify_all()
 
-    def _take_verdict(self, store: SlotStore, identity: Identity, ok: bool, reason: str) -> None:
+    def _take_verdict(self, store: SlotStore, identity: Identity, ok: bool, reason: str, taken_back: bool) -> None:
         life, step = identity
         found = [info.sequence for info in store.committed() if (info.incarnation, info.step) == identity]
         under_way = self._flights.sequence_of(step) if life == store.incarnation else None
         if under_way is not None:
             found.append(under_way)
-        if found:
+        if found and taken_back:
+            store.take_back(max(found), reason)
+        elif found:
             self._judge(store, max(found), step, ok, reason)
+        elif taken_back:
+            with self._changed:
+                if self._early.get(identity) == (False, reason):
+                    del self._early[identity]
         elif life == store.incarnation:
             with self._changed:
                 self._early[identity] = (ok, reason)

@@ -67,7 +67,8 @@ class Member:
         report: what this rank has.
         silence_s: a coordinator that says nothing for so long is taken for lost.
         heard_fate: told of every step that is decided, perhaps more than once.
-        heard_verdict: told of every verdict, of this rank's own too: identity, ok, reason.
+        heard_verdict: told of every verdict, of this rank's own too: identity, ok, reason, and whether a rank takes
+            back its bad one of that reason.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Member:
         report: Report,
         silence_s: float,
         heard_fate: Callable[[Decided], None],
-        heard_verdict: Callable[[Identity, bool, str], None],
+        heard_verdict: Callable[[Identity, bool, str, bool], None],
     ) -> None:
         self.address = address
         self._report = report
@@ -160,9 +161,9 @@ class Member:
                 del self._voids[next(iter(self._voids))]
         self._tell(message)
 
-    def judge(self, identity: Identity, ok: bool, reason: str) -> None:
+    def judge(self, identity: Identity, ok: bool, reason: str, *, taken_back: bool = False) -> None:
         """Tell all ranks a verdict."""
-        message = {"kind": "verdict", "of": identity, "ok": ok, "why": cut(reason, 500)}
+        message = {"kind": "verdict", "of": identity, "ok": ok, "why": cut(reason, 500), "taken_back": taken_back}
         with self._changed:
             self._verdicts.pop(identity, None)
             self._verdicts[identity] = message
@@ -344,7 +345,7 @@ class Member:
                 own = self._verdicts.get(identity)
                 if own is not None and own["ok"] == ok:
                     del self._verdicts[identity]
-            self._heard_verdict(identity, ok, why)
+            self._heard_verdict(identity, ok, why, message.get("taken_back") is True)
         else:
             with self._changed:
                 if kind == "ping":
