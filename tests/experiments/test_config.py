@@ -169,7 +169,7 @@ def test_refusals_name_source_key_value_and_choices(entry: str, parts: list[str]
     [
         ("models", "'models' is not KEY=VALUE"),
         ("data.images=x", "write data='{images: VALUE}'"),
-        ("intervals=[1", "intervals: not valid YAML"),
+        ("intervals=[1", "intervals=[1, line"),
     ],
 )
 def test_overrides_that_cannot_be_read(entry: str, part: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from lastgood.gradients.token import read_token as read_token_file
 from lastgood.gradients.tracked import Tracked
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
+from lastgood.text import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -128,16 +130,16 @@ _MOST_JOB_BYTES = 4096
 def _noted_job(directory: Path) -> str | None:
     path = directory / _JOB_FILE
     try:
-        job = json.loads(read_bounded(path, _MOST_JOB_BYTES))["job"]
-        if len(bytes.fromhex(job)) != 16:
+        job = parse_json(read_bounded(path, _MOST_JOB_BYTES), str(path), most_bytes=_MOST_JOB_BYTES)["job"]
+        if not isinstance(job, str) or not re.fullmatch("[0-9a-f]{32}", job):
             raise ValueError("no job of 32 hex digits")
     except FileNotFoundError:
         return None
-    except (OSError, StorageError, ValueError, KeyError, TypeError) as error:
+    except (OSError, CorruptCheckpoint, StorageError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); remove it to take the job that the shadows keep"
         ) from error
-    return str(job)
+    return job
 
 
 def note_job(directory: Path, job: str, readable_by: ReadableBy = ReadableBy.OWNER) -> None:

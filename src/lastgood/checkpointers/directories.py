@@ -29,6 +29,7 @@ from lastgood.files import (
     temporary_beside,
 )
 from lastgood.storage.files import flush_file
+from lastgood.text import is_whole, parse_json
 
 __all__ = ["MANIFEST", "CheckpointDirectories", "check_files", "manifest_text", "seal_files"]
 
@@ -178,15 +179,17 @@ def _read_manifest(checkpoint: Path, step: int) -> dict[str, tuple[int, int]]:
         text = content[:-_ENDING_BYTES]
         if content != text + _ending(text):
             raise CorruptCheckpoint(f"{path}: its checksum does not hold")
-        document: Any = json.loads(text)
+        document: Any = parse_json(text, str(path), most_bytes=_MOST_MANIFEST_BYTES)
         if document["format"] != _FORMAT or document["step"] != step:
             raise CorruptCheckpoint(f"{path}: of {document['format']}, step {document['step']}; not of step {step}")
-        files = {str(name): (int(nbytes), int(checksum)) for name, (nbytes, checksum) in document["files"].items()}
+        files = {str(name): (nbytes, checksum) for name, (nbytes, checksum) in document["files"].items()}
+        if not all(is_whole(nbytes, 0, 1 << 63) and is_whole(crc, 0, (1 << 32) - 1) for nbytes, crc in files.values()):
+            raise ValueError("a file's length or checksum is none")
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}; the checkpoint has no manifest") from error
     except StorageError as error:
         raise CorruptCheckpoint(str(error)) from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path}: is no manifest: {error!r}") from error
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
         raise CorruptCheckpoint(f"{path}: names files outside its directory")

@@ -23,6 +23,7 @@ from lastgood.errors import ConfigError, StateError, WaitTimeout
 from lastgood.state import FlatState, Layout
 from lastgood.state.layout import RANKS_VERSION, Node
 from lastgood.state.shards import Placement, describe_shard
+from lastgood.text import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,7 @@ class Division:
         if different:
             names = [name for key in different for name in groups[key]]
             raise StateError(
-                f"the ranks {sorted({rank for key in different for rank in json.loads(key)})} do not hold alike what "
+                f"the ranks {sorted({rank for key in different for rank in _ranks_of(key)})} do not hold alike what "
                 f"replicated={self._declared!r} says they do, among {names[:5]} ({len(names)} in all); make them equal "
                 "before training (DistributedDataParallel does), or use replicated='none'"
             )
@@ -189,8 +190,8 @@ class Division:
 
     def _different(self, texts: Sequence[bytes], groups: Mapping[str, Any]) -> set[str]:
         """Groups whose members did not come to the same."""
-        seen = [json.loads(text) for text in texts]
-        return {key for key in groups if len({seen[rank].get(key) for rank in json.loads(key)}) > 1}
+        seen = [_digests_of(text, rank) for rank, text in enumerate(texts)]
+        return {key for key in groups if len({seen[rank].get(key) for rank in _ranks_of(key)}) > 1}
 
     def _items(self, flat: FlatState) -> dict[int, Item]:
         """Blocks that only optimizer steps change and that are held alike, by number."""
@@ -247,6 +248,21 @@ def without_blocks(flat: FlatState, left_out: Mapping[int, int]) -> FlatState:
         RANKS_VERSION,
     )
     return FlatState(layout, tuple(flat.blocks[number] for number in kept), flat.watched, flat.sharded)
+
+
+def _ranks_of(key: str) -> list[int]:
+    """The ranks of a group; `key` is this rank's own text."""
+    ranks: list[int] = parse_json(key, "a group of ranks", most_bytes=_MAX_TEXT_BYTES, error=StateError)
+    return ranks
+
+
+def _digests_of(text: bytes, rank: int) -> dict[str, str]:
+    """What `_digests` of another rank made."""
+    what = f"replicas: what rank {rank} holds"
+    found = parse_json(text, what, most_bytes=_MAX_TEXT_BYTES, error=StateError)
+    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+        raise StateError(f"{what}: no digests")
+    return found
 
 
 def _digests(groups: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -19,7 +19,9 @@ from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.files import open_new
 from lastgood.state import Layout, unflatten
+from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.storage.files import flush
+from lastgood.text import parse_json
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -217,7 +219,9 @@ def load_safetensors(path: Path) -> dict[str, Any]:
     layout = Layout.from_json(facts["layout"].encode(), str(path))
     tensors = named_tensors(layout, str(path))
     try:
-        aliases, checksums = json.loads(facts["aliases"]), json.loads(facts["crc32c"])
+        aliases, checksums = (
+            parse_json(facts[key], f"{path}: {key}", most_bytes=MAX_LAYOUT_BYTES) for key in ("aliases", "crc32c")
+        )
         # Bytes that no tensor covers are zero.
         blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
         with safetensors.safe_open(str(path), framework="pt") as file:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lastgood.checkpointers.pccheck import PCcheckOptions
 from lastgood.errors import ConfigError
 from lastgood.files import storage_error, write_atomically
+from lastgood.text import parse_yaml, read_bytes
 from lastgood.units import MIB, format_bytes, format_seconds
 
 __all__ = [
@@ -235,13 +236,12 @@ def read_tuning(path: Path | str) -> tuple[int, PCcheckOptions]:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; `lastgood tune` makes it") from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: longer than {_MAX_FILE_BYTES} bytes, so not a file of `lastgood tune`")
-    values = _parse(path, content)
+        content = read_bytes(path, _MAX_FILE_BYTES)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; `lastgood tune` makes such a file") from error
+    values = parse_yaml(content, str(path), most_bytes=_MAX_FILE_BYTES)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {type(values).__name__} where a mapping of keys to values is needed")
     own = {key: value for key, value in values.items() if key in _Settings.model_fields}
     others = {key: value for key, value in values.items() if key not in own}
     try:
@@ -250,25 +250,6 @@ def read_tuning(path: Path | str) -> tuple[int, PCcheckOptions]:
     except ValidationError as error:
         known = [*_Settings.model_fields, *PCcheckOptions.model_fields]
         raise ConfigError("\n".join(_problem(path, detail, known) for detail in error.errors())) from None
-
-
-def _parse(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        text = content.decode()
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(tree, yaml.MappingNode) or not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds {type(values).__name__} where a mapping of keys to values is needed")
-    keys = [key.value for key, _ in tree.value]
-    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if twice:  # YAML itself would take the last one silently
-        raise ConfigError(f"{path}: {', '.join(twice)}: given twice")
-    other = [key for key in values if not isinstance(key, str)]
-    if other:
-        raise ConfigError(f"{path}: {other[0]!r}: a key that is not text")
-    return values
 
 
 def _problem(path: Path, detail: Any, known: Sequence[str]) -> str:

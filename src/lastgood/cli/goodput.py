@@ -42,22 +42,18 @@ def run(
 
     Waits for its turn: one measurement at a time on a machine. The record appears whole or not at all.
     """
-    from pydantic import ValidationError
-
-    from lastgood.errors import ConfigError
     from lastgood.experiments.goodput_record import GoodputSpec
     from lastgood.experiments.goodput_run import execute_goodput
     from lastgood.experiments.kept_logs import logs_beside
     from lastgood.processes import die_with_parent
+    from lastgood.text import parse_model
+    from lastgood.units import MIB
 
     if end_with is not None:
         die_with_parent(end_with)
     command = ["lastgood", "goodput", "run", "--spec", spec, "--out", str(out)]
     sys.stderr.write(shlex.join([*command, "--data-dir", str(data_dir), "--scratch", str(scratch)]) + "\n")
-    try:
-        chosen = GoodputSpec.model_validate_json(spec)
-    except ValidationError as error:
-        raise ConfigError(f"--spec: not a goodput run: {error}") from error
+    chosen = parse_model(GoodputSpec, spec, "--spec: not a goodput run", most_bytes=MIB)
 
     def report(stage: str) -> None:
         console.print(f"{chosen.title()}: {stage}", markup=False)

@@ -106,13 +106,12 @@ def _on_nodes(
 ) -> BenchResult:
     import sys
 
-    from pydantic import ValidationError
-
     from lastgood.cluster.hostfile import read_hostfile
     from lastgood.cluster.launch import launch
     from lastgood.cluster.remote import Remote, SshOptions
     from lastgood.errors import LaunchError
     from lastgood.experiments.optbench import BenchResult
+    from lastgood.text import parse_model
 
     hosts = read_hostfile(nodes)
     remote = Remote(SshOptions.choose(ssh_config))
@@ -123,10 +122,8 @@ def _on_nodes(
     remote.run(hosts.names[0], ["rm", "-f", "--", str(path)], _FETCH_S)
     launch(program, hosts, "torchrun", log_dir=logs, timeout_s=_TIMEOUT_S, remote=remote, report=report)
     text = remote.run(hosts.names[0], ["cat", str(path)], _FETCH_S, max_output_bytes=_MAX_RESULT_BYTES).stdout
-    try:
-        return BenchResult.model_validate_json(text)
-    except ValidationError as error:
-        raise LaunchError(f"{hosts.names[0]}: rank 0 left no result at {path}: {error}") from error
+    what = f"{hosts.names[0]}: rank 0 left no result at {path}"
+    return parse_model(BenchResult, text, what, most_bytes=_MAX_RESULT_BYTES, error=LaunchError)
 
 
 def _print(result: BenchResult) -> None:

@@ -37,20 +37,16 @@ def run(
     ] = None,
 ) -> None:
     """Time whole updates with `lastgood optbench` and write the record, which appears whole or not at all."""
-    from pydantic import ValidationError
-
-    from lastgood.errors import ConfigError
     from lastgood.experiments.optimizer_record import OptimizerSpec
     from lastgood.experiments.optimizer_run import execute_optimizer
     from lastgood.processes import die_with_parent
+    from lastgood.text import parse_model
+    from lastgood.units import MIB
 
     if end_with is not None:
         die_with_parent(end_with)
     sys.stderr.write(shlex.join(["lastgood", "optimizers", "run", "--spec", spec, "--out", str(out)]) + "\n")
-    try:
-        chosen = OptimizerSpec.model_validate_json(spec)
-    except ValidationError as error:
-        raise ConfigError(f"--spec: not a run of updates: {error}") from error
+    chosen = parse_model(OptimizerSpec, spec, "--spec: not a run of updates", most_bytes=MIB)
     record = execute_optimizer(chosen, scratch, lambda stage: console.print(f"{chosen.title()}: {stage}"))
     record.write(out)
     console.print(f"{chosen.title()}: {len(record.points)} points, {record.wall_s:.0f} s in all", markup=False)

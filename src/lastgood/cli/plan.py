@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +29,8 @@ def plan(
     from lastgood.experiments.config import load_config, parse_overrides
     from lastgood.experiments.grid import find_root
     from lastgood.experiments.plan import left_out, load_prediction_grid, plan_figure, predict_runs
+    from lastgood.text import parse_json
+    from lastgood.units import MIB
 
     root = find_root()
     overrides = parse_overrides([*(config or []), *(more or [])])
@@ -49,7 +50,7 @@ def plan(
                         "done": run.done,
                         "predicted_s": round(run.seconds, 1),
                         "predicted_from": run.source,
-                        "spec": json.loads(run.spec.canonical_json()),
+                        "spec": parse_json(run.spec.canonical_json(), "a spec", most_bytes=MIB),
                     }
                     for run in runs
                 ],

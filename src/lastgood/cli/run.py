@@ -61,13 +61,13 @@ def run(
     Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to
     the hosts of a hostfile. The logs of one that fails stay beside its record, in r0.logs for r0.json, until the next.
     """
-    from pydantic import ValidationError
-
     from lastgood.errors import ConfigError
     from lastgood.experiments.kept_logs import logs_beside
     from lastgood.experiments.run import execute
     from lastgood.experiments.spec import RunSpec
     from lastgood.processes import die_with_parent
+    from lastgood.text import parse_model
+    from lastgood.units import MIB
 
     if end_with is not None:
         die_with_parent(end_with)
@@ -89,10 +89,7 @@ def run(
         command += [] if value is None else [option, str(value)]
     command += [] if how == "ssh" else ["--how", how]
     sys.stderr.write(shlex.join(command) + "\n")
-    try:
-        chosen = RunSpec.model_validate_json(spec)
-    except ValidationError as error:
-        raise ConfigError(f"--spec: not a run: {error}") from error
+    chosen = parse_model(RunSpec, spec, "--spec: not a run", most_bytes=MIB)
     # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
 
     def report(stage: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from lastgood.cluster.remote import Remote
 from lastgood.cluster.ssh_log import SshLog, last_words, ssh_failure
 from lastgood.errors import HostError
+from lastgood.text import parse_json
 
 __all__ = ["Conversation"]
 
@@ -64,8 +65,8 @@ class Conversation:
             self._process.stdin.write(text)
         line = self._read_line(time.monotonic() + timeout_s, str(question.get("do")), timeout_s)
         try:
-            answer = json.loads(line)
-        except ValueError:
+            answer = parse_json(line, self.host, most_bytes=_MAX_LINE_BYTES, error=HostError)
+        except HostError:
             answer = None
         if not isinstance(answer, dict):
             raise HostError(f"{self.host}: not an answer: {bytes(line[:200])!r}; does its login shell print something?")

@@ -45,6 +45,8 @@ _AGENT_S: Final = 1800
 """An agent whose connection was cut ends after this."""
 _FACTS_S: Final = 90.0
 _TIME_S: Final = 10.0
+_LATEST_S: Final = 1e11
+"""Of a clock, in seconds since 1970: some three thousand years."""
 _CLOCK_READINGS: Final = 8
 _PARALLEL: Final = 64
 _TRANSFER_SLACK_S: Final = 40.0
@@ -230,7 +232,9 @@ def read_clock(talk: Conversation, now: Callable[[], float] = time.time) -> Cloc
     for _ in range(_CLOCK_READINGS):
         # Elapsed by the monotonic clock: the other may be set meanwhile.
         sent_at, begin = now(), time.monotonic()
-        theirs = float(talk.ask({"do": "time"}, _TIME_S)["time_s"])
+        theirs = talk.ask({"do": "time"}, _TIME_S).get("time_s")
+        if not isinstance(theirs, (int, float)) or not 0 <= theirs <= _LATEST_S:
+            raise HostError(f"{talk.host}: its clock says {str(theirs)[:40]}, which is no time")
         half_s = (time.monotonic() - begin) / 2
         if best is None or half_s < best.error_s:
             best = ClockReading(theirs - (sent_at + half_s), half_s)

@@ -6,7 +6,6 @@ exit status and its last lines; nothing outlives the call, not even one that is 
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import sys
@@ -20,11 +19,12 @@ import psutil
 
 from lastgood.cluster.hostfile import Hostfile
 from lastgood.cluster.launch_board import Board, RankState
-from lastgood.cluster.launch_ticket import How, Ticket, check_env, rank_log
+from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, How, Ticket, check_env, rank_log
 from lastgood.cluster.launch_ways import Started, Way, way
 from lastgood.cluster.remote import Completed, Remote
 from lastgood.errors import ConfigError, HostError, LaunchError, StorageError
 from lastgood.files import read_end
+from lastgood.text import is_whole, parse_json
 
 __all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
 
@@ -198,9 +198,12 @@ def _is_ipv4(address: str) -> bool:
 
 def _read_probe(host: str, answer: Completed, python: str) -> tuple[list[str], int | None]:
     try:
-        found = json.loads(answer.text.splitlines()[-1])
+        line = answer.text.splitlines()[-1]
+        found = parse_json(line, host, most_bytes=MAX_MESSAGE_BYTES, error=HostError)
         ssh, port, there = found["ssh"], found["port"], found["lastgood"]
-    except (ValueError, LookupError, TypeError):
+        if not isinstance(ssh, list) or not (port is None or is_whole(port, 1, 65535)):
+            raise TypeError("an address or a port that is none")
+    except (HostError, LookupError, TypeError):
         said = answer.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise HostError(f"{host}: {python} failed there with status {answer.rc}: {''.join(said)[:200]}") from None
     if not there:

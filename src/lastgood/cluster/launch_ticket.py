@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import ConfigError, LaunchError
+from lastgood.text import parse_model
 
 __all__ = ["HOWS", "MAX_MESSAGE_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
 
@@ -58,11 +60,37 @@ class Ticket:
 
     @classmethod
     def decode(cls, word: str) -> Ticket:
-        """The reverse of `encode`. Raises LaunchError for anything else."""
+        """The reverse of `encode`. Raises LaunchError for anything else; its text does not show the ticket."""
+        what = "not a ticket of `lastgood launch`"
         try:
-            return cls(**json.loads(base64.urlsafe_b64decode(word.encode())))
-        except (ValueError, TypeError, binascii.Error) as error:
-            raise LaunchError(f"not a ticket of `lastgood launch`: {word[:40]!r}: {error}") from error
+            content = base64.b64decode(word.encode(), altchars=b"-_", validate=True)
+        except ValueError as error:
+            raise LaunchError(f"{what}: {error}") from error
+        return parse_model(_Checked, content, what, most_bytes=_MAX_TICKET_BYTES, error=LaunchError).ticket()
+
+
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class _Checked(BaseModel):
+    """A ticket that came from outside."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token: str = Field(min_length=1)
+    addresses: list[str]
+    port: int = Field(ge=1, le=65535)
+    how: How
+    argv: list[str] = Field(min_length=1)
+    cwd: str
+    env: dict[str, str]
+    logs: str
+    start_s: _Seconds
+    timeout_s: _Seconds
+    grace_s: float = Field(ge=0, le=1e9)
+
+    def ticket(self) -> Ticket:
+        return Ticket(**self.model_dump())
 
 
 def greeting(token: str) -> str:

@@ -28,6 +28,7 @@ from lastgood.errors import HostError, LaunchError
 from lastgood.files import open_log, open_regular, read_end
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
+from lastgood.text import is_whole, parse_json
 
 __all__ = ["find_place", "main", "route_interface"]
 
@@ -94,10 +95,11 @@ class _Lifeline:
             try:
                 keep_alive(connection)
                 first = connection.makefile("rb").readline(MAX_MESSAGE_BYTES)
-                if json.loads(first) == {"greeting": greeting(self._ticket.token)}:
+                said = parse_json(first, address, most_bytes=MAX_MESSAGE_BYTES, error=LaunchError)
+                if said == {"greeting": greeting(self._ticket.token)}:
                     return connection
                 refused.append(f"{address}: another program listens there")
-            except (OSError, ValueError) as error:
+            except (LaunchError, OSError) as error:
                 refused.append(f"{address}: {error}")
             connection.close()
             if time.monotonic() > deadline:
@@ -130,9 +132,10 @@ class _Lifeline:
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
+            said = [parse_json(line, "the launch", most_bytes=MAX_MESSAGE_BYTES, error=LaunchError) for line in lines]
+        except LaunchError:
             return None
+        return said if all(isinstance(message, dict) for message in said) else None
 
 
 class _Watch:
@@ -208,7 +211,10 @@ def _wait_for_go(watch: _Watch, deadline: float) -> dict[str, Any] | None:
         if why is not None:
             return None
         if message is not None and "go" in message:
-            return dict(message["go"])
+            go = message["go"]
+            if not (isinstance(go, dict) and isinstance(go.get("address"), str) and is_whole(go.get("port"), 1, 65535)):
+                raise LaunchError(f"the launch told no address and port of rank 0: {str(go)[:200]}")
+            return go
     raise LaunchError("the other ranks have not come in time")
 
 

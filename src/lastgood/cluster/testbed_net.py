@@ -11,7 +11,6 @@ A process belongs to a node if its network namespace is the node's: that is how 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,9 +18,11 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lastgood.cluster.testbed_state import PREFIX, BedState
 from lastgood.errors import ConfigError, HostError
+from lastgood.text import parse_json
 
 __all__ = [
     "add_bridge",
@@ -48,6 +49,8 @@ __all__ = [
 
 _NETNS = Path("/run/netns")
 _PROGRAM_S = 30.0
+_MOST_BYTES = 64 << 20
+"""Of what `ip` lists."""
 _END_S = 15.0
 _SEARCH_PATH = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
 _PACKAGES = {
@@ -140,8 +143,17 @@ def in_a_testbed() -> bool:
 
 def routed_networks() -> list[str]:
     """Destinations of all IPv4 routes of this machine, its own addresses included."""
-    routes = json.loads(run_program("ip", "-json", "-4", "route", "show", "table", "all") or "[]")
+    routes = _listed("ip", "-json", "-4", "route", "show", "table", "all")
     return [str(route["dst"]) for route in routes if "dst" in route]
+
+
+def _listed(*command: str) -> list[Any]:
+    """What a command of `ip -json` lists."""
+    text = run_program(*command) or "[]"
+    found = parse_json(text, " ".join(command), most_bytes=_MOST_BYTES, error=HostError)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise HostError(f"{' '.join(command)}: lists something else than objects")
+    return found
 
 
 def add_bridge(state: BedState) -> None:
@@ -190,14 +202,14 @@ def set_link(bed: str, node: str, *, up: bool) -> None:
 
 def link_is_up(bed: str, node: str) -> bool:
     """Whether a node's link is up."""
-    (link,) = json.loads(run_program("ip", "-n", namespace_of(bed, "br"), "-json", "link", "show", "dev", node))
+    (link,) = _listed("ip", "-n", namespace_of(bed, "br"), "-json", "link", "show", "dev", node)
     return "UP" in link["flags"]
 
 
 def remove_node_link(bed: str, node: str) -> None:
     """Remove a node's link. Its namespace alone would not do: sockets that the kernel still closes keep it alive."""
     bridge_space = namespace_of(bed, "br")
-    links = json.loads(run_program("ip", "-n", bridge_space, "-json", "link", "show") or "[]")
+    links = _listed("ip", "-n", bridge_space, "-json", "link", "show")
     if any(link["ifname"] == node for link in links):
         _ip(bridge_space, f"link del {node}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -17,9 +16,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lastgood.cluster.hostfile import MAX_SLOTS
 from lastgood.errors import ConfigError, StorageError
 from lastgood.files import read_bounded, remove_temporary_files, storage_error, write_atomically
 from lastgood.locks import FileLock
+from lastgood.text import parse_model
 
 __all__ = [
     "MAX_NODES",
@@ -60,8 +61,8 @@ class BedState(BaseModel):
     version: int = Field(default=1, ge=1, le=1)
     name: str
     nodes: int = Field(ge=1, le=MAX_NODES)
-    slots: int = Field(ge=1)
-    rate_bits_per_s: int | None
+    slots: int = Field(ge=1, le=MAX_SLOTS)
+    rate_bits_per_s: int | None = Field(ge=1, le=10**12)
     subnet: ipaddress.IPv4Network
     complete: bool = False
 
@@ -156,8 +157,9 @@ def load_state(name: str) -> tuple[Path, BedState] | None:
     if folder is None:
         return None
     try:
-        state = BedState.model_validate(json.loads(read_bounded(folder / _STATE_FILE, _MAX_STATE_BYTES)))
-    except (OSError, StorageError, ValueError, RecursionError):  # a ValidationError is a ValueError
+        content = read_bounded(folder / _STATE_FILE, _MAX_STATE_BYTES)
+        state = parse_model(BedState, content, str(folder / _STATE_FILE), most_bytes=_MAX_STATE_BYTES)
+    except (OSError, StorageError, ConfigError):
         return None
     return (folder, state) if state.name == name else None
 

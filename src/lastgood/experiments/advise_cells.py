@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -12,17 +11,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from lastgood.errors import ConfigError, LastgoodError
+from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.experiments.advise import Cell, Rates
 from lastgood.experiments.ceilings import CeilingsRecord
 from lastgood.experiments.goodput_record import is_goodput_record
 from lastgood.experiments.record import load_record
+from lastgood.text import is_whole, parse_csv, parse_json, parse_number, read_bytes
+from lastgood.units import MIB
 
 __all__ = ["Device", "Measured", "rates_of", "read_cells"]
 
 _DEVICES: dict[str, Device] = {"cpu": "cpu", "cuda": "cuda"}
 _MAX_FILES = 20_000
 _MAX_CSV_BYTES = 64 << 20
+_MAX_CSV_ROWS = 1_000_000
+_MOST_NUMBER = 1e18
 _NEEDED_COLUMNS = frozenset(
     {"machine", "device", "workload", "system", "interval_steps", "ratio_to_none", "durable_iterations_per_s"}
 )
@@ -223,33 +226,37 @@ def _from_records(folder: Path) -> Iterator[_Run]:
 
 def _from_csv(folder: Path) -> Iterator[_Run]:
     for path in _files(folder, "*.csv"):
-        try:
-            if path.stat().st_size > _MAX_CSV_BYTES:
-                raise LastgoodError(f"{path}: a CSV of more than {_MAX_CSV_BYTES} bytes; no figure makes one")
-            with path.open(encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                if not _NEEDED_COLUMNS.issubset(reader.fieldnames or ()):
-                    continue  # a wide CSV, or another figure's
-                for row in reader:
-                    if row.get("drain_each") == "True" or row.get("ranks", "1") not in ("", "1"):
-                        continue
-                    try:
-                        yield _csv_run(f"{path}:{reader.line_num}", row)
-                    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-                        raise LastgoodError(
-                            f"{path}, line {reader.line_num}: not a row of a tidy CSV: {error!r}; collect it again"
-                        ) from error
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise LastgoodError(f"{path}: cannot read this CSV: {error}; collect it again") from error
+        content = read_bytes(path, _MAX_CSV_BYTES, LastgoodError)
+        named = content.partition(b"\n")[0].decode(errors="replace").rstrip("\r").split(",")
+        if not _NEEDED_COLUMNS.issubset(name.strip('"') for name in named):
+            continue  # a wide CSV, or another figure's
+        rows = parse_csv(
+            content, str(path), [], most_bytes=_MAX_CSV_BYTES, most_rows=_MAX_CSV_ROWS, error=LastgoodError
+        )
+        for line, row in rows:
+            if row.get("drain_each") == "True" or row.get("ranks", "1") not in ("", "1"):
+                continue
+            try:
+                yield _csv_run(f"{path}:{line}", row)
+            except (CorruptCheckpoint, KeyError, TypeError, ValueError, AttributeError) as error:
+                raise LastgoodError(
+                    f"{path}, line {line}: not a row of a tidy CSV: {error!r}; collect it again"
+                ) from error
 
 
 def _csv_run(source: str, row: dict[str, str]) -> _Run:
-    options = json.loads(row["system_options"])
-    interval = int(row["interval_steps"])
-    shared = (row["scale"], row["workload"], json.loads(row["workload_options"]), int(row["threads"]), row["data_name"])
+    options = parse_json(row["system_options"], "system_options", most_bytes=MIB)
+    interval = _whole(row["interval_steps"])
+    shared = (
+        row["scale"],
+        row["workload"],
+        parse_json(row["workload_options"], "workload_options", most_bytes=MIB),
+        _whole(row["threads"]),
+        row["data_name"],
+    )
     none = row["system"] == "none"
-    per_s, durable_per_s = float(row["iterations_per_s"]), float(row["durable_iterations_per_s"])
-    if not (per_s > 0 and durable_per_s > 0 and float(row["state_bytes"]) > 0):
+    per_s, durable_per_s = _number(row["iterations_per_s"]), _number(row["durable_iterations_per_s"])
+    if not (per_s > 0 and durable_per_s > 0 and _number(row["state_bytes"]) > 0):
         raise ValueError("throughput and state must be above 0")
     return _Run(
         source=source,
@@ -260,30 +267,41 @@ def _csv_run(source: str, row: dict[str, str]) -> _Run:
         system=row["system"],
         options=json.dumps(options, sort_keys=True),
         interval_steps=interval,
-        repetition=int(row["repetition"]),
-        state_bytes=float(row["state_bytes"]),
+        repetition=_whole(row["repetition"]),
+        state_bytes=_number(row["state_bytes"]),
         per_s=per_s,
         durable_per_s=durable_per_s,
         # The column repeats the `none` runs' median on every row of the panel.
-        hide_s=float(row["hide_s"]) if none else 0.0,
-        durable_s=float(row["persist_p50_s"]) if row["persist_p50_s"] else None,
-        load_s=float(row["restore_s"]) if row["restore_s"] else None,
+        hide_s=_number(row["hide_s"]) if none else 0.0,
+        durable_s=_number(row["persist_p50_s"]) if row["persist_p50_s"] else None,
+        load_s=_number(row["restore_s"]) if row["restore_s"] else None,
         max_in_flight=_in_flight(options),
         usable=_why_not(
             interval,
-            int(row["checkpoints_durable"]) + int(row["checkpoints_superseded"]),
-            int(row["checkpoints_failed"]) + int(row["checkpoints_skipped"]),
+            _whole(row["checkpoints_durable"]) + _whole(row["checkpoints_superseded"]),
+            _whole(row["checkpoints_failed"]) + _whole(row["checkpoints_skipped"]),
             {"": None, "True": True, "False": False}[row["proof_equal"]],
         ),
-        rates=(float(row["copy_ceiling_bytes_per_s"]), float(row["persist_ceiling_bytes_per_s"]))
+        rates=(_number(row["copy_ceiling_bytes_per_s"]), _number(row["persist_ceiling_bytes_per_s"]))
         if row["copy_ceiling_bytes_per_s"]
         else None,
     )
 
 
+def _number(text: str) -> float:
+    return parse_number(text, least=0, most=_MOST_NUMBER)
+
+
+def _whole(text: str) -> int:
+    number = _number(text)
+    if number != int(number):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(number)
+
+
 def _in_flight(options: Mapping[str, object]) -> int:
     found = options.get("max_in_flight", 1)
-    return found if isinstance(found, int) and found > 0 else 1
+    return int(str(found)) if is_whole(found, 1, 10**6) else 1
 
 
 def _why_not(interval_steps: int, written: int, missed: int, proof_equal: bool | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPlan, measure_disk, refuse_memory_filesystem
@@ -35,8 +34,9 @@ from lastgood.experiments.network_ceilings import (
     measure_loopback,
     measure_peer,
 )
-from lastgood.experiments.record import WhereRun
+from lastgood.experiments.record import MOST_RECORD_BYTES, WhereRun
 from lastgood.files import write_result
+from lastgood.text import is_whole, parse_json, parse_model, read_bytes
 from lastgood.units import MIB
 
 __all__ = [
@@ -146,18 +146,16 @@ class CeilingsRecord(_Part):
 def load_ceilings(path: Path) -> CeilingsRecord:
     """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
     again = "remove it, and `lastgood ceilings` or the workflow makes it again"
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
-        version = found.get("ceilings_version") if isinstance(found, dict) else None
-        if isinstance(version, int) and version < CEILINGS_VERSION:
-            raise LastgoodError(
-                f"{path}: ceilings of version {version}, and this Lastgood reads version {CEILINGS_VERSION} "
-                f"({_NEW_IN_VERSION}); {again}"
-            )
-        return CeilingsRecord.model_validate_json(text)
-    except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a ceilings record of version {CEILINGS_VERSION}: {error}; {again}") from error
+    what = f"{path}: not a ceilings record of version {CEILINGS_VERSION}"
+    text = read_bytes(path, MOST_RECORD_BYTES, LastgoodError)
+    found = parse_json(text, what, most_bytes=MOST_RECORD_BYTES, error=LastgoodError)
+    version = found.get("ceilings_version") if isinstance(found, dict) else None
+    if is_whole(version, 0, CEILINGS_VERSION - 1):
+        raise LastgoodError(
+            f"{path}: ceilings of version {version}, and this Lastgood reads version {CEILINGS_VERSION} "
+            f"({_NEW_IN_VERSION}); {again}"
+        )
+    return parse_model(CeilingsRecord, text, what, most_bytes=MOST_RECORD_BYTES, advice=again, error=LastgoodError)
 
 
 def cached_or_measured(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -11,7 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from lastgood.errors import CorruptCheckpoint
 from lastgood.experiments.style import system_label
+from lastgood.text import parse_json
+from lastgood.units import MIB
 
 __all__ = ["GOODPUT_COLUMNS", "Evidence", "Sample", "json_object", "slowdown_of"]
 
@@ -210,9 +212,11 @@ def _trouble(cell: pd.DataFrame) -> str:
 
 def json_object(text: Any) -> dict[str, Any]:
     """The object that a CSV's field holds as JSON; an empty one where it holds none."""
+    if not isinstance(text, str):
+        return {}
     try:
-        found = json.loads(text)
-    except (TypeError, ValueError):
+        found = parse_json(text, "a field", most_bytes=MIB)
+    except CorruptCheckpoint:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -22,6 +22,8 @@ from lastgood.experiments.claim_evidence import Evidence
 from lastgood.experiments.claim_parts import Outcome, Published, Verdict, elsewhere, unknown_metric
 from lastgood.experiments.claim_rules import RULES
 from lastgood.experiments.figure_csv import FigureCsv, only_figure, run_rows
+from lastgood.experiments.published import MOST_VALUE, parse_interval, read_reference
+from lastgood.text import parse_csv, parse_number, read_bytes
 
 __all__ = [
     "CLAIM_COLUMNS",
@@ -38,6 +40,7 @@ VERDICTS: tuple[Verdict, ...] = ("reproduced", "refuted", "not testable")
 _ORDER: dict[str, int] = {verdict: place for place, verdict in enumerate(VERDICTS)}
 _TESTED_KINDS = ("paper", "artefact")
 _MOST_ROWS = 10_000
+_MOST_BYTES = 16 << 20
 _REFERENCE_COLUMNS = [field.name for field in fields(Published)]
 
 
@@ -83,21 +86,14 @@ def load_reference(folder: Path) -> list[Published]:
 
 
 def _rows_of(path: Path) -> Iterable[Published]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
-    except (OSError, ValueError, csv.Error) as error:
-        raise LastgoodError(f"{path}: cannot be read: {error}") from error
-    if len(lines) > _MOST_ROWS:
-        raise LastgoodError(f"{path}: {len(lines)} rows; {_MOST_ROWS} is the most")
-    for number, line in enumerate(lines, start=2):
+    for number, line in read_reference(path):
         try:
-            text = {name: line[name] for name in _REFERENCE_COLUMNS}
-            interval = int(text["interval_steps"]) if text["interval_steps"] else None
-            yield Published(**{**text, "interval_steps": interval, "value": float(text["value"])})  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError) as error:
-            columns = ", ".join(_REFERENCE_COLUMNS)
-            raise LastgoodError(f"{path}:{number}: not a published number ({error}); columns: {columns}") from error
+            values: dict[str, Any] = {name: line[name] for name in _REFERENCE_COLUMNS}
+            values["interval_steps"] = parse_interval(line["interval_steps"]) if line["interval_steps"] else None
+            values["value"] = parse_number(line["value"], least=-MOST_VALUE, most=MOST_VALUE)
+            yield Published(**values)
+        except ValueError as error:
+            raise LastgoodError(f"{path}:{number}: not a published number: {error}") from error
 
 
 def judge_claims(csvs: Sequence[FigureCsv], reference: Sequence[Published]) -> list[ClaimRow]:
@@ -201,19 +197,21 @@ def claims_csv(rows: Sequence[ClaimRow]) -> bytes:
 def load_claims(path: Path) -> list[ClaimRow]:
     """Read what `claims_csv` wrote. Raises LastgoodError, naming the file and the row, if it is something else."""
     rows: list[ClaimRow] = []
+    number = 1
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = csv.DictReader(file)
-            if tuple(lines.fieldnames or ()) != CLAIM_COLUMNS:
-                raise LastgoodError(f"{path}: no table of claims; make it with `lastgood claims`")
-            for number, line in enumerate(lines, start=2):
-                if line["verdict"] not in VERDICTS or number > _MOST_ROWS:
-                    raise LastgoodError(f"{path}:{number}: not a row of claims; make it again with `lastgood claims`")
-                values: dict[str, Any] = {name: line[name] for name in CLAIM_COLUMNS}
-                values |= {name: float(line[name]) if line[name] else None for name in _NUMBERS}
-                rows.append(ClaimRow(**{**values, "values": int(line["values"])}))
-    except (OSError, TypeError, ValueError, csv.Error) as error:
-        raise LastgoodError(f"{path}: no table of claims: {error}; make it with `lastgood claims`") from error
+        content = read_bytes(path, _MOST_BYTES, LastgoodError)
+        lines = parse_csv(content, str(path), CLAIM_COLUMNS, most_bytes=_MOST_BYTES, most_rows=_MOST_ROWS)
+        for number, line in lines:  # noqa: B007 - for the message below
+            if line["verdict"] not in VERDICTS or len(line) > len(CLAIM_COLUMNS):
+                raise ValueError("not a row of claims")
+            values: dict[str, Any] = dict(line)
+            for name in _NUMBERS:
+                values[name] = parse_number(line[name], least=-MOST_VALUE, most=MOST_VALUE) if line[name] else None
+            if values["published"] is None:
+                raise ValueError("no published number")
+            rows.append(ClaimRow(**{**values, "values": int(parse_number(line["values"], least=0, most=_MOST_ROWS))}))
+    except (LastgoodError, ValueError) as error:
+        raise LastgoodError(f"{path}:{number}: no table of claims: {error}; make it with `lastgood claims`") from error
     return rows
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -48,6 +47,7 @@ from lastgood.experiments.figure_sections import (
 from lastgood.experiments.machine import usable_cores
 from lastgood.experiments.nodes import ranks_problems
 from lastgood.experiments.spec import Scale
+from lastgood.text import parse_yaml, read_bytes
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_data_kind, workload_options_class
 
@@ -64,6 +64,7 @@ __all__ = [
     "show_errors",
 ]
 
+_MOST_BYTES = 1 << 20
 _SECTIONS = (
     *("data", "workloads", "knobs", "simple"),
     *("fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f", "checkmate"),
@@ -177,34 +178,9 @@ class Config(Part):
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: 1_10 and 1:30 stay text, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key if isinstance(key, str) else repr(key))
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:int"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-
-
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds one mapping. Raises ConfigError, naming the file and the line."""
-    try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    found = parse_yaml(read_bytes(path, _MOST_BYTES), str(path), most_bytes=_MOST_BYTES)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds {type(found).__name__} where a mapping of keys to values is needed")
     return found
@@ -224,10 +200,7 @@ def parse_overrides(entries: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--config: {entry!r} is not KEY=VALUE with a top-level key{hint}")
         if key in found:
             raise ConfigError(f"--config: {key} is given twice; put several values into one: {key}=A,B")
-        try:
-            found[key] = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--config: {key}: not valid YAML: {text!r}: {error}") from error
+        found[key] = parse_yaml(text, f"--config: {key}={text[:200]}", most_bytes=_MOST_BYTES)
     return found
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from lastgood.errors import ConfigError, LastgoodError
+from lastgood.experiments.csv_frames import read_frame
 from lastgood.experiments.figures import figure_names
+from lastgood.experiments.goodput_collect import GoodputRow
+from lastgood.experiments.optimizer_collect import UpdateRow
 from lastgood.experiments.style import panel_title
 from lastgood.experiments.tidy import TidyRow
-from lastgood.units import MIB, format_bytes
+from lastgood.units import MIB
 
 __all__ = ["FigureCsv", "find_csvs", "load_csv", "load_csvs", "only_figure", "run_rows"]
 
 _MOST_BYTES = 64 * MIB
-_TEXT = [field.name for field in fields(TidyRow) if "str" in str(field.type)]
-"""Columns never to be taken for numbers, however a revision's digits fall."""
 _OF_EVERY_FIGURE = ("figure", "panel", "workload", "system")
 _OF_RUNS = ("machine", "scale", "interval_steps", "repetition", "durable_iterations_per_s", "none_iterations_per_s")
 
@@ -76,16 +77,7 @@ def load_csvs(paths: Sequence[Path]) -> list[FigureCsv]:
 
 def load_csv(path: Path) -> FigureCsv:
     """Load one file. Columns beyond those of every figure (figure, panel, workload, system) may be lacking."""
-    try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise LastgoodError(
-                f"{path}: {format_bytes(size)}, and a figure's CSV has {format_bytes(_MOST_BYTES)} at most; "
-                "name another file"
-            )
-        frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a figure's CSV file: {error}") from error
+    frame = read_frame(path, TidyRow, GoodputRow, UpdateRow)
     lacking = [name for name in _OF_EVERY_FIGURE if name not in frame.columns]
     if lacking:
         raise LastgoodError(

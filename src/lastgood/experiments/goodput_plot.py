@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from matplotlib.patches import Patch
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.captions import goodput_caption
+from lastgood.experiments.csv_frames import read_frame
 from lastgood.experiments.goodput_collect import FORMULA, GOODPUT_COLUMNS, MEASURED, GoodputRow
 from lastgood.experiments.goodput_model import IDEAL
 from lastgood.experiments.plot_parts import (
@@ -36,7 +36,6 @@ from lastgood.experiments.style import (
 
 __all__ = ["draw_goodput", "plot_goodput", "read_goodput"]
 
-_TEXT = [field.name for field in fields(GoodputRow) if "str" in str(field.type)]
 _FORMULA_COLUMN, _MEASURED_COLUMN = "goodput_formula_iterations_per_s", "goodput_measured_iterations_per_s"
 _GROUP_WIDTH = 0.8
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
@@ -59,10 +58,7 @@ def plot_goodput(csv: Path, out_stem: Path, *, width: Width = "double", partial:
 
 def read_goodput(path: Path) -> pd.DataFrame:
     """Read figure 9's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    try:
-        frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a figure's CSV file: {error}") from error
+    frame = read_frame(path, GoodputRow)
     lacking = [name for name in GOODPUT_COLUMNS if name not in frame.columns]
     if lacking:
         raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")

@@ -13,12 +13,13 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.record import WhereRun
+from lastgood.experiments.record import MOST_RECORD_BYTES, WhereRun
 from lastgood.experiments.spec import RunSpec, Scale
 from lastgood.files import write_result
+from lastgood.text import parse_json, read_bytes, read_model
 
 __all__ = [
     "GOODPUT_METHOD",
@@ -197,10 +198,14 @@ class GoodputRecord(_Part):
 
 def load_goodput_record(path: Path) -> GoodputRecord:
     """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
-    try:
-        return GoodputRecord.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a goodput record of version 1: {error}; remove it and run again") from error
+    return read_model(
+        GoodputRecord,
+        path,
+        "a goodput record of version 1",
+        most_bytes=MOST_RECORD_BYTES,
+        advice="remove it and run again",
+        error=LastgoodError,
+    )
 
 
 def load_placed_goodput_record(path: Path) -> GoodputRecord:
@@ -218,7 +223,8 @@ def load_placed_goodput_record(path: Path) -> GoodputRecord:
 def is_goodput_record(path: Path) -> bool:
     """Whether a file is meant for a goodput record, whole or not: its spec is of a run under failures."""
     try:
-        spec = json.loads(path.read_text(encoding="utf-8")).get("spec")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        found = parse_json(read_bytes(path, MOST_RECORD_BYTES), str(path), most_bytes=MOST_RECORD_BYTES)
+    except LastgoodError:
         return False
+    spec = found.get("spec") if isinstance(found, dict) else None
     return isinstance(spec, dict) and "failures_s" in spec

@@ -22,6 +22,7 @@ from lastgood.cluster.launch import LOG_THERE
 from lastgood.cluster.remote import Completed, Remote
 from lastgood.errors import HostError, LastgoodError, StorageError
 from lastgood.files import open_log, open_regular
+from lastgood.text import parse_json
 
 __all__ = ["MAX_LOG_BYTES", "Logs", "fetch_logs", "keep_logs_of_failure", "logs_beside", "main", "read_logs"]
 
@@ -31,6 +32,7 @@ Logs = Mapping[str, bytes]
 MAX_LOG_BYTES: Final = 1 << 20
 """Kept of each log, from its end."""
 _MAX_BYTES: Final = 64 << 20
+_MAX_ANSWER_BYTES: Final = 2 * _MAX_BYTES
 """Of all logs here, and as much again of those from other hosts."""
 _MAX_LOGS: Final = 4096
 _MAX_NAME: Final = 255
@@ -127,8 +129,9 @@ def _unpack(host: str, answer: Completed) -> Logs | HostError:
         said = answer.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return HostError(f"{host}: reading the logs there failed with status {answer.rc}: {''.join(said)[:200]}")
     try:
-        found = _PACKED.validate_json(answer.stdout)
-    except ValidationError:
+        packed = parse_json(answer.stdout, host, most_bytes=_MAX_ANSWER_BYTES, error=HostError)
+        found = _PACKED.validate_python(packed)
+    except (HostError, ValidationError):
         return HostError(f"{host}: something else than logs came from there; its login may write to standard output")
     return {name: end for name, end in found.items() if _is_name(name)}
 

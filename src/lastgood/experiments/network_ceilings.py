@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import selectors
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from lastgood.errors import LastgoodError
 from lastgood.experiments.network_peer import Direction, PeerClient
 from lastgood.ports import free_ports
+from lastgood.text import parse_json
 from lastgood.units import KIB, MIB
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
 _START_TIMEOUT_S = 30.0
 _SERVE_S = 120.0
 _IPERF3_START_S = 3.0
+_MOST_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,11 @@ def iperf3_loopback(seconds: int) -> float | None:
         while time.monotonic() < deadline and server.poll() is None:
             done = subprocess.run(client, capture_output=True, text=True, timeout=limit_s, check=False)
             # With --json some versions exit with 0 even when they could not connect.
-            if done.returncode == 0 and "error" not in (found := json.loads(done.stdout)):
+            found = parse_json(done.stdout or "{}", program, most_bytes=_MOST_ANSWER_BYTES, error=LastgoodError)
+            if done.returncode == 0 and "error" not in found:
                 return float(found["end"]["sum_received"]["bits_per_second"]) / 8
             time.sleep(0.05)
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+    except (LastgoodError, OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         # A cross-check that fails is no reason to lose the ceilings.
         return None
     finally:

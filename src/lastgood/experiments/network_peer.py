@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.processes import die_with_parent
+from lastgood.text import parse_json
 
 __all__ = [
     "DEFAULT_PORT",
@@ -114,7 +115,7 @@ def _receive_json(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
     if length > _MAX_JSON_BYTES:
         raise ValueError(f"a request of {length} bytes, and {_MAX_JSON_BYTES} are allowed")
     text = _receive_exactly(connection, length)
-    value = json.loads(text)
+    value = parse_json(text, "a request", most_bytes=_MAX_JSON_BYTES, error=LastgoodError)
     if not isinstance(value, dict):
         raise ValueError("a request that is no JSON object")
     return text, value
@@ -225,7 +226,7 @@ class PeerServer:
                     self._hold_session(connection, who)
                 else:
                     self._stream(connection, request)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (LastgoodError, OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:
             # One bad connection must not end the server; strangers learn nothing from it.
             self._report(f"{who}: {error}")
         finally:
@@ -318,7 +319,7 @@ class PeerClient:
         """Take the server's turn to be measured; it ends with this context. Raises LastgoodError if it is refused."""
         connection, answer = self._connect({"kind": "session"}, answer_timeout_s=_SESSION_LIMIT_S)
         with connection:
-            self._session = str(answer["session"])
+            self._session = str(answer.get("session"))
             yield self
 
     def measure(self, direction: Direction, streams: int, message_bytes: int, seconds: float) -> float:
@@ -403,7 +404,7 @@ class PeerClient:
         except (OSError, EOFError, ValueError) as error:
             connection.close()
             raise LastgoodError(f"{self._where()}: no answer to a request: {error}; try again") from error
-        except LastgoodError:
+        except BaseException:
             connection.close()
             raise
         if "error" in answer:

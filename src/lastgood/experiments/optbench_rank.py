@@ -12,6 +12,8 @@ from pathlib import Path
 from lastgood.errors import LastgoodError
 from lastgood.experiments.optbench import BenchOrder, run_bench
 from lastgood.files import PRIVATE, write_result
+from lastgood.text import parse_model
+from lastgood.units import MIB
 
 __all__ = ["main"]
 
@@ -24,7 +26,7 @@ def main(words: list[str] | None = None) -> int:
     """Do what the order says. 0, or an error's exit code with its message on standard error."""
     order, path = sys.argv[1:] if words is None else words
     try:
-        result = run_bench(BenchOrder.model_validate_json(order), _say)
+        result = run_bench(parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB), _say)
     except LastgoodError as error:
         sys.stderr.write(f"lastgood optbench: {error}\n")
         return error.exit_code

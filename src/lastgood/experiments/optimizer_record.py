@@ -7,12 +7,13 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.record import WhereRun
+from lastgood.experiments.record import MOST_RECORD_BYTES, WhereRun
 from lastgood.experiments.spec import Scale
 from lastgood.files import write_result
+from lastgood.text import read_model
 
 __all__ = [
     "OPTIMIZER_METHOD",
@@ -117,12 +118,14 @@ class OptimizerRecord(_Part):
 
 def load_optimizer_record(path: Path) -> OptimizerRecord:
     """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
-    try:
-        return OptimizerRecord.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(
-            f"{path}: not a record of updates of version 1: {error}; remove it and run again"
-        ) from error
+    return read_model(
+        OptimizerRecord,
+        path,
+        "a record of updates of version 1",
+        most_bytes=MOST_RECORD_BYTES,
+        advice="remove it and run again",
+        error=LastgoodError,
+    )
 
 
 def load_placed_optimizer_record(path: Path) -> OptimizerRecord:

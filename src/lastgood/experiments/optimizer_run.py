@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.machine import where_run
 from lastgood.experiments.optimizer_record import OptimizerPoint, OptimizerRecord, OptimizerSpec
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
+from lastgood.text import parse_model
 
 __all__ = ["execute_optimizer"]
 
@@ -105,10 +106,8 @@ def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
                 raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S / 3600:.0f} h")
             time.sleep(_POLL_S)
         text = _read(started[0][1])
-    try:
-        return _Answer.model_validate_json(text)
-    except ValidationError as error:
-        raise LastgoodError(f"{spec.title()}: `lastgood optbench` told something else: {error}") from error
+    what = f"{spec.title()}: `lastgood optbench` told something else"
+    return parse_model(_Answer, text, what, most_bytes=4 * _MAX_BYTES, error=LastgoodError)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

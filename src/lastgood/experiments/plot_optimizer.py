@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.captions import optimizer_caption
-from lastgood.experiments.optimizer_collect import OPTIMIZER_COLUMNS
+from lastgood.experiments.csv_frames import read_frame
+from lastgood.experiments.optimizer_collect import OPTIMIZER_COLUMNS, UpdateRow
 from lastgood.experiments.plot_parts import Width, draw_repetitions, lay_out, plot_style, save_figure
 from lastgood.experiments.style import WIDTHS_IN, series_styles
 
@@ -32,10 +33,7 @@ def plot_optimizer(csv: Path, out_stem: Path, *, width: Width = "double", partia
 
 def read_updates(path: Path) -> pd.DataFrame:
     """Read the panel's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    try:
-        frame = pd.read_csv(path, dtype={"git_revision": str, "runs_missing": str})
-    except (OSError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a figure's CSV file: {error}") from error
+    frame = read_frame(path, UpdateRow)
     lacking = [name for name in OPTIMIZER_COLUMNS if name not in frame.columns]
     if lacking or frame.empty:
         raise LastgoodError(f"{path}: {'columns are missing: ' + ', '.join(lacking) if lacking else 'holds no run'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +18,7 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.csv_frames import read_frame
 from lastgood.experiments.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.tidy import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
 from lastgood.files import write_result
@@ -72,9 +72,6 @@ _TITLE_PT = 8.5
 _CAPTION_PT = 7.0
 _MISSING_NAMED = 12
 
-_TEXT = [field.name for field in fields(TidyRow) if "str" in str(field.type)]
-"""Columns never to be taken for numbers, however a revision's digits fall."""
-
 
 @contextmanager
 def plot_style() -> Iterator[None]:
@@ -87,10 +84,7 @@ def plot_style() -> Iterator[None]:
 
 def read_tidy(path: Path) -> pd.DataFrame:
     """Read a figure's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    try:
-        frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXT, str), keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as error:
-        raise LastgoodError(f"{path}: not a figure's CSV file: {error}") from error
+    frame = read_frame(path, TidyRow)
     for name, value in LATER_COLUMNS.items():
         if name not in frame.columns:
             frame[name] = value

@@ -6,8 +6,6 @@ explains the files.
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +14,30 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.config_values import BASELINE
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.style import panel_letter
+from lastgood.text import parse_csv, parse_number, read_bytes
 
 __all__ = [
+    "MOST_VALUE",
     "Published",
     "PublishedEnd",
     "PublishedGain",
     "load_gains",
     "load_published",
     "load_ranges",
+    "parse_interval",
     "published_slowdown",
+    "read_reference",
 ]
 
-_COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
+COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
 _KINDS = ("paper", "artefact")
 """In the order of preference. Numbers of kind `measured` are ours, of another machine."""
+MOST_VALUE = 1e18
+"""Of a published number."""
+_LEAST_VALUE = 1e-9
+_MOST_INTERVAL = 10**9
+_MOST_BYTES = 16 << 20
+_MOST_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,9 @@ def load_published(path: Path) -> list[Published]:
     Left out: bounds (`qualifier` is `below`), rows without an interval, and rows of another panel than the workload's
     own, which were measured on several nodes. Raises LastgoodError, naming the file and the line.
     """
-    lines = _lines(path)
     found = []
     rates: dict[tuple[str, ...], dict[int, float]] = {}
-    for number, line in enumerate(lines, start=2):
+    for number, line in read_reference(path):
         if line["kind"] not in _KINDS or line["qualifier"] == "below" or not line["interval_steps"]:
             continue
         if line["panel"] != panel_letter(line["workload"]):
@@ -100,7 +107,7 @@ def load_gains(path: Path) -> list[PublishedGain]:
     Left out: what is only said to be at most so (`qualifier` is not `equal`), and rows without an interval.
     """
     found = []
-    for number, line in enumerate(_lines(path), start=2):
+    for number, line in read_reference(path):
         if line["metric"] != "goodput_gain" or line["kind"] not in _KINDS:
             continue
         if line["qualifier"] == "equal" and line["interval_steps"]:
@@ -112,33 +119,31 @@ def load_gains(path: Path) -> list[PublishedGain]:
 def load_ranges(path: Path) -> list[PublishedEnd]:
     """Both ends of every published range (`qualifier` is `from` or `to`); raises as `load_published` does."""
     found = []
-    for number, line in enumerate(_lines(path), start=2):
+    for number, line in read_reference(path):
         if line["kind"] in _KINDS and line["qualifier"] in ("from", "to"):
             found.append(PublishedEnd(line["metric"], _numbers(path, number, line)[1], line["source"]))
     return found
 
 
-def _lines(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LastgoodError(f"{path}: cannot be read: {error}") from error
-    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-    if lacking:
-        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}")
-    return lines
+def read_reference(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """The rows of a file of published numbers, each with its line. Raises LastgoodError, naming the file."""
+    content = read_bytes(path, _MOST_BYTES, LastgoodError)
+    return parse_csv(content, str(path), COLUMNS, most_bytes=_MOST_BYTES, most_rows=_MOST_ROWS, error=LastgoodError)
+
+
+def parse_interval(text: str) -> int:
+    """Steps between checkpoints, 0 for none. Raises ValueError."""
+    number = parse_number(text, least=0, most=_MOST_INTERVAL)
+    if number != int(number):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(number)
 
 
 def _numbers(path: Path, number: int, line: dict[str, str]) -> tuple[int, float]:
     try:
-        interval, value = int(line["interval_steps"]), float(line["value"])
-    except (TypeError, ValueError) as error:
+        return parse_interval(line["interval_steps"]), parse_number(line["value"], least=_LEAST_VALUE, most=MOST_VALUE)
+    except ValueError as error:
         raise LastgoodError(f"{path}:{number}: {error}") from error
-    if not (math.isfinite(value) and value > 0 and interval >= 0):
-        raise LastgoodError(f"{path}:{number}: interval {interval} and value {value} must not be below 0")
-    return interval, value
 
 
 def published_slowdown(published: Sequence[Published], spec: RunSpec) -> Published | None:

@@ -20,6 +20,8 @@ from lastgood.experiments.rank_results import LivedRank, LiveRank, MeasuredRank,
 from lastgood.experiments.spec import RunSpec
 from lastgood.files import PRIVATE, write_result
 from lastgood.processes import die_with_parent
+from lastgood.text import parse_model
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     from lastgood.experiments.goodput_board import Board
@@ -77,7 +79,7 @@ def killed_path(folder: Path, token: str, rank: int) -> Path:
 def main(words: list[str] | None = None) -> int:
     """Do what the order says. 0, or 1 with a message on standard error; with a result it never returns."""
     (word,) = sys.argv[1:] if words is None else words
-    order = RankOrder.model_validate_json(word)
+    order = parse_model(RankOrder, word, "not an order for a rank", most_bytes=MIB)
     if order.parent is not None:
         die_with_parent(order.parent)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cluster.hostfile import Hostfile
@@ -22,6 +22,7 @@ from lastgood.experiments.feasible import PROCESS_BYTES
 from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.ranks import writers_of
 from lastgood.experiments.spec import RunSpec
+from lastgood.text import parse_model
 from lastgood.units import format_bytes
 from lastgood.workloads.registry import workload_options_class
 
@@ -160,8 +161,8 @@ def _ask(place: Place, scratch: Path) -> Mapping[str, Completed | HostError]:
 
 def _read(host: str, answer: Completed) -> Room:
     try:
-        return Room.model_validate_json(answer.stdout[: _MAX_ANSWER_BYTES + 1])
-    except ValidationError:
+        return parse_model(Room, answer.stdout, host, most_bytes=_MAX_ANSWER_BYTES, error=HostError)
+    except HostError:
         said = answer.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise HostError(
             f"{host}: {sys.executable} could not tell its memory and disk (status {answer.rc}): "

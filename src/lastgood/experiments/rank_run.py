@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from pydantic import ValidationError
-
 from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
 from lastgood.experiments.kept_logs import Logs, fetch_logs, keep_logs_of_failure
 from lastgood.experiments.kills import kill_moments, merge_lives
@@ -40,6 +38,7 @@ from lastgood.experiments.ranks import why_no_deepspeed, why_not_over_ranks, wri
 from lastgood.experiments.record import RunRecord
 from lastgood.experiments.spec import RunSpec
 from lastgood.experiments.turn import take_turn
+from lastgood.text import parse_model, read_bytes
 
 __all__ = ["execute_ranks"]
 
@@ -201,15 +200,13 @@ class _Run:
     def _fetch(self, launch: str, rank: int, host: str, token: str, kind: type[_Result]) -> _Result:
         path = result_path(self.folder, launch, rank)
         if path.exists():
-            text = path.read_bytes()[: _MAX_RESULT_BYTES + 1]
+            text = read_bytes(path, _MAX_RESULT_BYTES, LastgoodError)
         elif self.place.remote is not None:
             text = self.place.remote.run(host, ["cat", str(path)], _FETCH_S, max_output_bytes=_MAX_RESULT_BYTES).stdout
         else:
             text = b""
-        try:
-            result = kind.model_validate_json(text)
-        except ValidationError as error:
-            raise LastgoodError(f"{host}: rank {rank} left no result at {path}: {error}") from error
+        what = f"{host}: rank {rank} left no result at {path}"
+        result = parse_model(kind, text, what, most_bytes=_MAX_RESULT_BYTES, error=LastgoodError)
         if (result.token, result.rank) != (token, rank):
             raise LastgoodError(f"{host}: {path} is of rank {result.rank} of another launch")
         return result

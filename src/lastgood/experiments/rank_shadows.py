@@ -6,7 +6,6 @@ They outlive every kill of the trainers. Where there are as many hosts or more, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import subprocess
@@ -24,6 +23,7 @@ from lastgood.experiments.shadow_meters import ShadowPlaces, places_path
 from lastgood.experiments.spec import RunSpec
 from lastgood.files import PRIVATE, open_log, open_new, read_end, write_result
 from lastgood.processes import die_with_parent
+from lastgood.text import is_whole, parse_json
 
 __all__ = ["local_shadows", "shadows_of_run"]
 
@@ -140,8 +140,11 @@ def _await_here(number: int, process: subprocess.Popen[bytes], path: Path, log: 
 
 def _read(text: bytes, where: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(text[:_MAX_ADDRESS_BYTES])
-        found["host"], found["port"], found["metrics"]
+        found: dict[str, Any] = parse_json(text, where, most_bytes=_MAX_ADDRESS_BYTES, error=LastgoodError)
+        if not isinstance(found["host"], str) or not is_whole(found["port"], 1, 65535):
+            raise ValueError("host or port is none")
+        if not isinstance(found["metrics"], str):
+            raise ValueError("no place of its metrics")
     except (ValueError, KeyError, TypeError) as error:
         raise LastgoodError(f"{where}: not the address of a shadow: {error!r}") from error
     return found

@@ -8,13 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.spec import RunSpec
 from lastgood.files import write_result
+from lastgood.text import read_model
+from lastgood.units import MIB
 
 __all__ = [
+    "MOST_RECORD_BYTES",
     "RECORD_VERSION",
     "Clocks",
     "Counts",
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 RECORD_VERSION: Literal[1] = 1
+MOST_RECORD_BYTES = 64 * MIB
+"""Of a file with any record; one with the timings of every step has a few."""
 
 
 class _Part(BaseModel):
@@ -227,9 +232,11 @@ class RunRecord(_Part):
 
 def load_record(path: Path) -> RunRecord:
     """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
-    try:
-        return RunRecord.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, ValueError) as error:
-        raise LastgoodError(
-            f"{path}: not a run record of version {RECORD_VERSION}: {error}; remove it and run again"
-        ) from error
+    return read_model(
+        RunRecord,
+        path,
+        f"a run record of version {RECORD_VERSION}",
+        most_bytes=MOST_RECORD_BYTES,
+        advice="remove it and run again",
+        error=LastgoodError,
+    )

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.record import ShadowFacts
+from lastgood.text import read_model
+from lastgood.units import MIB
 
 __all__ = ["ShadowMeters", "ShadowPlaces", "places_path", "shadow_options"]
 
@@ -45,10 +47,8 @@ def places_path(checkpoints: Path) -> Path:
 
 def _places(checkpoints: Path) -> ShadowPlaces:
     path = places_path(checkpoints)
-    try:
-        return ShadowPlaces.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        raise LastgoodError(f"{path}: this run's shadows are not named there: {error}; run again") from error
+    what = "where this run's shadows are"
+    return read_model(ShadowPlaces, path, what, most_bytes=MIB, advice="run again", error=LastgoodError)
 
 
 def shadow_options(checkpoints: Path) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Saved, Side
 from lastgood.gradients.spill_plan import is_left_behind, retained
+from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.storage import SlotInfo, SlotStore, Verdict
+from lastgood.text import parse_json
 from lastgood.units import MIB
 
 __all__ = ["SideRecord", "Spill", "SpillCopy", "SpillStore"]
@@ -287,7 +289,8 @@ class SpillStore:
     def _read_spill(self, info: SlotInfo) -> Spill:
         where = f"{info.path}, step {info.step}"
         try:
-            document: dict[str, Any] = json.loads(self._store.read_meta(info))
+            text = self._store.read_meta(info)
+            document: dict[str, Any] = parse_json(text, where, most_bytes=MAX_LAYOUT_BYTES)
             if document["format"] != _FORMAT or document["version"] != 1:
                 raise ValueError("another format")
             layout = GradientLayout.from_data(document["layout"], where)
@@ -297,7 +300,7 @@ class SpillStore:
             sides = tuple(Side.model_validate_json(json.dumps(side)) for side in document["sides"])
             saved = Saved.model_validate_json(json.dumps(document["saved"]))
             shadow = int(document["shadow"])
-        except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{where}: no spill of a shadow: {error!r}") from error
         if shadow != self._shadow:
             raise CorruptCheckpoint(f"{where}: it is shadow {shadow}'s, and this is shadow {self._shadow}")

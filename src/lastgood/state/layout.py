@@ -45,8 +45,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lastgood.errors import CorruptCheckpoint, MismatchError
-from lastgood.state.layout_rules import MAX_NUMBER, check_tree_of_layout
+from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
+from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_layout
+from lastgood.text import parse_json
 
 __all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node"]
 
@@ -55,7 +56,11 @@ RANKS_VERSION = 2
 """Of a layout that is a part of something larger: it holds parts of tensors, or lacks what another rank wrote."""
 BLOCK_ALIGNMENT = 64
 MAX_LAYOUT_BYTES = 1 << 30
-"""A layout read from a file may not be larger than this."""
+"""A layout may not be larger than this."""
+_MAX_BRACKETS = 3 * MAX_DEPTH + 20
+"""Inside one another: a mapping has three, and what it holds has some of its own."""
+_MAX_DIGITS = 4300
+"""Of a plain value: Python itself writes no longer number."""
 
 Node = list[Any]
 
@@ -92,14 +97,23 @@ class Layout:
         return _count_tensors(self.tree)
 
     def to_json(self) -> bytes:
-        """The layout and all plain values as one JSON document in UTF-8."""
+        """The layout and all plain values as one JSON document in UTF-8.
+
+        Raises StateError for one that is too large.
+        """
         document = {
             "layout_version": self.version,
             "deferred_blocks": self.deferred_blocks,
             "block_bytes": list(self.block_bytes),
             "tree": self.tree,
         }
-        return json.dumps(document, separators=(",", ":")).encode()
+        try:
+            text = json.dumps(document, separators=(",", ":")).encode()
+            if len(text) > MAX_LAYOUT_BYTES:
+                raise ValueError(f"its layout has {len(text)} bytes, over the limit of {MAX_LAYOUT_BYTES}")
+        except ValueError as error:  # also from json, for a number of very many digits
+            raise StateError(f"the state cannot be stored: {error}; hold its plain values in tensors") from error
+        return text
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> Layout:
@@ -108,10 +122,15 @@ class Layout:
         What comes back holds the rules of `lastgood.state.layout_rules`, so that its readers need not check them again.
         Raises MismatchError for another version, CorruptCheckpoint for anything that is not a layout.
         """
-        if len(text) > MAX_LAYOUT_BYTES:
-            raise CorruptCheckpoint(f"{where}: a layout of {len(text)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
+        document = parse_json(
+            text,
+            f"{where}: the layout",
+            most_bytes=MAX_LAYOUT_BYTES,
+            most_depth=_MAX_BRACKETS,
+            most_digits=_MAX_DIGITS,
+            half_pairs=True,
+        )
         try:
-            document = json.loads(text)
             version = document["layout_version"]
             if version not in (LAYOUT_VERSION, RANKS_VERSION):
                 raise MismatchError(
@@ -121,7 +140,7 @@ class Layout:
             sizes = tuple(document["block_bytes"])
             deferred = document["deferred_blocks"]
             tree = document["tree"]
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
         if not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) > MAX_NUMBER:
             raise CorruptCheckpoint(f"{where}: the layout holds block sizes that are not positive integers")

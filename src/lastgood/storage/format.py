@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lastgood import _native
+from lastgood.errors import CorruptCheckpoint
+from lastgood.text import is_whole, parse_json
 
 __all__ = [
     "BLOCK",
@@ -73,6 +75,7 @@ _COMMIT = struct.Struct("<16sII10Q32s32sII")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_NAME = re.compile(r"slot-(\d{4,9})\.lgs")
 _U64_MAX = (1 << 64) - 1
+_MOST_JSON_BYTES = 1 << 20
 
 
 class RecordError(ValueError):
@@ -293,16 +296,15 @@ def encode_job(job: Job) -> bytes:
 def decode_job(content: bytes) -> Job:
     """Read the content of job.json. Raises RecordError or OtherVersionError."""
     described = unseal_json(content)
+    rank, world_size = described.get("rank", 0), described.get("world_size", 1)
     try:
-        job = Job(
-            bytes.fromhex(described["job_id"]), int(described.get("rank", 0)), int(described.get("world_size", 1))
-        )
+        job_id = bytes.fromhex(described["job_id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"not a job description: {error}") from error
-    sane = len(job.job_id) == JOB_ID_BYTES and 0 <= job.rank < job.world_size <= MAX_WORLD_SIZE
-    if described.get("format") != "lastgood-slots" or not sane:
+        raise RecordError(f"not a job description: {error!r}") from error
+    sane = is_whole(world_size, 1, MAX_WORLD_SIZE) and is_whole(rank, 0, world_size - 1)
+    if described.get("format") != "lastgood-slots" or len(job_id) != JOB_ID_BYTES or not sane:
         raise RecordError("not a job description of this format")
-    return job
+    return Job(job_id, rank, world_size)
 
 
 def seal_json(described: dict[str, Any]) -> bytes:
@@ -313,17 +315,19 @@ def seal_json(described: dict[str, Any]) -> bytes:
 def unseal_json(content: bytes) -> dict[str, Any]:
     """Read what `seal_json` wrote, without the checksum. Raises RecordError or OtherVersionError."""
     try:
-        described = json.loads(content)
-        checksum = described.pop("crc32c")
-        version = described["version"]
-        found = _json_checksum(described)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"not a sealed JSON document: {error}") from error
+        described = parse_json(content, "a sealed document", most_bytes=_MOST_JSON_BYTES)
+    except CorruptCheckpoint as error:
+        raise RecordError(str(error)) from error
+    if not isinstance(described, dict) or not {"crc32c", "version"} <= described.keys():
+        raise RecordError("not a sealed JSON document")
+    checksum, version, found = described.pop("crc32c"), described["version"], _json_checksum(described)
     if checksum != found:
-        raise RecordError(f"checksum {found} instead of {checksum}")
+        raise RecordError(f"checksum {found} instead of {str(checksum)[:40]}")
+    if not is_whole(version, 0, _U64_MAX):
+        raise RecordError("its version is no number")
     if version != FORMAT_VERSION:
         raise OtherVersionError(version)
-    return dict(described)
+    return described
 
 
 def _json_checksum(described: dict[str, Any]) -> str:

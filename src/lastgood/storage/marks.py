@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from lastgood.errors import MismatchError, StorageError
 from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
 from lastgood.storage import format as fmt
+from lastgood.text import is_whole
 
 __all__ = ["GLOBAL_FILE", "GlobalMark", "kept_sequences", "read_mark", "write_mark"]
 
@@ -46,8 +47,8 @@ def read_mark(directory: Path) -> GlobalMark | None:
     path = directory / GLOBAL_FILE
     try:
         described = fmt.unseal_json(read_bounded(path, _MAX_BYTES, too_large=fmt.RecordError))
-        mark = GlobalMark(*(int(described[key]) for key in GlobalMark._fields))
-        if described.get("format") != _FORMAT or min(mark) < 0:
+        mark = GlobalMark(*(described[key] for key in GlobalMark._fields))
+        if described.get("format") != _FORMAT or not all(is_whole(number, 0, (1 << 64) - 1) for number in mark):
             raise fmt.RecordError(f"not a {_FORMAT} document")
     except FileNotFoundError:
         return None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from lastgood.errors import MismatchError, StorageError
 from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
 from lastgood.storage import format as fmt
+from lastgood.text import is_whole
 
 __all__ = ["VERDICT_FILE", "Restarts", "Verdict", "VerdictBook"]
 
@@ -112,15 +113,16 @@ class VerdictBook:
             described = fmt.unseal_json(read_bounded(self.path, _MAX_BYTES, too_large=fmt.RecordError))
             if described.get("format") != _FORMAT:
                 raise fmt.RecordError(f"format {described.get('format')!r} instead of {_FORMAT!r}")
-            self.verdicts = {
-                int(entry["sequence"]): Verdict(int(entry["step"]), bool(entry["ok"]), str(entry["reason"]))
+            verdicts = {
+                _number(entry, "sequence"): Verdict(_number(entry, "step"), bool(entry["ok"]), str(entry["reason"]))
                 for entry in described["verdicts"]
             }
-            self.restarts = {
-                int(entry["sequence"]): Restarts(int(entry.get("step", -1)), int(entry["count"]))
+            restarts = {
+                _number(entry, "sequence"): Restarts(_number(entry, "step", -1), _number(entry, "count"))
                 for entry in described["restarts"]
             }
-            self.reached = int(described.get("reached", -1))
+            reached = _number(described, "reached", -1)
+            self.verdicts, self.restarts, self.reached = verdicts, restarts, reached
         except FileNotFoundError:
             return
         except fmt.OtherVersionError as error:
@@ -152,6 +154,14 @@ class VerdictBook:
             write_atomically(self.path, fmt.seal_json(described), mode=self._mode)
         except OSError as error:
             raise storage_error(error, self.path, "writing") from error
+
+
+def _number(entry: dict[str, Any], key: str, absent: int | None = None) -> int:
+    """A whole number from 0 on; `absent`, if that is one, may stand there or be left out."""
+    number: int = entry[key] if absent is None else entry.get(key, absent)
+    if not is_whole(number, 0 if absent is None else absent, (1 << 64) - 1):
+        raise fmt.RecordError(f"{key} {str(number)[:40]} is no whole number of 64 bits")
+    return number
 
 
 def _cut(reason: str) -> str:

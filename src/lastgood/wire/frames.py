@@ -24,6 +24,7 @@ from typing import Any
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
+from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake, Step
 
 __all__ = [
@@ -136,11 +137,11 @@ def parse_message(frame: Frame, body: bytes | bytearray, other: str) -> dict[str
     try:
         if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
             raise ValueError("no message, or damaged")
-        content = json.loads(body)
-        if not isinstance(content, dict):
-            raise ValueError("not a JSON object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptCheckpoint(f"{other} sent a message that cannot be read: {error}") from error
+    content = parse_json(body, f"a message of {other}", most_bytes=frame.length)
+    if not isinstance(content, dict):
+        raise CorruptCheckpoint(f"{other} sent a message that is no JSON object")
     return content
 
 

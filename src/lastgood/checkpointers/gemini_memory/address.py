@@ -10,10 +10,12 @@ from pathlib import Path
 
 from lastgood.errors import CorruptCheckpoint, StorageError
 from lastgood.files import open_new, read_bounded, temporary_beside
+from lastgood.text import is_whole, parse_json
 
 __all__ = ["Address"]
 
 _MAX_ADDRESS_BYTES = 4096
+_MAX_PID = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ class Address:
         """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
         try:
             text = read_bounded(path, _MAX_ADDRESS_BYTES)
-            document = json.loads(text)
+            document = parse_json(text, str(path), most_bytes=_MAX_ADDRESS_BYTES)
             host, port, pid, token = (document[key] for key in ("host", "port", "pid", "token"))
-            if not (isinstance(host, str) and isinstance(pid, int) and isinstance(port, int) and 0 < port < 65536):
+            if not (isinstance(host, str) and is_whole(pid, 1, _MAX_PID) and is_whole(port, 1, 65535)):
                 raise ValueError("host, port or pid is none")
             return cls(path, host, port, bytes.fromhex(token), pid)
-        except (StorageError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (StorageError, CorruptCheckpoint, ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{path}: not the address of a peer: {error!r}; remove it") from error
 
     def write(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import ProvisionError
+from lastgood.text import parse_model
 
 __all__ = ["HostFacts", "HostReport", "read_report"]
 
@@ -58,10 +59,8 @@ def read_report(path: Path, hosts: list[str]) -> list[HostReport]:
         ) from error
     if len(content) > _MOST_BYTES:
         raise ProvisionError(f"{path}: a report of more than {_MOST_BYTES >> 20} MiB cannot be right")
-    try:
-        found = _Report.model_validate_json(content)
-    except ValidationError as error:
-        raise ProvisionError(f"{path}: not a report of provisioning: {error}") from error
+    what = f"{path}: not a report of provisioning"
+    found = parse_model(_Report, content, what, most_bytes=_MOST_BYTES, error=ProvisionError)
     reports = {report.host: report for report in found.hosts}
     missing = [host for host in hosts if host not in reports]
     if missing:

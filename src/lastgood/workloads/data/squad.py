@@ -6,7 +6,6 @@ Batches hold int64 tensors as BertForQuestionAnswering names them: ``input_ids``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lastgood.errors import DataError
+from lastgood.text import parse_json, read_bytes
 from lastgood.units import GIB, format_bytes
 from lastgood.workloads.base import Batch, BatchStream
 from lastgood.workloads.data.order import EpochOrder
@@ -61,11 +61,9 @@ def read_squad(path: Path) -> list[Question]:
         size = path.stat().st_size
         if size > _MAX_BYTES:
             raise DataError(f"{path}: {format_bytes(size)}; SQuAD files of up to {format_bytes(_MAX_BYTES)} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
+    content = parse_json(read_bytes(path, _MAX_BYTES, DataError), str(path), most_bytes=_MAX_BYTES, error=DataError)
     questions = list(_questions(content, path))
     if not questions:
         raise DataError(f"{path}: holds no question")

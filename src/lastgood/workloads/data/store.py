@@ -7,7 +7,6 @@ none, and two processes that make the same folder at once do no harm: the second
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -15,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from lastgood.errors import DataError, StorageError
-from lastgood.files import read_bounded
+from lastgood.errors import DataError
+from lastgood.text import read_model
 
 __all__ = [
     "MANIFEST",
@@ -144,16 +143,10 @@ _MOST_MANIFEST_BYTES = 64 << 20
 def read_manifest(folder: Path) -> Manifest:
     """Read a prepared folder's manifest. Raises DataError if it is missing or not one."""
     path = folder / MANIFEST
-    try:
-        text = read_bounded(path, _MOST_MANIFEST_BYTES, follow=True).decode()
-    except FileNotFoundError:
-        raise DataError(f"{folder}: not prepared (no {MANIFEST}); run `{PREPARE}`") from None
-    except (OSError, StorageError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    try:
-        manifest = Manifest.model_validate(json.loads(text))
-    except (ValidationError, ValueError) as error:
-        raise DataError(f"{path}: not a manifest: {error}; run `{PREPARE} --force`") from error
+    if not path.exists():
+        raise DataError(f"{folder}: not prepared (no {MANIFEST}); run `{PREPARE}`")
+    advice = f"run `{PREPARE} --force`"
+    manifest = read_model(Manifest, path, "a manifest", most_bytes=_MOST_MANIFEST_BYTES, advice=advice, error=DataError)
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{path}: file name {name!r} leads out of the folder; run `{PREPARE} --force`")

@@ -1,0 +1,74 @@
+"""A figure's CSV as a frame whose columns hold what their row's class says: numbers, text, True or False."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lastgood.errors import LastgoodError
+from lastgood.text import read_bytes
+
+__all__ = ["read_frame"]
+
+_MOST_BYTES = 64 << 20
+_MOST_COLUMNS = 1000
+_MOST_NUMBER = 1e18
+"""Nothing that a figure shows comes near it."""
+
+
+def read_frame(path: Path, *rows: type[Any]) -> pd.DataFrame:
+    """Read a CSV file whose rows are those of a dataclass: of several, of the one that has most of its columns.
+
+    Other columns are kept as they come. Raises LastgoodError, naming the file, and row and column where one is wrong:
+    text or nothing in a column of numbers, a number that is not finite or beyond 10^18. A file that lacks columns is
+    the caller's to judge.
+    """
+    content = read_bytes(path, _MOST_BYTES, LastgoodError)
+    named = content.partition(b"\n")[0].decode(errors="replace").strip().split(",")
+    if len(named) > _MOST_COLUMNS or len(set(named)) < len(named):
+        raise LastgoodError(f"{path}: not a figure's CSV file: its first line names a column twice, or too many")
+    kinds = max(
+        ({field.name: str(field.type) for field in fields(row)} for row in rows),
+        key=lambda kinds: len(kinds.keys() & set(named)),
+    )
+    try:
+        frame = pd.read_csv(
+            io.BytesIO(content),
+            # Text is never to be taken for numbers, however a revision's digits fall.
+            dtype={name: str for name, kind in kinds.items() if "str" in kind},
+            keep_default_na=False,
+            na_values=[""],
+            index_col=False,
+            low_memory=False,
+        )
+    except ValueError as error:  # pandas' own errors are such
+        raise LastgoodError(f"{path}: not a figure's CSV file: {str(error).strip()}") from error
+    for name, kind in kinds.items():
+        if name in frame.columns and "str" not in kind:
+            _check_column(path, frame, name, kind)
+    return frame
+
+
+def _check_column(path: Path, frame: pd.DataFrame, name: str, kind: str) -> None:
+    column = frame[name]
+    empty = column.isna()
+    if "bool" in kind:
+        wrong = ~column.isin([True, False, "True", "False"]) & ~empty
+        wanted = "True or False"
+    else:
+        numbers = pd.to_numeric(column, errors="coerce") if column.dtype != bool else pd.Series(np.nan, column.index)
+        wrong = ~(numbers.abs() <= _MOST_NUMBER) & ~empty
+        wanted = "a number up to 10^18"
+    if "None" not in kind:
+        wrong |= empty
+    if wrong.any():
+        place = int(np.flatnonzero(wrong.to_numpy())[0])
+        raise LastgoodError(
+            f"{path}: not a figure's CSV file: row {place + 1} holds {str(column.iloc[place])[:40]!r} in column "
+            f"{name}, and {wanted} belongs there"
+        )
