@@ -163,7 +163,7 @@ def test_a_record_predicts_its_cell_and_marks_it_done(tmp_path):
     ("entry", "words"),
     [
         ("fig9={window_s: 0}", ["fig9.window_s: 0", "above 0"]),
-        ("fig9={window_s: .nan}", ["fig9.window_s"]),
+        ("fig9={window_s: .nan}", ["fig9={window_s: .nan}", "not finite"]),
         ("fig9={failures: 1001}", ["fig9.failures: 1001"]),
         ("fig9={systems: none}", ["fig9.systems", "nothing to time"]),
         ("fig9={intervals: [0]}", ["fig9.intervals"]),

@@ -249,7 +249,7 @@ def test_a_user_style_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a,b\n1,2\n", "columns are missing: figure"), ("", "not a figure's CSV file"), (None, "not a figure's CSV file")],
+    [("a,b\n1,2\n", "columns are missing: figure"), ("", "not a figure's CSV file"), (None, "cannot be read")],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "x.csv"

@@ -42,9 +42,9 @@ def test_several_nodes_bounds_and_our_own_numbers_are_left_out() -> None:
     ("text", "message"),
     [
         ("a,b\n1,2\n", "columns are missing: panel"),
-        (f"{HEADER}fig8,a,vgg16,sync,x,slowdown,2,ratio,equal,,paper,me\n", ":2: invalid literal"),
-        (f"{HEADER}fig8,a,vgg16,sync,1,slowdown,-2,ratio,equal,,paper,me\n", ":2: interval 1 and value -2.0"),
-        (f"{HEADER}fig8,a,vgg16,sync,1,slowdown,nan,ratio,equal,,paper,me\n", ":2: interval 1 and value nan"),
+        (f"{HEADER}fig8,a,vgg16,sync,x,slowdown,2,ratio,equal,,paper,me\n", ":2: 'x' is no number"),
+        (f"{HEADER}fig8,a,vgg16,sync,1,slowdown,-2,ratio,equal,,paper,me\n", ":2: '-2' is no number"),
+        (f"{HEADER}fig8,a,vgg16,sync,1,slowdown,nan,ratio,equal,,paper,me\n", ":2: 'nan' is no number"),
         (None, "cannot be read"),
     ],
 )

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, greeting
+from lastgood.errors import LaunchError
+from lastgood.text import parse_json
 
 __all__ = ["Board", "RankState", "keep_alive", "plain_address", "was_killed"]
 
@@ -167,7 +169,7 @@ class Board:
 
     def _take(self, line: _Line, text: bytes) -> None:
         try:
-            message = json.loads(text)
+            message = parse_json(text, "a line", most_bytes=MAX_MESSAGE_BYTES, error=LaunchError)
             if line.rank is None:
                 self._welcome(line, message)
                 return
@@ -181,7 +183,7 @@ class Board:
             elif "fault" in message and not state.over:
                 state.fault = str(message["fault"])
                 self._note(state)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (LaunchError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             self._drop(line, "it sent something that is no message")
 
     def _welcome(self, line: _Line, message: dict[str, Any]) -> None:

@@ -211,7 +211,9 @@ def load_claims(path: Path) -> list[ClaimRow]:
                 raise ValueError("no published number")
             rows.append(ClaimRow(**{**values, "values": int(parse_number(line["values"], least=0, most=_MOST_ROWS))}))
     except (LastgoodError, ValueError) as error:
-        raise LastgoodError(f"{path}:{number}: no table of claims: {error}; make it with `lastgood claims`") from error
+        raise LastgoodError(
+            f"{path}: no table of claims: line {number}: {error}; make it with `lastgood claims`"
+        ) from error
     return rows
 
 

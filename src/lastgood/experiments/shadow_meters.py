@@ -47,7 +47,7 @@ def places_path(checkpoints: Path) -> Path:
 
 def _places(checkpoints: Path) -> ShadowPlaces:
     path = places_path(checkpoints)
-    what = "where this run's shadows are"
+    what = "the list of this run's shadows"
     return read_model(ShadowPlaces, path, what, most_bytes=MIB, advice="run again", error=LastgoodError)
 
 
