@@ -19,7 +19,7 @@ def test_any_tree_comes_back(tmp_path_factory, state):
     files = TorchFiles(tmp_path_factory.mktemp("files"), keep=1)
     files.prepare()
     files.write(3, plain_tree(state))
-    step, restored, _ = files.read(None)
+    step, restored, _, _ = files.read(None)
     assert step == 3
     assert types_of(restored) == types_of(state)
     assert state_digest(restored) == state_digest(state)

@@ -23,7 +23,7 @@ from lastgood.checkpointers.checkfreq_budget import BudgetKeeper
 from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
 from lastgood.checkpointers.torch_files import TorchFiles
 from lastgood.errors import ConfigError, WaitTimeout
-from lastgood.state import FlatState, apply_tree, flatten, unflatten
+from lastgood.state import FlatState, apply_tree, flatten, stateful_paths, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -134,8 +134,8 @@ class CheckFreq(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest readable file (or that of `step`) into `state`."""
         self.drain()  # a copy under way reads what a restore overwrites
-        found, tree, where = self._files.read(step)
-        apply_tree(state, tree, where)
+        found, tree, where, objects = self._files.read(step)
+        apply_tree(state, tree, where, objects)
         return found
 
     def storage_facts(self) -> dict[str, Any]:
@@ -162,7 +162,8 @@ class CheckFreq(Checkpointer):
             snapshot.copy()
             event.copied_s = time.perf_counter()
             tree = unflatten(snapshot.layout, snapshot.buffers, "checkfreq's snapshot")
-            event.bytes_written = self._files.write(event.step, tree, event.phases)
+            objects = stateful_paths(snapshot.layout)
+            event.bytes_written = self._files.write(event.step, tree, event.phases, objects)
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.DURABLE
         except Exception as error:  # this thread has no caller: the event and the log carry the failure

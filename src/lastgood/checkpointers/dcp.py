@@ -21,6 +21,7 @@ from lastgood.checkpointers.dcp_reader import StoredTensors
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
 from lastgood.errors import CheckpointError, ConfigError
+from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ class TorchDCP(DirectorySystem):
             "writer_threads": self.knobs.writer_threads,
         }
 
-    def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
+    def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
         stored = StoredTensors(checkpoint, nbytes)
         return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
 

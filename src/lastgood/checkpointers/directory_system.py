@@ -23,6 +23,7 @@ from lastgood.checkpointers.directories import CheckpointDirectories, check_file
 from lastgood.checkpointers.named_state import live_tensors
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import apply_tree, flatten
+from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +79,11 @@ class DirectorySystem(Checkpointer):
         """
 
     @abstractmethod
-    def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
-        """The state's tree from a directory whose `nbytes` were checked. Raises CorruptCheckpoint."""
+    def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
+        """The state's tree, and which of its entries are objects', from a directory whose `nbytes` were checked.
+
+        Raises CorruptCheckpoint.
+        """
 
     def _seal(self, temporary: Path, step: int) -> None:
         """Called in a thread when the library is done: flush what it has not flushed, write the manifest."""
@@ -193,12 +197,12 @@ class DirectorySystem(Checkpointer):
             if step is not None and candidate != step:
                 continue
             try:
-                tree = self._read(path, check_files(path, candidate))
+                tree, objects = self._read(path, check_files(path, candidate))
             except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 refused.append(str(error))
                 continue
-            apply_tree(state, tree, str(path))
+            apply_tree(state, tree, str(path), objects)
             return candidate
         if refused:
             raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}")

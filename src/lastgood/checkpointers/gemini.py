@@ -31,7 +31,8 @@ from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
-from lastgood.state import FlatState, Layout, apply_tree, flatten, unflatten
+from lastgood.state import FlatState, Layout, apply_tree, flatten, stateful_paths, unflatten
+from lastgood.state.compare import Keys
 from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
 
 if TYPE_CHECKING:
@@ -353,8 +354,8 @@ class Gemini(Checkpointer):
             if together is not None and not all(together.tell(found is not None)):
                 found = None
             if found is not None:
-                one, memory, tree = found
-                apply_tree(state, tree, f"{one.address}, step {one.step}")
+                one, memory, tree, objects = found
+                apply_tree(state, tree, f"{one.address}, step {one.step}", objects)
                 if together is not None:
                     self._replicate(one, memory)
                 return one.step
@@ -387,7 +388,9 @@ class Gemini(Checkpointer):
         self._together = together
         return together
 
-    def _read_one(self, copies: list[Held], reasons: list[str]) -> tuple[Held, torch.Tensor, dict[str, Any]] | None:
+    def _read_one(
+        self, copies: list[Held], reasons: list[str]
+    ) -> tuple[Held, torch.Tensor, dict[str, Any], frozenset[Keys]] | None:
         """The first of several copies that can be read; why others cannot goes to `reasons`."""
         for one in copies:
             try:
@@ -422,8 +425,8 @@ class Gemini(Checkpointer):
                 _log.warning("gemini: step %d has a copy less: machine %d: %s", one.step, machine, error)
                 self._drop_link(machine)
 
-    def _read(self, held: Held) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Its bytes, and the state that they make."""
+    def _read(self, held: Held) -> tuple[torch.Tensor, dict[str, Any], frozenset[Keys]]:
+        """Its bytes, the state that they make, and which of its entries are objects'."""
         available = available_memory_bytes()
         if held.nbytes > available:
             raise CheckpointError(
@@ -445,7 +448,7 @@ class Gemini(Checkpointer):
         if layout.stream_bytes != data_bytes:
             raise CorruptCheckpoint(f"{where}: {data_bytes} bytes, where its layout needs {layout.stream_bytes}")
         blocks = [memory[at : at + count] for at, count in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
-        return memory, unflatten(layout, blocks, where)
+        return memory, unflatten(layout, blocks, where), stateful_paths(layout)
 
     # -- facts -----------------------------------------------------------------------------------------------------
 

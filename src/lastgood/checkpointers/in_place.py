@@ -19,7 +19,7 @@ from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
 from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
 from lastgood.host_memory import fresh_memory
-from lastgood.state import Layout, check_tree, load_tree, unflatten
+from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.flatten import tensor_over
 from lastgood.state.layout import Node
 from lastgood.state.shards import Shard, wrap
@@ -61,7 +61,8 @@ class InPlace:
         self.targets, self.touches_live = _choose_targets(layout, live, self._where)
         self._spread = [live.like(tensor) for tensor in named_tensors(layout, self._where) if tensor.shard is not None]
         # Shapes, dtypes and names are known without the data: what does not fit is refused before anything changes.
-        check_tree(state, self._tree([_host_like(target) for target in self.targets]), self._where)
+        tree = self._tree([_host_like(target) for target in self.targets])
+        check_tree(state, tree, self._where, stateful_paths(layout))
 
     def read(self, threads: int) -> None:
         """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture."""

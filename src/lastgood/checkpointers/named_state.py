@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.stored import NamedTensor, named_tensors
 from lastgood.errors import CorruptCheckpoint
-from lastgood.state import FlatState, Layout, unflatten
+from lastgood.state import FlatState, Layout, stateful_paths, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def read_tree(
     nbytes: int,
     layout_bytes: int,
     load: Callable[[Mapping[str, torch.Tensor]], None],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], frozenset[tuple[Any, ...]]]:
     """Build a state's tree from a library's files of `nbytes` in all, which were checked.
+
+    Also says which of its entries are objects' (`stateful_paths`).
 
     `layout_bytes` is the length of the stored layout; `load` fills CPU tensors by name, and raises CorruptCheckpoint.
     """
@@ -108,4 +110,4 @@ def read_tree(
         raise CorruptCheckpoint(f"{checkpoint}: its layout is of {layout.payload_bytes} bytes, its files of {nbytes}")
     blocks = [torch.empty(size, dtype=torch.uint8) for size in layout.block_bytes]
     load({tensor.name: view_of(blocks[tensor.block], tensor) for tensor in stored_tensors(layout, str(checkpoint))})
-    return unflatten(layout, blocks, str(checkpoint))
+    return unflatten(layout, blocks, str(checkpoint)), stateful_paths(layout)

@@ -25,6 +25,7 @@ from lastgood.checkpointers.directory_system import DirectoryOptions, DirectoryS
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.torch_archive import read_torch_file
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
+from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ class ResiliencyExtension(DirectorySystem):
         finally:
             self._end_worker(_END_S)
 
-    def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
+    def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
         path = checkpoint / _FILE
         stored = read_torch_file(path)
         if type(stored) is not dict:

@@ -19,7 +19,7 @@ from lastgood.checkpointers.ranks import Buffers, JobCheckpoint, whole_checkpoin
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_layout
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError, WaitTimeout
-from lastgood.state import Layout, NewWorld, check_tree, load_tree, unflatten
+from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.layout import Node
 from lastgood.state.shards import Runs, describe_shard, wrap
 
@@ -189,7 +189,7 @@ class FromRanks:
             torch.zeros(size if number in self._array_blocks else 0, dtype=torch.uint8)
             for number, size in enumerate(layout.block_bytes)
         ]
-        check_tree(self._rest, self._tree(), self._where)
+        check_tree(self._rest, self._tree(), self._where, stateful_paths(self._layout))
 
     def read(self, threads: int) -> None:
         """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture.

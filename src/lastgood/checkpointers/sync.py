@@ -11,7 +11,7 @@ from pydantic import Field
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
-from lastgood.state import apply_tree, flatten
+from lastgood.state import apply_tree, flatten, stateful_paths
 
 __all__ = ["SyncCheckpointer", "SyncOptions"]
 
@@ -45,7 +45,8 @@ class SyncCheckpointer(Checkpointer):
 
     def _save(self, event: CheckpointEvent) -> None:
         """Write the state; training goes on when it is durable."""
-        event.bytes_written = self._files.write(event.step, plain_tree(dict(self.state)), event.phases)
+        objects = stateful_paths(flatten(self.state).layout)  # also refuses what torch.save would write all the same
+        event.bytes_written = self._files.write(event.step, plain_tree(dict(self.state)), event.phases, objects)
         event.copied_s = event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 
@@ -61,8 +62,8 @@ class SyncCheckpointer(Checkpointer):
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest readable file (or that of `step`) into `state`."""
-        found, tree, where = self._files.read(step)
-        apply_tree(state, tree, where)
+        found, tree, where, objects = self._files.read(step)
+        apply_tree(state, tree, where, objects)
         return found
 
     def storage_facts(self) -> dict[str, Any]:

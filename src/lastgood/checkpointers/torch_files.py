@@ -30,6 +30,7 @@ from lastgood.files import (
     sync_directory,
     temporary_beside,
 )
+from lastgood.state.compare import Keys
 from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 from lastgood.state.optimizers import state_of
@@ -67,10 +68,17 @@ class TorchFiles:
         except OSError as error:
             raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
 
-    def write(self, step: int, tree: Mapping[str, Any], phases: list[tuple[str, float, float]] | None = None) -> int:
+    def write(
+        self,
+        step: int,
+        tree: Mapping[str, Any],
+        phases: list[tuple[str, float, float]] | None = None,
+        objects: frozenset[Keys] | None = None,
+    ) -> int:
         """torch.save, fsync, rename, fsync of the directory; then drop all but the newest `keep`. Returns the bytes.
 
-        When it did what is added to `phases`, for `CheckpointEvent.phases`.
+        When it did what is added to `phases`, for `CheckpointEvent.phases`. `objects` says which entries are what an
+        object's state_dict returned.
 
         Raises StorageError naming the file and the bytes needed; the older checkpoints stay.
         """
@@ -80,6 +88,8 @@ class TorchFiles:
         began_s = time.perf_counter()
         try:
             document = {"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree), "state")}
+            if objects is not None:
+                document["objects"] = sorted(objects, key=repr)
             cost = reading_cost(document, "state")
             os.close(open_new(temporary, mode=self._readable_by.file_mode))
             torch.save(document, temporary)
@@ -123,8 +133,10 @@ class TorchFiles:
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return sorted(((int(match[1]), int(match[2]), path) for match, path in found if match), reverse=True)
 
-    def read(self, step: int | None) -> tuple[int, dict[str, Any], str]:
-        """The newest readable checkpoint (or that of `step`): its step, tree and file name.
+    def read(self, step: int | None) -> tuple[int, dict[str, Any], str, frozenset[Keys] | None]:
+        """The newest readable checkpoint (or that of `step`): its step, tree and file name, and what are objects'.
+
+        A file of an earlier version does not say the last: None.
 
         Raises NoCheckpoint, or CorruptCheckpoint where files are there and none of them can be read, naming each.
         """
@@ -133,7 +145,8 @@ class TorchFiles:
             if step is not None and candidate != step:
                 continue
             try:
-                return candidate, self._load(path, candidate), str(path)
+                tree, objects = self._load(path, candidate)
+                return candidate, tree, str(path), objects
             except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 refused.append(str(error))
@@ -145,7 +158,7 @@ class TorchFiles:
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
 
-    def _load(self, path: Path, step: int) -> dict[str, Any]:
+    def _load(self, path: Path, step: int) -> tuple[dict[str, Any], frozenset[Keys] | None]:
         document = read_torch_file(path)
         if type(document) is not dict or document.get("format") != _FORMAT:
             raise CorruptCheckpoint(f"{path}: not a checkpoint of format {_FORMAT}")
@@ -155,7 +168,15 @@ class TorchFiles:
         if document.get("step") != step:
             raise CorruptCheckpoint(f"{path}: is of step {str(document.get('step'))[:40]}, not of step {step}")
         unpacked: dict[str, Any] = unpack_numpy(state, str(path))
-        return unpacked
+        objects = document.get("objects")
+        if objects is None:
+            return unpacked, None
+        if type(objects) is not list or not all(type(keys) is tuple for keys in objects):
+            raise CorruptCheckpoint(f"{path}: what is said of its objects is no list of keys")
+        try:
+            return unpacked, frozenset(objects)
+        except TypeError as error:
+            raise CorruptCheckpoint(f"{path}: what is said of its objects is no list of keys: {error}") from error
 
 
 _NUMPY = "lastgood.numpy"

@@ -17,6 +17,7 @@ from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, 
 from lastgood.checkpointers.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.torchsnapshot_reader import StoredSnapshot
 from lastgood.errors import StorageError
+from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class TorchSnapshot(DirectorySystem):
     def _seal(self, temporary: Path, step: int) -> None:
         seal_files(temporary, step)
 
-    def _read(self, checkpoint: Path, nbytes: int) -> dict[str, Any]:
+    def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
         stored = StoredSnapshot(checkpoint, nbytes, _KEY)
         return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
 

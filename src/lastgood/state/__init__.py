@@ -2,7 +2,7 @@
 
 from lastgood.state.apply import apply_tree, check_tree, holds_its_values, load_tree
 from lastgood.state.digest import state_digest
-from lastgood.state.flatten import FlatState, flatten, is_stateful, unflatten
+from lastgood.state.flatten import FlatState, flatten, is_stateful, stateful_paths, unflatten
 from lastgood.state.layout import Layout
 from lastgood.state.rng import RngState, seed_everything
 from lastgood.state.world import NewWorld
@@ -20,5 +20,6 @@ __all__ = [
     "load_tree",
     "seed_everything",
     "state_digest",
+    "stateful_paths",
     "unflatten",
 ]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import MismatchError
+from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.state.bits import copy_bits, needs_own_copy
+from lastgood.state.compare import Keys, check_tree, holds_live_parts, stays_itself
 from lastgood.state.flatten import is_stateful
-from lastgood.state.optimizers import is_optimizer, optimizers_beneath
+from lastgood.state.optimizer_loads import load_optimizer
+from lastgood.state.optimizers import is_optimizer
 from lastgood.state.shards import is_sharded, local_part, same_place
 
 if TYPE_CHECKING:
@@ -19,209 +23,119 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree", "other_order", "plain_names"]
+__all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree"]
 
 
-def apply_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
+def apply_tree(
+    state: Mapping[str, Any], tree: Mapping[str, Any], where: str, objects: frozenset[Keys] | None = None
+) -> None:
     """Load `tree` (what `unflatten` gave) into the objects of `state`.
 
     Objects with load_state_dict are loaded through it, tensors are overwritten in place, plain values are replaced in
-    the mapping (which must then be mutable). Everything is checked before anything is changed: names, and dtypes and
-    shapes of modules' and plain tensors, so that nothing is cast or broadcast silently.
+    the mapping (which must then be mutable). Everything is checked before anything is changed: kinds, names, and dtypes
+    and shapes of modules' and plain tensors, so that nothing is cast or broadcast silently. `objects` is as for
+    `check_tree`.
 
-    Raises MismatchError, naming `where`, the entry and both sides.
+    Raises MismatchError, naming `where`, the entry and both sides, and CheckpointError as `load_tree`.
     """
-    check_tree(state, tree, where)
+    check_tree(state, tree, where, objects)
     load_tree(state, tree, where)
 
 
 def holds_its_values(value: Any) -> bool:
     """Whether `load_tree` puts values back into this object itself, where all who hold it see them."""
-    return isinstance(value, (MutableMapping, list, np.ndarray)) or _holds_live_parts(value)
-
-
-def check_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
-    """The first half of `apply_tree`: refuse what does not fit. Looks at no tensor's content."""
-    missing, unexpected = sorted(state.keys() - tree.keys()), sorted(tree.keys() - state.keys())
-    if missing or unexpected:
-        raise MismatchError(
-            f"{where}: the checkpoint lacks {missing or 'nothing'} and holds {unexpected or 'nothing'} beyond the "
-            f"state to restore (state: {sorted(state)}, checkpoint: {sorted(tree)})"
-        )
-    for name, live in state.items():
-        _check(live, tree[name], f"{where}: {name}")
+    return stays_itself(value)
 
 
 def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
-    """The second half of `apply_tree`, for a tree that was checked. Tensors already in their live memory stay."""
-    for name, live in state.items():
-        _load(state, name, live, tree[name], f"{where}: {name}")
+    """The second half of `apply_tree`, for a tree that was checked. Tensors already in their live memory stay.
 
-
-def _check(live: Any, saved: Any, path: str) -> None:
-    if isinstance(live, torch.Tensor):
-        _check_tensor(live, saved, path)
-    elif isinstance(live, torch.nn.Module):
-        current = live.state_dict()
-        if current.keys() != saved.keys():
-            raise MismatchError(
-                f"{path}: the checkpoint lacks {sorted(current.keys() - saved.keys()) or 'nothing'} and holds "
-                f"{sorted(saved.keys() - current.keys()) or 'nothing'} beyond the model's entries"
-            )
-        for key, value in current.items():
-            if isinstance(value, torch.Tensor):
-                _check_tensor(value, saved[key], f"{path}.{key}")
-    elif is_optimizer(live):
-        _check_optimizer(live, saved, path)
-    elif isinstance(live, Mapping) and not is_stateful(live):
-        if not isinstance(saved, Mapping):
-            raise MismatchError(f"{path}: the state holds a mapping, the checkpoint a {type(saved).__name__}")
-        lost = [key for key in live.keys() - saved.keys() if _holds_live_parts(live[key])]
-        if lost:
-            raise MismatchError(f"{path}: the checkpoint lacks {sorted(map(str, lost))}, which the state holds")
-        for key in live.keys() & saved.keys():
-            _check(live[key], saved[key], f"{path}.{key}")
-    elif isinstance(live, (list, tuple)) and _holds_live_parts(live):
-        if not isinstance(saved, (list, tuple)) or len(saved) != len(live):
-            size = f"{len(saved)} entries" if isinstance(saved, (list, tuple)) else f"a {type(saved).__name__}"
-            raise MismatchError(f"{path}: the state holds {len(live)} entries, the checkpoint {size}")
-        for number, (item, saved_item) in enumerate(zip(live, saved, strict=True)):
-            _check(item, saved_item, f"{path}[{number}]")
-            if not isinstance(live, list) and not _holds_live_parts(item) and item != saved_item:
-                raise MismatchError(
-                    f"{path}[{number}] is a plain value in a tuple, which cannot be changed; use a list"
-                )
-
-
-def _check_optimizer(live: Any, saved: Any, path: str) -> None:
-    """Compare groups, where the state has torch's own form; a wrapper's own form is kept as it is."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("param_groups"), list):
-        return
-    _check_optimizer_kind(live, saved, path)
-    sizes = [len(group["params"]) for group in live.param_groups]
-    stored = [len(group["params"]) for group in saved["param_groups"]]
-    if sizes != stored:
-        raise MismatchError(f"{path}: the checkpoint's groups hold {stored} parameters, the optimizer's {sizes}")
-    for number, (ours, theirs) in enumerate(zip(live.param_groups, saved["param_groups"], strict=True)):
-        names = [plain_names(group["param_names"]) for group in (theirs, ours) if "param_names" in group]
-        if len(names) == 2 and names[0] != names[1]:
-            raise MismatchError(f"{path}: group {number}: {other_order(*names)}")
-
-
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def plain_names(names: Sequence[str]) -> list[str]:
-    """Names of parameters without what wrappers of modules put into them (DDP, torch.compile, FSDP)."""
-    return [".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in names]
-
-
-def other_order(saved: Sequence[str], live: Sequence[str]) -> str:
-    """What to say of parameters that are not in the order of the checkpoint, from the first difference on."""
-    first = next((i for i, pair in enumerate(zip(saved, live, strict=False)) if pair[0] != pair[1]), len(saved))
-    both = [
-        f"{', '.join(names[first : first + 4])}{', ...' if len(names) > first + 4 else ''}" for names in (saved, live)
-    ]
-    return (
-        f"the optimizer's parameters are in another order, or are other ones: from number {first} on the checkpoint "
-        f"has {both[0]}, and the optimizer has {both[1]}; state is kept by number, so give the parameters to the "
-        "optimizer in the order of before"
-    )
-
-
-def _check_optimizer_kind(live: torch.optim.Optimizer, saved: Any, path: str) -> None:
-    """Refuse another optimizer's state, which torch would load: a state dict names no class, but hyperparameters do.
-
-    Versions of torch add hyperparameters, so that one side alone may have more.
+    Raises CheckpointError for what an object's own load_state_dict refuses, naming it and what was loaded before it.
     """
-    for ours, theirs in zip(live.param_groups, saved["param_groups"], strict=False):
-        unknown, lacking = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
-        decoupled = [group.get("decoupled_weight_decay") for group in (theirs, ours)]
-        if (set(unknown) - _ADDED_BY_SCHEDULERS and lacking) or (
-            None not in decoupled and decoupled[0] != decoupled[1]
-        ):
-            raise MismatchError(
-                f"{path}: the checkpoint is another optimizer's: its groups hold {sorted(theirs)}, those of this "
-                f"{type(live).__name__} {sorted(ours)} (decoupled_weight_decay {decoupled[0]} and {decoupled[1]}); "
-                "attach the kind that it was made with"
-            )
+    loaded: list[str] = []
+    for name, live in state.items():
+        path = f"{where}: {name}"
+        try:
+            value = _loaded(live, tree[name], path)
+        except Exception as error:  # whatever a load_state_dict raises
+            before = f"; {', '.join(loaded)}: loaded before it, make the state anew" if loaded else ""
+            if isinstance(error, LastgoodError):
+                error.args = (f"{error}{before}",)
+                raise
+            raise CheckpointError(
+                f"{path}: {type(live).__name__} could not be loaded: {type(error).__name__}: {error}{before}"
+            ) from error
+        if value is not live:
+            assert isinstance(state, MutableMapping)  # or check_tree would have refused it
+            state[name] = value
+        loaded.append(str(name))
 
 
-_ADDED_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-
-
-def _holds_live_parts(value: Any) -> bool:
-    """Whether something in `value` must be loaded in place: an object with load_state_dict, or a tensor."""
-    if isinstance(value, torch.Tensor) or is_stateful(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_live_parts, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_holds_live_parts, value))
-
-
-def _check_tensor(live: torch.Tensor, saved: Any, path: str) -> None:
-    if not isinstance(saved, torch.Tensor):
-        raise MismatchError(f"{path}: the state holds a tensor, the checkpoint a {type(saved).__name__}")
-    if live.dtype != saved.dtype or live.shape != saved.shape:
-        raise MismatchError(
-            f"{path}: the checkpoint holds {saved.dtype} {tuple(saved.shape)}, "
-            f"the state {live.dtype} {tuple(live.shape)}"
-        )
-    if is_sharded(live) != is_sharded(saved) or (is_sharded(live) and not same_place(live, saved)):
-        kinds = [str(getattr(tensor, "placements", "in one piece")) for tensor in (saved, live)]
-        raise MismatchError(f"{path}: the checkpoint's tensor is spread as {kinds[0]}, the state's as {kinds[1]}")
-
-
-def _load(container: Any, key: Any, live: Any, saved: Any, path: str) -> None:
-    """Load `saved` into `live`, which is ``container[key]``; a plain value is replaced there."""
+def _loaded(live: Any, saved: Any, path: str) -> Any:
+    """What is to stand in the place of `live`: itself with the values of `saved`, or `saved` where that is plain."""
     if is_optimizer(live):
-        _load_optimizer(live, saved)
+        load_optimizer(live, saved)
     elif isinstance(live, torch.nn.Module):
-        current = live.state_dict(keep_vars=True)
-        # torch copies a tensor into itself without touching its bytes, but not one that only lies in the same place.
-        given = OrderedDict(
-            (key, current[key] if _same_place(current.get(key), value) else value) for key, value in saved.items()
-        )
-        # Versions of the modules' state dicts: without them torch takes each for the oldest.
-        given._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
-        live.load_state_dict(given)
-    elif is_stateful(live):
-        live.load_state_dict(saved)
+        _load_module(live, saved, path)
     elif isinstance(live, torch.Tensor):
         if not _same_place(live, saved):
-            live, saved = local_part(live), local_part(saved)  # spread in one way, so the parts fit
-            with torch.no_grad():
-                # A bool may hold any byte, and a copy of bools makes each of them 0 or 1.
-                as_bytes = live.dtype is torch.bool and saved.is_contiguous() and live.is_contiguous()
-                (live.view(torch.uint8) if as_bytes else live).copy_(saved.view(torch.uint8) if as_bytes else saved)
+            copy_bits(live, saved, path)
+    elif is_stateful(live):
+        live.load_state_dict(saved)
     elif isinstance(live, MutableMapping) and isinstance(saved, Mapping):
-        for name in list(live.keys() - saved.keys()):
-            del live[name]
-        for name, value in saved.items():
-            _load(live, name, live.get(name), value, f"{path}.{name}")
-    elif isinstance(live, (list, tuple)) and _holds_live_parts(live):
-        for number, (item, value) in enumerate(zip(live, saved, strict=True)):
-            if isinstance(live, list) or _holds_live_parts(item):
-                _load(live, number, item, value, f"{path}[{number}]")
+        _load_mapping(live, saved, path)
+    elif isinstance(live, (list, tuple)) and holds_live_parts(live):
+        items = [_loaded(*pair, f"{path}[{number}]") for number, pair in enumerate(zip(live, saved, strict=True))]
+        if isinstance(live, list):
+            live[:] = items
+        elif any(item is not value for item, value in zip(items, live, strict=True)):
+            return tuple(items)
     elif isinstance(live, list) and isinstance(saved, list):
         live[:] = saved
-    elif isinstance(live, np.ndarray) and _same_kind_of_array(live, saved):
-        live[...] = saved
-    elif isinstance(container, (MutableMapping, list)):
-        container[key] = saved
-    else:
-        raise MismatchError(
-            f"{path} is a plain {type(live).__name__} in a container that cannot be changed; "
-            "pass a dict, or wrap the value in an object with load_state_dict"
-        )
-
-
-def _same_kind_of_array(live: np.ndarray, saved: Any) -> bool:
-    return (
-        isinstance(saved, np.ndarray)
+    elif (
+        isinstance(live, np.ndarray)
+        and isinstance(saved, np.ndarray)
         and live.flags.writeable
         and (live.dtype, live.shape) == (saved.dtype, saved.shape)
-    )
+    ):
+        live[...] = saved
+    else:
+        return saved
+    return live
+
+
+def _load_mapping(live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> None:
+    for name in list(live.keys() - saved.keys()):
+        del live[name]
+    for name, value in saved.items():
+        if name in live:
+            live[name] = _loaded(live[name], value, f"{path}.{name}")
+        else:
+            live[name] = value
+    if type(live) in (dict, OrderedDict, Counter) and list(live) != list(saved):
+        for name in saved:  # an order may mean something (the least recently used)
+            live[name] = live.pop(name)
+
+
+def _load_module(live: torch.nn.Module, saved: Mapping[str, Any], path: str) -> None:
+    current = live.state_dict(keep_vars=True)
+    given: OrderedDict[str, Any] = OrderedDict()
+    inference = False
+    for key, value in saved.items():
+        own = current.get(key)
+        if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+            inference |= local_part(own).is_inference()
+            if not _same_place(own, value) and own.shape == value.shape and needs_own_copy(own):
+                copy_bits(own, value, f"{path}.{key}")
+                value = own
+            elif _same_place(own, value):
+                value = own
+        # torch copies a tensor into itself without touching its bytes, but not one that only lies in the same place.
+        given[key] = value
+    # Versions of the modules' state dicts: without them torch takes each for the oldest.
+    given._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
+    with torch.inference_mode() if inference else contextlib.nullcontext():
+        live.load_state_dict(given)
 
 
 def _same_place(live: Any, saved: Any) -> bool:
@@ -240,36 +154,3 @@ def _same_place(live: Any, saved: Any) -> bool:
         and live.is_conj() == saved.is_conj()
         and live.is_neg() == saved.is_neg()
     )
-
-
-def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """load_state_dict, and then each tensor once more in the dtype it was saved in.
-
-    Optimizer.load_state_dict casts floating-point entries to their parameter's dtype: fp32 moments of a bf16 parameter
-    would lose 16 bits each. A wrapper hands a part of its own state on to what is beneath it: that is seen there.
-    """
-    given: list[tuple[Any, Any]] = []
-    handles = [
-        inner.register_load_state_dict_pre_hook(lambda *what: given.append(what))
-        for inner in optimizers_beneath(optimizer)
-        if isinstance(getattr(inner, "_optimizer_load_state_dict_pre_hooks", None), Mapping)
-    ]
-    try:
-        optimizer.load_state_dict(dict(saved))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not given and isinstance(saved.get("param_groups"), list):  # its own load_state_dict calls none of torch's hooks
-        given.append((optimizer, saved))
-    for inner, state in given:
-        _restore_dtypes(inner, state)
-
-
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, numbered, strict=True):
-        loaded = optimizer.state.get(parameter, {})
-        for key, value in saved["state"].get(index, {}).items():
-            if isinstance(value, torch.Tensor) and key in loaded and loaded[key].dtype != value.dtype:
-                loaded[key] = value.to(loaded[key].device)

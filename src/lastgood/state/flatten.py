@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["FlatState", "Leaf", "flatten", "is_stateful", "tensor_over", "unflatten"]
+__all__ = ["FlatState", "Leaf", "flatten", "is_stateful", "stateful_paths", "tensor_over", "unflatten"]
 
 Leaf = Callable[[Node], Any]
 """Gives the tensor for a node of tag T, H or R, or None: then it is built over the blocks."""
@@ -70,7 +70,9 @@ class FlatState:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` follows torch's Stateful protocol."""
+    """Whether `value` is an object that follows torch's Stateful protocol."""
+    if isinstance(value, type):
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -82,15 +84,19 @@ def flatten(state: Mapping[str, Any], *, spread: bool = False) -> FlatState:
     With `spread`, tensors that are spread over ranks (DTensor) are described by their parts on this rank; only what can
     put such parts back may ask for it.
 
-    Raises StateError, naming the path in the state, for what cannot be stored to the bit (functions, open files, sparse
-    or quantised tensors, devices other than CPU and CUDA, containers of unknown classes, containers that hold
-    themselves).
+    Raises StateError, naming the path in the state, for what cannot be stored to the bit and given back (functions,
+    open files, sparse or quantised tensors, devices other than CPU and CUDA, containers and arrays of unknown classes,
+    containers that hold themselves, sets of tensors, ints of more than 129 bits), and for objects whose state_dict
+    fails.
     """
     unnamed = [name for name in state if type(name) is not str]
     if unnamed:
         raise StateError(f"the entries of a state have names, texts, and one is called {unnamed[0]!r}")
     walker = _Walker(_updated_extents(state), spread)
-    tree = walker.mapping(dict(state), "state")
+    try:
+        tree = walker.mapping(dict(state), "state")
+    except RecursionError as error:
+        raise StateError("state: containers are nested too deep to be stored; flatten them") from error
     return walker.finish(tree)
 
 
@@ -104,11 +110,39 @@ def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str, leaf: 
     builder = _Builder(blocks, leaf)
     try:
         tree = builder.node(layout.tree)
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpoint(f"{where}: the layout does not fit its data: {error!r}") from error
     if not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{where}: the layout's root is not a mapping")
     return tree
+
+
+def stateful_paths(layout: Layout) -> frozenset[tuple[Any, ...]]:
+    """Keys and numbers that lead to each entry of a layout's tree that is what an object's state_dict returned."""
+    found: set[tuple[Any, ...]] = set()
+    build = _Builder(())
+
+    def walk(node: Node, path: tuple[Any, ...]) -> None:
+        tag = node[0]
+        if tag == "m":
+            found.add(path)
+            walk(node[1], path)
+        elif _TAG_NAMES[tag] in ("list", "tuple"):
+            for number, child in enumerate(node[1]):
+                walk(child, (*path, number))
+        elif _TAG_NAMES[tag] in ("dict", "ordered", "counter"):
+            for key, child in node[1]:
+                walk(child, (*path, build.node(key)))
+
+    try:
+        walk(layout.tree, ())
+    except _MALFORMED as error:
+        raise CorruptCheckpoint(f"the layout cannot be read: {error!r}") from error
+    return frozenset(found)
+
+
+_MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError)
+"""What building a tree raises for JSON that is no layout."""
 
 
 # -- walking -----------------------------------------------------------------------------------------------------------
@@ -136,10 +170,20 @@ def _updated_extents(state: Mapping[str, Any]) -> frozenset[_Extent]:
         for group in optimizer.param_groups:
             found.update(_extent(local_part(parameter)) for parameter in group["params"])
         for entry in optimizer.state.values():
-            # An optimizer may keep something beside what belongs to a parameter: a step count under a name.
-            items = entry.values() if isinstance(entry, Mapping) else (entry,)
-            found.update(_extent(local_part(item)) for item in items if isinstance(item, torch.Tensor))
+            found.update(_extent(local_part(item)) for item in _tensors_in(entry))
     return frozenset(found)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of an optimizer's entry: also one that belongs to no parameter, and lists (SOAP's preconditioners)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in _MAPPING_TAGS:
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif type(value) in _SEQUENCE_TAGS:
+        for item in value:
+            yield from _tensors_in(item)
 
 
 @dataclass
@@ -205,6 +249,8 @@ class _Walker:
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
         if encode is not None:
+            if type(value) is int and not -_MOST_INT < value < _MOST_INT:
+                raise StateError(f"{path}: an int of {value.bit_length()} bits cannot be stored; store it as bytes")
             return encode(value)
         if isinstance(value, torch.Tensor):
             if self._spread and is_sharded(value):
@@ -237,12 +283,24 @@ class _Walker:
         if kind in _SEQUENCE_TAGS:
             return [_SEQUENCE_TAGS[kind], [self.node(item, f"{path}[{i}]") for i, item in enumerate(value)]]
         if kind in (set, frozenset):
+            for item in value:
+                if not _is_set_item(item):
+                    raise StateError(f"{path}: an item of type {type(item).__name__} in a set cannot be stored")
             items = sorted((self.node(item, f"{path}{{}}") for item in value), key=repr)
             return ["e" if kind is set else "E", items]
         if kind in _MAPPING_TAGS:
             return self.mapping(value, path)
         if is_stateful(value):
-            return ["m", self.node(state_of(value, path), path)]
+            try:
+                inner = state_of(value, path)
+            except StateError:
+                raise
+            except Exception as error:  # of the user's own; whatever it raises, this state cannot be stored
+                raise StateError(
+                    f"{path}: state_dict() of {kind.__module__}.{kind.__qualname__} failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return ["m", self.node(inner, path)]
         raise StateError(
             f"{path}: cannot store a {kind.__module__}.{kind.__qualname__} to the bit; give it state_dict and "
             "load_state_dict, or keep it out of the state"
@@ -259,6 +317,8 @@ class _Walker:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         if is_sharded(tensor):
             raise StateError(f"{path}: this system cannot keep a tensor that is spread over ranks; PCcheck can")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise StateError(f"{path}: the tensor has no shape yet (a lazy module); run one forward pass first")
         tensor = tensor.detach()
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise StateError(
@@ -280,6 +340,11 @@ class _Walker:
         return node
 
     def _array(self, array: np.ndarray, path: str) -> Node:
+        if type(array) is not np.ndarray:
+            raise StateError(
+                f"{path}: arrays of class {type(array).__module__}.{type(array).__qualname__} cannot be stored; store "
+                "a plain numpy array"
+            )
         node: Node = ["A", -1, 0, describe_numpy(array.dtype, path), list(array.shape)]
         if array.nbytes:
             self._see(torch.frombuffer(bytearray(array.tobytes(order="C")), dtype=torch.uint8), path, node)
@@ -323,8 +388,17 @@ _PLAIN: dict[type, Callable[[Any], Node]] = {
     bytes: lambda value: ["y", value.hex()],
     bytearray: lambda value: ["Y", value.hex()],
 }
+_MOST_INT = 10**39
+"""More than 128 bits, and no more digits than a strict reader of JSON takes (`lastgood.text`)."""
 _SEQUENCE_TAGS: dict[type, str] = {list: "l", tuple: "t"}
 _MAPPING_TAGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "C"}
+
+
+def _is_set_item(item: Any) -> bool:
+    """A set keeps values, not objects: what comes back must be equal to what went in."""
+    if type(item) in (tuple, frozenset):
+        return all(_is_set_item(one) for one in item)
+    return _is_plain_key(item) or type(item) is complex or isinstance(item, (np.generic, torch.dtype, torch.device))
 
 
 def _is_plain_key(key: Any) -> bool:
