@@ -28,7 +28,7 @@ from lastgood.checkpointers.ranked import RankedJob
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.files import make_directory, storage_error
+from lastgood.files import local_path, make_directory, storage_error
 from lastgood.state import FlatState, flatten
 from lastgood.state.optimizers import optimizers_of
 
@@ -92,7 +92,7 @@ class PCcheck(Checkpointer):
         """
         from lastgood.checkpointers.tuned import TUNING_FILE, read_tuning
 
-        interval_steps, options = read_tuning(Path(directory, TUNING_FILE) if config is None else config)
+        interval_steps, options = read_tuning(local_path(directory) / TUNING_FILE if config is None else config)
         return cls(directory, options, interval_steps=interval_steps)
 
     # -- life ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lastgood.checkpointers.agreement import rank_directories, rank_directory
 from lastgood.errors import MismatchError, NoCheckpoint, StorageError
 from lastgood.files import (
     ReadableBy,
+    local_path,
     make_directory,
     open_new,
     read_bounded,
@@ -46,7 +47,7 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
 
     It lies in the job's directory, so ranks that share none have different ids. Raises StorageError.
     """
-    path = Path(job) / _ID_FILE
+    path = local_path(job) / _ID_FILE
     temporary = temporary_beside(path)
     try:
         make_directory(path.parent, readable_by.directory_mode)
@@ -117,7 +118,7 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
     from lastgood.storage import SlotStore
     from lastgood.storage.reader import find_slots
 
-    job = Path(job)
+    job = local_path(job)
     paths = rank_directories(job)
     if not paths and job.is_dir() and find_slots(job):
         paths = {0: job}

@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 
-import typer
-
 from lastgood.cli import (
     advise,
     ceilings,
@@ -38,11 +36,12 @@ from lastgood.cli import (
     tune,
     verify,
 )
+from lastgood.cli._app import App
 from lastgood.errors import LastgoodError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app = App(
     name="lastgood",
     help="The last good state of a training run, and what keeping it costs.",
     no_args_is_help=True,

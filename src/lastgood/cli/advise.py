@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError
 from lastgood.units import format_rate, format_seconds
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(invoke_without_command=True)
+app = App(invoke_without_command=True)
 
 _GB = 1e9
 _HOUR_S = 3600.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import DataError
 from lastgood.units import format_bytes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, prepare and check the small real data that the workloads train on.", no_args_is_help=True)
+app = App(help="List, prepare and check the small real data that the workloads train on.", no_args_is_help=True)
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the prepared data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")]

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Goodput under failures: a training that is really killed and really restarts.")
+app = App(help="Goodput under failures: a training that is really killed and really restarts.")
 
 
 @app.callback()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, parse_bytes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Hostfiles of several machines: make one, check its hosts.", no_args_is_help=True)
+app = App(help="Hostfiles of several machines: make one, check its hosts.", no_args_is_help=True)
 
 SshConfig = Annotated[
     Path | None,

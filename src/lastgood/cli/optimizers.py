@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console
 
 __all__ = ["app"]
 
-app = typer.Typer(help="How long a shadow's update takes, as Checkmate's figure shows it.")
+app = App(help="How long a shadow's update takes, as Checkmate's figure shows it.")
 
 
 @app.callback()

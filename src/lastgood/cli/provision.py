@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError, ProvisionError
 from lastgood.units import format_bytes
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Make hosts ready over SSH; create, list and destroy cloud VMs.", no_args_is_help=True)
-cloud_app = typer.Typer(help="Cloud VMs with tags: create, list, destroy. They cost money.", no_args_is_help=True)
+app = App(help="Make hosts ready over SSH; create, list and destroy cloud VMs.", no_args_is_help=True)
+cloud_app = App(help="Cloud VMs with tags: create, list, destroy. They cost money.", no_args_is_help=True)
 app.add_typer(cloud_app, name="cloud")
 
 

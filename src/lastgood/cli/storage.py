@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Checkmate's shadows: serve gradients' storage, see how it stands.", no_args_is_help=True)
+app = App(help="Checkmate's shadows: serve gradients' storage, see how it stands.", no_args_is_help=True)
 
 TokenFile = Annotated[Path, typer.Option("--token-file", help="File with the token that trainers and shadows share.")]
 Shadows = Annotated[list[str], typer.Argument(help="HOST:PORT of every shadow, in their order.")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app = App(
     help="A cluster inside this machine: nodes with ssh that can be cut, paused and killed.", no_args_is_help=True
 )
 

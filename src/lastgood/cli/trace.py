@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Traces of clusters whose machines come and go: make one, look at one.")
+app = App(help="Traces of clusters whose machines come and go: make one, look at one.")
 
 
 class TraceKind(str, Enum):

@@ -16,6 +16,7 @@ from lastgood.errors import ConfigError, LastgoodError, LockHeld
 from lastgood.experiments.machine import is_tmpfs
 from lastgood.experiments.machine_lock import machine_lock
 from lastgood.experiments.spec import RunSpec
+from lastgood.files import local_path
 from lastgood.locks import FileLock
 
 __all__ = ["Scratch", "Turn", "take_turn"]
@@ -63,11 +64,12 @@ class Scratch:
     _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
 
     def __init__(self, scratch: Path, spec: RunSpec) -> None:
+        scratch = local_path(scratch)
         try:
             scratch.mkdir(parents=True, exist_ok=True)
             self._sweep(scratch)
             self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
-            self.path.mkdir()
+            self.path.mkdir(0o700)
         except OSError as error:
             raise LastgoodError(
                 f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"

@@ -21,7 +21,7 @@ from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.stored import read_tree
 from lastgood.checkpointers.torch_archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
-from lastgood.files import ReadableBy, make_directory, readers_of, storage_error
+from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.pickles import Refused
@@ -209,7 +209,7 @@ class LastgoodFiles:
         """Make a directory whose name survives a power cut. Where that fails, the save fails, on all ranks."""
         del exist_ok  # DeepSpeed asks for nothing else
         try:
-            make_directory(Path(path), self._saves.readable_by.directory_mode)
+            make_directory(local_path(path), self._saves.readable_by.directory_mode)
         except OSError as error:
             _log.error("%s", storage_error(error, Path(path), "making the directory"))
 

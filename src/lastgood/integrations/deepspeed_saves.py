@@ -27,6 +27,7 @@ from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, PinnedMemo
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.files import (
     ReadableBy,
+    local_path,
     open_new,
     remove_temporary_files,
     storage_error,
@@ -116,6 +117,8 @@ class _Export:
 @dataclass
 class _Saving:
     info: TagInfo
+    save_dir: Path
+    """As it was when the save began, wherever the process goes."""
     job: fmt.Job
     event: CheckpointEvent
     written: list[SingleFile | _Export] = field(default_factory=list)
@@ -124,7 +127,7 @@ class _Saving:
 
     @property
     def folder(self) -> Path:
-        return Path(self.info.save_dir) / self.info.tag
+        return self.save_dir / self.info.tag
 
 
 class TagSaves:
@@ -162,13 +165,14 @@ class TagSaves:
         """Collective. A save that was begun and never finished (something in between raised) is given up."""
         if self._saving is not None:
             self._end(self._saving, f"the save of tag {self._saving.info.tag!r} was never finished")
+        save_dir = local_path(info.save_dir)
         if self.rank == 0:
-            _remove_leftovers(Path(info.save_dir), info.tag)
+            _remove_leftovers(save_dir, info.tag)
         job_id = self._from_first_rank(os.urandom(fmt.JOB_ID_BYTES))
         step = self._step()
         event = CheckpointEvent(step, time.perf_counter())
         self.events = [*self.events[-_EVENTS_KEPT + 1 :], event]
-        self._saving = _Saving(info, fmt.Job(job_id, self.rank, self.world_size), event)
+        self._saving = _Saving(info, save_dir, fmt.Job(job_id, self.rank, self.world_size), event)
 
     def put(self, state: Any, path: str | Path) -> None:
         """Write one file. When this returns, `state` may be changed; what is left to do is done by other threads.
@@ -176,7 +180,7 @@ class TagSaves:
         Raises CheckpointError only where no save was begun: a failure is remembered for `finish`, because one rank that
         raised here would leave the others waiting.
         """
-        saving, path = self._saving, Path(path)
+        saving, path = self._saving, local_path(path)
         if saving is None:
             raise CheckpointError(f"{path}: DeepSpeed saves a file without having begun a save; call save_checkpoint")
         if saving.failure:
@@ -214,7 +218,7 @@ class TagSaves:
         if not trouble:
             trouble = self._agree(self._publish(saving))
         if not trouble and write_latest:
-            trouble = self._agree(self._write_latest(saving.info) if self.rank == 0 else "")
+            trouble = self._agree(self._write_latest(saving) if self.rank == 0 else "")
         self._end(saving, trouble)
         return trouble
 
@@ -322,10 +326,10 @@ class TagSaves:
             return _text(error)
         return ""
 
-    def _write_latest(self, info: TagInfo) -> str:
-        path = Path(info.save_dir) / "latest"
+    def _write_latest(self, saving: _Saving) -> str:
+        path = saving.save_dir / "latest"
         try:
-            write_atomically(path, info.tag.encode(), mode=self._options.readable_by.file_mode)
+            write_atomically(path, saving.info.tag.encode(), mode=self._options.readable_by.file_mode)
         except OSError as error:
             return _text(storage_error(error, path, "writing"))
         return ""

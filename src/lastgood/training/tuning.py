@@ -29,6 +29,7 @@ from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.pccheck import PCcheck, PCcheckOptions
 from lastgood.checkpointers.tuned import SlowdownCheck, Tuning, choose, shortest_interval
 from lastgood.errors import CheckpointError, ConfigError
+from lastgood.files import local_path
 from lastgood.state import flatten
 from lastgood.storage.format import stream_layout
 from lastgood.training.write_curve import WriteCurve, grid, lies_in_memory, most_that_fit, probe_folder
@@ -93,7 +94,7 @@ def tune(
     """
     limits = limits or Limits()
     _refuse_nonsense(iteration_s, state_bytes, slowdown, keep, limits)
-    with probe_folder(Path(directory)) as folder:
+    with probe_folder(local_path(directory)) as folder:
         return _tune(folder, iteration_s, state_bytes, slowdown, keep, limits, limits.seconds, machine, report)
 
 
@@ -121,7 +122,7 @@ def tune_training(
     limits = limits or Limits()
     _refuse_nonsense(1.0, 1, slowdown, keep, limits)
     deadline = time.monotonic() + limits.seconds
-    with probe_folder(Path(directory)) as folder:
+    with probe_folder(local_path(directory)) as folder:
         report("iteration time")
         training = _Training(step, state)
         training.take(_WARM_UP_STEPS)

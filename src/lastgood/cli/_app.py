@@ -1,0 +1,56 @@
+"""A group of commands, each of which refuses a URL where it asks for a path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lastgood.files import local_path
+
+__all__ = ["App"]
+
+
+class App(typer.Typer):
+    """As `typer.Typer`. A path that is a URL is a ConfigError before the command begins: it would be a folder here."""
+
+    # Typer's own arguments are passed on as they are, whatever they will be in its next version.
+
+    def command(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """As `Typer.command`."""
+        register = super().command(*args, **kwargs)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            register(_refusing_urls(function))
+            return function
+
+        return decorate
+
+    def callback(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """As `Typer.callback`."""
+        register = super().callback(*args, **kwargs)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            register(_refusing_urls(function))
+            return function
+
+        return decorate
+
+
+def _refusing_urls(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in kwargs.values():
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(one, Path):
+                    local_path(one)
+        return function(*args, **kwargs)
+
+    return checked
