@@ -52,4 +52,6 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 120:
+        return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s"

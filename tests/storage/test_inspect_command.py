@@ -25,6 +25,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         inspect(tmp_path)
         shown = capsys.readouterr().out
         assert "newest" in shown and "slot-0003.lgs" in shown
+        assert ", the newest was written " in shown
+        assert [slot["age_s"] is None for slot in described["slots"]] == [False, False, True, True]
     inspect(tmp_path)
     assert "torn" in capsys.readouterr().out
     with pytest.raises(StorageError):

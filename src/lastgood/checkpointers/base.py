@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.step_hooks import see_steps
 from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
@@ -143,7 +144,8 @@ class Checkpointer(ABC):
 
     It is made with a directory of its own (which need not exist) and either validated `options` or single `knobs` by
     name; `interval_steps` is for `step`. A relative directory is taken from where the process is now. What is made
-    there can be read by its owner alone, unless `readable_by` is ``group`` or ``all``. Raises ConfigError for knobs
+    there can be read by its owner alone, unless `readable_by` is ``group`` or ``all``. With `max_unsaved_s`, `step`
+    raises once so many seconds have gone by without a new durable checkpoint. Raises ConfigError for knobs
     that do not exist or cannot be, and for a directory that is a URL.
 
     Subclasses set three class attributes: `name` (the registry's key), `METHOD` (a version of how this system is
@@ -164,12 +166,15 @@ class Checkpointer(ABC):
         *,
         interval_steps: int | None = None,
         readable_by: ReadableBy | str = ReadableBy.OWNER,
+        max_unsaved_s: float | None = None,
         **knobs: Any,
     ) -> None:
         if options is not None and knobs:
             raise ConfigError(f"{self.name}: give either options or single knobs, not both: {sorted(knobs)}")
         if interval_steps is not None and interval_steps < 0:
             raise ConfigError(f"{self.name}: interval_steps must not be negative: {interval_steps}")
+        if max_unsaved_s is not None and not max_unsaved_s > 0:
+            raise ConfigError(f"{self.name}: max_unsaved_s must be a number of seconds above 0: {max_unsaved_s}")
         self.directory = local_path(directory)
         self.interval_steps = interval_steps
         self.readable_by = readers_of(readable_by, self.name)
@@ -191,7 +196,7 @@ class Checkpointer(ABC):
         self._state: Mapping[str, Any] | None = None
         self._hooks = _Hooks()
         self._steps = UpdateSteps()
-        self._kinds_logged: set[str] = set()
+        self._health = SaveHealth(self.name, max_unsaved_s)
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
         self._exiting = False
@@ -261,6 +266,8 @@ class Checkpointer(ABC):
 
         Call it behind ``optimizer.step()`` and ``scheduler.step()``. `loss`, a number or a tensor of one element, lets
         systems that keep verdicts judge checkpoints by it.
+
+        Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`.
         """
         attachment = self._attached()
         number = attachment.step_finished()
@@ -268,7 +275,12 @@ class Checkpointer(ABC):
             self.save(number)
         if loss is not None:
             self._observe_loss(number, loss)
+        self._health.check(number, self.events)
         return number
+
+    def status(self) -> SaveStatus:
+        """How old the newest durable checkpoint of this life is, and how many saves have failed since."""
+        return self._health.status(self.events)
 
     @property
     def data(self) -> CountedLoader:
@@ -335,6 +347,7 @@ class Checkpointer(ABC):
         if self._state is not None:
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
+        self._health.begin()
         try:
             self._hook_optimizers()
             self._hold_directory()
@@ -430,14 +443,11 @@ class Checkpointer(ABC):
         self._hooks.device_waits += fence.wait(timeout_s)
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
-        """Note that a checkpoint failed; the first failure of each kind is logged."""
+        """Note that a checkpoint failed, and say so at growing distances."""
         event.finished_s = time.perf_counter()
         event.error = f"{type(error).__name__}: {error}"
         event.outcome = Outcome.FAILED  # last: whoever sees it in another thread may ask why
-        kind = f"{type(error).__name__} {getattr(error, 'errno', None)}"
-        if kind not in self._kinds_logged:
-            self._kinds_logged.add(kind)
-            _log.error("%s: the checkpoint of step %d failed, older ones stay: %s", self.name, event.step, event.error)
+        self._health.failed(event, f"{type(error).__name__} {getattr(error, 'errno', None)}", self.events)
 
     def _step_begins(self, optimizer: Any, frame: FrameType) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from lastgood.cli._output import emit_json, emit_table
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint
-from lastgood.units import format_bytes
+from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lastgood.state import Layout
@@ -68,7 +69,7 @@ def inspect(
             if not one["slots"]:
                 sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
                 continue
-            _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}", one["slots"])
+            _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}{_age(one)}", one["slots"])
             if contents is not None:
                 _show_contents(contents)
         if ranks:
@@ -159,6 +160,12 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
     if layout or step is not None:
         found["layout"] = contents
     return {**found, "trouble": troubles}, contents
+
+
+def _age(described: Mapping[str, Any]) -> str:
+    """How long ago the newest checkpoint was written, for a title: a training may run on, and save no more."""
+    ages = [slot["age_s"] for slot in described["slots"] if slot["newest"]]
+    return f", the newest was written {format_seconds(ages[0])} ago" if ages and ages[0] is not None else ""
 
 
 def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
@@ -316,8 +323,17 @@ def _describe(
         "world_size": None if record is None else record.world_size,
         "layout_digest": None if record is None else record.layout_digest.hex(),
         "file_bytes": status.file_bytes,
+        "age_s": None if whole is None else _age_s(status.path),
         "detail": status.detail,
     }
+
+
+def _age_s(path: Path) -> float | None:
+    """Seconds since a file was last written, by the times that its file system keeps."""
+    try:
+        return max(0.0, round(time.time() - path.stat().st_mtime, 3))
+    except OSError:
+        return None
 
 
 def _size(nbytes: int | None) -> str:
