@@ -85,7 +85,8 @@ class Reading {
   private:
     void work() {
         try {
-            const MappedMemory buffer(place_.chunk_bytes);
+            // A chunk's size is what the file says; what is read is no longer than the stream.
+            const MappedMemory buffer(align_up(std::min(place_.chunk_bytes, place_.stream_bytes)));
             while (!stop_.load()) {
                 const std::uint64_t index = next_.fetch_add(1);
                 if (index >= end_chunk_) break;

@@ -7,7 +7,7 @@ it covers, which lie one after another in the part.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ import numpy as np
 
 from lastgood.state.shards import Runs
 
-__all__ = ["Overlap", "Source", "cover", "full_runs", "overlaps", "row_offsets"]
+__all__ = ["Overlap", "Source", "cover", "full_runs", "overlaps", "row_elements", "row_offsets"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,7 +49,10 @@ def full_runs(shape: Sequence[int]) -> Runs:
 
 
 def overlaps(source: Runs, target: Runs) -> list[Overlap]:
-    """What two parts of one tensor share. Of tensors without dimensions, both parts are the one element."""
+    """What two parts of one tensor share. Of tensors without dimensions, both parts are the one element.
+
+    Raises ValueError where they have other numbers of dimensions.
+    """
     shared = [_shared(first, second) for first, second in zip(source, target, strict=True)]
     return [
         Overlap(tuple(run[0] for run in box), tuple(run[1] for run in box), tuple(run[2] for run in box))
@@ -77,9 +80,21 @@ def cover(
     given = sum(overlap.elements for _, overlap in found)
     if given != wanted:
         raise ValueError(f"the parts hold {given} of {wanted} elements")
-    if any(_meet(first, second) for first, second in _neighbours([overlap for _, overlap in found])):
+    if any(_meet(first, second) for first, second in _neighbours(copies)):
         raise ValueError("parts overlap and others are missing")
     return found
+
+
+def row_elements(overlap: Overlap, source_stride: Sequence[int], target_stride: Sequence[int]) -> tuple[int, int]:
+    """The rows of a box that are contiguous in both parts: elements of each, and how many dimensions they lie in.
+
+    These are the first ones; the others lie inside of rows.
+    """
+    row, outer = 1, len(overlap.shape)
+    while outer and (overlap.shape[outer - 1] == 1 or source_stride[outer - 1] == target_stride[outer - 1] == row):
+        row *= overlap.shape[outer - 1]
+        outer -= 1
+    return row, outer
 
 
 def row_offsets(
@@ -87,12 +102,9 @@ def row_offsets(
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """A box as rows that are contiguous in both parts: elements of a row, and where each begins in source and target.
 
-    Strides and offsets are in elements; rows come in the order of the box.
+    Strides and offsets are in elements; rows come in the order of the box. Takes 16 bytes for each row.
     """
-    row, outer = 1, len(overlap.shape)
-    while outer and (overlap.shape[outer - 1] == 1 or source_stride[outer - 1] == target_stride[outer - 1] == row):
-        row *= overlap.shape[outer - 1]
-        outer -= 1
+    row, outer = row_elements(overlap, source_stride, target_stride)
     begins = []
     for start, stride in ((overlap.source, source_stride), (overlap.target, target_stride)):
         offsets = np.array([sum(first * step for first, step in zip(start, stride, strict=True))], dtype=np.int64)
@@ -104,33 +116,35 @@ def row_offsets(
 
 
 def _shared(source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Ranges in both: where each begins in the source's part and the target's, and its length."""
+    """Ranges in both: where each begins in the source's part and the target's, and its length.
+
+    Runs come in ascending order, so that one pass over both finds them.
+    """
     found = []
-    source_at = 0
-    for source_start, source_length in source:
-        target_at = 0
-        for target_start, target_length in target:
-            first = max(source_start, target_start)
-            last = min(source_start + source_length, target_start + target_length)
-            if first < last:
-                found.append((source_at + first - source_start, target_at + first - target_start, last - first))
-            target_at += target_length
-        source_at += source_length
+    first = second = source_at = target_at = 0
+    while first < len(source) and second < len(target):
+        (source_start, source_length), (target_start, target_length) = source[first], target[second]
+        begin = max(source_start, target_start)
+        end = min(source_start + source_length, target_start + target_length)
+        if begin < end:
+            found.append((source_at + begin - source_start, target_at + begin - target_start, end - begin))
+        if source_start + source_length <= target_start + target_length:
+            first, source_at = first + 1, source_at + source_length
+        else:
+            second, target_at = second + 1, target_at + target_length
     return found
 
 
-def _neighbours(found: list[Overlap]) -> Iterator[tuple[Overlap, Overlap]]:
-    """Pairs of boxes that may meet: those whose ranges in the first dimension do."""
-    active: list[Overlap] = []
-    for box in sorted(found, key=lambda overlap: overlap.target):
-        active = [other for other in active if not box.target or other.target[0] + other.shape[0] > box.target[0]]
+def _neighbours(parts: Iterable[Runs]) -> Iterator[tuple[Runs, Runs]]:
+    """Pairs of parts that may share elements: those whose extents in the first dimension do."""
+    active: list[Runs] = []
+    for part in sorted(part for part in parts if all(part)):
+        active = [other for other in active if not part or sum(other[0][-1]) > part[0][0][0]]
         for other in active:
-            yield other, box
-        active.append(box)
+            yield other, part
+        active.append(part)
 
 
-def _meet(first: Overlap, second: Overlap) -> bool:
-    return all(
-        max(a, b) < min(a + c, b + d)
-        for a, b, c, d in zip(first.target, second.target, first.shape, second.shape, strict=True)
-    )
+def _meet(first: Runs, second: Runs) -> bool:
+    """Whether two parts share elements. The boxes of one part never do: its runs share no index."""
+    return all(_shared(one, other) for one, other in zip(first, second, strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.addresses import address_in
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams
 from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
@@ -33,12 +34,12 @@ def host_ranges(
     """(address, bytes) of each block of host memory and of the padding behind it, in stream order.
 
     For writing, the caller keeps `padding` (from `padding_block`) alive as long as the blocks; None, for reading, gives
-    address 0, where the store skips bytes.
+    address 0, where the store skips bytes. Raises CorruptCheckpoint where a block has fewer bytes than its size.
     """
     skip = 0 if padding is None else padding.data_ptr()
     ranges = []
     for block, size in zip(blocks, sizes, strict=True):
-        ranges.append((block.data_ptr(), size))
+        ranges.append((address_in(block, 0, size), size))
         if size % BLOCK_ALIGNMENT:
             ranges.append((skip, BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT))
     return ranges

@@ -13,14 +13,14 @@ import shutil
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
-from lastgood.checkpointers.stored import named_tensors, read_blocks, read_layout
+from lastgood.checkpointers.stored import NamedTensor, most_bytes, named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
@@ -132,6 +132,8 @@ def write_export(
     where = f"{info.path}: step {info.step}"
     tensors = named_tensors(layout, where)
     aliases: dict[str, str] = {}
+    if to is not ExportFormat.PT:
+        _check_elements(out, to, tensors, layout)
     if to is ExportFormat.SAFETENSORS:
         plan = SafetensorsPlan(layout, tensors, info)
         aliases = plan.aliases
@@ -146,6 +148,19 @@ def write_export(
             _save_dcp(temporary, out, unflatten(layout, [block for _, block in blocks], where))
     files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
     return sum(path.stat().st_size for path in files), aliases
+
+
+def _check_elements(out: Path, to: ExportFormat, tensors: Sequence[NamedTensor], layout: Layout) -> None:
+    """Refuse views whose elements, one by one, are far more than the memory that they look at, or far less.
+
+    A reader of such a file would take memory for what the file says and not for what it has. Raises StateError.
+    """
+    elements, stored = sum(tensor.nbytes for tensor in tensors), layout.payload_bytes
+    if elements > most_bytes(stored) or (to is ExportFormat.SAFETENSORS and stored > most_bytes(elements)):
+        raise StateError(
+            f"{out}: elements of {format_bytes(elements)} in memory of {format_bytes(stored)} (expanded tensors, or "
+            f"pieces of larger ones), and {to.value} keeps elements alone; export to pt, which keeps memory as it is"
+        )
 
 
 def load_exported(path: Path | str) -> dict[str, Any]:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement import rank_directory
-from lastgood.checkpointers.boxes import cover, full_runs
+from lastgood.checkpointers.boxes import full_runs, overlaps
 from lastgood.checkpointers.export import Exported, ExportFormat, check_target, write_export
+from lastgood.checkpointers.rank_parts import RankParts, differences
 from lastgood.checkpointers.ranks import whole_checkpoints
-from lastgood.checkpointers.reshard import RankParts, differences
 from lastgood.checkpointers.stored import NamedTensor, named_tensors
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
-from lastgood.errors import CorruptCheckpoint, NoCheckpoint, NoGoodCheckpoint
+from lastgood.errors import NoCheckpoint, NoGoodCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout import Node
+from lastgood.state.layout_rules import dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ def export_job(
             raise NoGoodCheckpoint(f"{job}: all checkpoints are judged bad; steps {steps}; name one")
         raise NoCheckpoint(f"{job}: no checkpoint of step {step} of all ranks; steps {steps}")
     parts = RankParts(chosen[0])
+    parts.check_together()
     with parts.reader(threads) as reader:
         merged = _Merged(parts, reader)
         done = write_export(out, to, merged.layout, chosen[0].infos[0], merged.blocks(), force=force)
@@ -66,8 +68,8 @@ class _Merged:
         self._parts = parts
         self._reader = reader
         self._sizes: list[int] = []
-        self._fills: list[tuple[int, NamedTensor, bool]] = []
-        """For each block a rank that has the tensor, the tensor, and whether all ranks' parts make it up."""
+        self._fills: list[tuple[int, NamedTensor]] = []
+        """For each block a rank that has the tensor, and the tensor."""
         self._known: dict[Any, int] = {}
         ranks = range(len(parts.layouts))
         root = []
@@ -75,30 +77,25 @@ class _Merged:
             key: Node = ["s", name]
             holding = [rank for rank in ranks if parts.part(rank, name) is not None]
             if self._is_one(name, holding):
-                root.append([key, self._taken(holding[0], name, whole=True)])
+                root.append([key, self._taken(holding[0], name)])
             else:
-                each = [
-                    [["s", rank_directory("", rank).name], self._taken(rank, name, whole=False)] for rank in holding
-                ]
+                each = [[["s", rank_directory("", rank).name], self._taken(rank, name)] for rank in holding]
                 root.append([key, ["d", each]])
         self.layout = Layout(["d", root], tuple(self._sizes), 0)
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of each block, one after another."""
-        for number, (rank, tensor, whole) in enumerate(self._fills):
-            if tensor.is_array or not whole:
+        for number, (rank, tensor) in enumerate(self._fills):
+            if tensor.is_array:
                 content = dense_bytes(self._reader, rank, tensor)
                 yield number, torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 continue
             shape = tensor.whole_shape
-            target = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-            sources = self._parts.sources(tensor.name)
-            if tensor.shard is None:
-                sources = [source for source in sources if source.key == rank]
-            try:
-                found = cover(full_runs(shape), sources)
-            except ValueError as error:
-                raise CorruptCheckpoint(f"{self._parts.checkpoint.where}: {tensor.name}: {error}") from error
+            if tensor.shard is not None:
+                found = self._parts.whole(tensor.name)  # before memory is taken for what a shape says
+            else:
+                found = [(rank, overlap) for overlap in overlaps(full_runs(shape), full_runs(shape))]
+            target = torch.empty(shape, dtype=dtype_named(tensor.dtype))
             for source, overlap in found:
                 self._reader.want(source, self._parts.named[source][tensor.name], overlap, target)
             self._reader.finish()
@@ -130,55 +127,51 @@ class _Merged:
                     return name
         return None
 
-    def _taken(self, rank: int, name: str, *, whole: bool) -> Node:
+    def _taken(self, rank: int, name: str) -> Node:
         node = self._parts.part(rank, name)
         assert node is not None
         tensors = iter([tensor for tensor in self._parts.named[rank].values() if tensor.part == name])
-        return self._rewritten(node, rank, tensors, whole)
+        return self._rewritten(node, rank, tensors)
 
-    def _rewritten(self, node: Node, rank: int, tensors: Iterator[NamedTensor], whole: bool) -> Node:
+    def _rewritten(self, node: Node, rank: int, tensors: Iterator[NamedTensor]) -> Node:
         tag = node[0]
         if tag in "TAHR":
-            return self._tensor(rank, next(tensors), whole)
+            return self._tensor(rank, next(tensors))
         if tag == "m":
-            return [tag, self._rewritten(node[1], rank, tensors, whole)]
+            return [tag, self._rewritten(node[1], rank, tensors)]
         if tag in "lteE":
-            return [tag, [self._rewritten(child, rank, tensors, whole) for child in node[1]]]
+            return [tag, [self._rewritten(child, rank, tensors) for child in node[1]]]
         if tag in "doC":
-            return [tag, [[key, self._rewritten(value, rank, tensors, whole)] for key, value in node[1]]]
+            return [tag, [[key, self._rewritten(value, rank, tensors)] for key, value in node[1]]]
         return node
 
-    def _tensor(self, rank: int, tensor: NamedTensor, whole: bool) -> Node:
+    def _tensor(self, rank: int, tensor: NamedTensor) -> Node:
         shape = list(tensor.whole_shape)
         if tensor.owner is not None:
-            rank = tensor.owner
-            found = self._parts.named[rank].get(tensor.name) if rank < len(self._parts.named) else None
-            if found is None or found.owner is not None:
-                raise CorruptCheckpoint(
-                    f"{self._parts.checkpoint.where}: {tensor.name} was left to rank {rank}, whose part lacks it"
-                )
-            tensor = found
+            rank = self._parts.source(rank, tensor.name).key
+            tensor = self._parts.named[rank][tensor.name]
         strides = [1] * len(shape)
         for axis in range(len(shape) - 1, 0, -1):
             strides[axis - 1] = strides[axis] * max(1, shape[axis])
-        number = self._block(rank, tensor, whole)
+        number = self._block(rank, tensor)
         if tensor.is_array:
             return ["A", number, 0, tensor.dtype, shape]
         return ["T", number, 0, tensor.dtype, shape, strides]
 
-    def _block(self, rank: int, tensor: NamedTensor, whole: bool) -> int:
+    def _block(self, rank: int, tensor: NamedTensor) -> int:
         size = tensor.itemsize
         for length in tensor.whole_shape:
             size *= length
         if not size:
             return -1
         if tensor.nbytes:
-            place: Any = (rank, tensor.place)
+            place: Any = (rank, tensor.place, tensor.shard)
         else:  # this rank's part of it is empty
             sources = self._parts.sources(tensor.name)
-            place = (sources[0].key, self._parts.named[sources[0].key][tensor.name].place) if sources else tensor.name
+            first = self._parts.named[sources[0].key][tensor.name] if sources else None
+            place = tensor.name if first is None else (sources[0].key, first.place, first.shard)
         if place not in self._known:
             self._known[place] = len(self._sizes)
             self._sizes.append(size)
-            self._fills.append((rank, tensor, whole))
+            self._fills.append((rank, tensor))
         return self._known[place]

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.addresses import address_in
 from lastgood.checkpointers.chunks import host_ranges
-from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
+from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors, parameter_beside
 from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
 from lastgood.host_memory import fresh_memory
@@ -113,11 +115,14 @@ def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[
         if places
     }
     tensors = named_tensors(layout, where)
+    by_block = defaultdict(list)
+    for tensor in tensors:
+        by_block[tensor.block].append(tensor)
     targets, touches = [], False
     for number, places in enumerate(_places(tensors, len(layout.block_bytes), ours)):
         size = layout.block_bytes[number]
         found = by_places.get((places, size))
-        if places and found is not None and _covered(tensors, number, size):
+        if places and found is not None and _covered(by_block[number], size):
             targets.append(live.blocks[found])
             touches = True
         else:
@@ -137,10 +142,10 @@ def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list
     return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
 
 
-def _covered(tensors: Sequence[NamedTensor], block: int, size: int) -> bool:
+def _covered(tensors: Sequence[NamedTensor], size: int) -> bool:
     """Whether the tensors of a block hold each of its bytes: what lies between them is not the state's to overwrite."""
     reached = 0
-    for tensor in sorted((one for one in tensors if one.block == block), key=lambda one: one.offset):
+    for tensor in sorted(tensors, key=lambda one: one.offset):
         if tensor.offset > reached or tensor.nbytes != tensor.end - tensor.offset:
             return False
         reached = max(reached, tensor.end)
@@ -151,15 +156,10 @@ def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.de
     """Where an optimizer will want tensors that it does not have yet: beside their parameter, if of its shape."""
     devices = set()
     for place in places:
-        part, *path = place.name.split(".")
-        optimizer = state.get(part)
-        parameter = None
-        if isinstance(optimizer, torch.optim.Optimizer) and len(path) == 3 and path[0] == "state" and path[1].isdigit():
-            numbered = [item for group in optimizer.param_groups for item in group["params"]]
-            parameter = numbered[int(path[1])] if int(path[1]) < len(numbered) else None
+        part = place.name.partition(".")[0]
         whole = place.shape if place.shard is None else place.shard.shape
-        like = parameter is not None and tuple(parameter.shape) == whole
-        devices.add(parameter.device if parameter is not None and like else torch.device("cpu"))
+        parameter = parameter_beside(state.get(part), part, place.name, whole)
+        devices.add(torch.device("cpu") if parameter is None else parameter.device)
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
@@ -172,7 +172,8 @@ def _read_through_windows(
     view: SlotView, info: SlotInfo, layout: Layout, targets: Sequence[torch.Tensor], threads: int
 ) -> None:
     chunk = info.record.chunk_bytes
-    size = max(1, _WINDOW_BYTES // chunk) * chunk
+    # A window holds whole chunks, so that none is read twice, and no more than there is.
+    size = min(max(1, _WINDOW_BYTES // chunk) * chunk, -(-layout.stream_bytes // PAGESIZE) * PAGESIZE)
     pinned = PinnedMemory(2 * size)
     windows = pinned.tensor[:size], pinned.tensor[size : 2 * size]
     streams = {target.device: torch.cuda.Stream(target.device) for target in targets if target.is_cuda}
@@ -186,9 +187,8 @@ def _read_through_windows(
             if number >= 2:
                 for stream in streams.values():  # the copies out of this window, two rounds ago
                     stream.synchronize()
-            view.read_into(
-                info, [(window.data_ptr(), end - begin)], threads, offset=begin, timeout_s=read_timeout_s(size)
-            )
+            ranges = [(address_in(window, 0, end - begin), end - begin)]
+            view.read_into(info, ranges, threads, offset=begin, timeout_s=read_timeout_s(size))
             while block < len(targets) and offsets[block] < end:
                 target, start = targets[block], offsets[block]
                 first, last = max(start, begin), min(start + target.numel(), end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,28 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["LiveTensors", "keeps_its_tensors"]
+__all__ = ["LiveTensors", "keeps_its_tensors", "parameter_beside"]
+
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 def keeps_its_tensors(part: Any) -> bool:
     """Whether what state_dict shows of `part` is its own memory, and load_state_dict only copies into it."""
     return isinstance(part, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
+
+
+def parameter_beside(optimizer: Any, part: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The parameter that a tensor of this name (PART.state.NUMBER.KEY) belongs to, if it has this shape."""
+    path = name[len(part) + 1 :].split(".")
+    if not isinstance(optimizer, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
+        return None
+    numbered = [item for group in optimizer.param_groups for item in group["params"]]
+    # A file's digits may be of any alphabet, and of any length.
+    number = int(path[1]) if _NUMBER.fullmatch(path[1]) else len(numbered)
+    if number >= len(numbered):
+        return None
+    parameter: torch.Tensor = numbered[number]
+    return parameter if tuple(parameter.shape) == shape else None
 
 
 class LiveTensors:
@@ -56,16 +73,7 @@ class LiveTensors:
 
     def parameter(self, tensor: NamedTensor) -> torch.Tensor | None:
         """The parameter beside which an optimizer will want this tensor, if it has its shape."""
-        optimizer = self.state.get(tensor.part)
-        path = tensor.name[len(tensor.part) + 1 :].split(".")
-        if not isinstance(optimizer, torch.optim.Optimizer) or len(path) != 3 or path[0] != "state":
-            return None
-        numbered = [item for group in optimizer.param_groups for item in group["params"]]
-        number = int(path[1]) if path[1].isdigit() else len(numbered)
-        if number >= len(numbered):
-            return None
-        parameter: torch.Tensor = numbered[number]
-        return parameter if tuple(parameter.shape) == tensor.whole_shape else None
+        return parameter_beside(self.state.get(tensor.part), tensor.part, tensor.name, tensor.whole_shape)
 
     def fits_in_place(self, tensor: NamedTensor) -> bool:
         """Whether a part that this rank wrote is the part that it wants now."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood.checkpointers.in_place import InPlace
 from lastgood.checkpointers.live import LiveTensors
-from lastgood.checkpointers.ranks import job_of, whole_checkpoints
-from lastgood.checkpointers.reshard import FromRanks, RankParts
+from lastgood.checkpointers.rank_parts import parts_of
+from lastgood.checkpointers.reshard import FromRanks
 from lastgood.checkpointers.stored import named_tensors, read_layout
 from lastgood.errors import (
     CorruptCheckpoint,
@@ -142,16 +142,7 @@ class Recovery:
         tensors = named_tensors(layout, f"{info.path}: step {info.step}")
         if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
             return InPlace(view, info, layout, live)
-        key = (info.incarnation, info.step)
-        job = job_of(self.directory) or self.directory
-        try:
-            found = whole_checkpoints(job)
-        except NoCheckpoint as error:  # this rank has one, so a training must not begin anew
-            raise CorruptCheckpoint(f"{info.path}: step {info.step}: {error}") from error
-        for checkpoint in found:
-            if checkpoint.key == key:
-                return FromRanks(RankParts(checkpoint), state, self._world)
-        raise CorruptCheckpoint(f"{info.path}: step {info.step}: not all ranks of {job} hold it whole")
+        return FromRanks(parts_of(self.directory, info), state, self._world)
 
     def _check_world(self, info: SlotInfo) -> None:
         found = (info.record.rank, info.record.world_size)

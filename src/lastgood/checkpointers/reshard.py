@@ -8,19 +8,22 @@ what comes back on another number of ranks, and what is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.boxes import Overlap, Source, cover, full_runs
+from lastgood.checkpointers.boxes import Overlap, full_runs
 from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
-from lastgood.checkpointers.ranks import Buffers, JobCheckpoint, whole_checkpoints
-from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_layout
+from lastgood.checkpointers.rank_parts import RankParts, differences, used_blocks
+from lastgood.checkpointers.ranks import Buffers, whole_checkpoints
+from lastgood.checkpointers.stored import NamedTensor, most_bytes
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError, WaitTimeout
 from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.layout import Node
+from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["FromRanks", "RankParts", "decides_itself", "restore_ranks"]
+__all__ = ["FromRanks", "decides_itself", "restore_ranks"]
 
 _log = logging.getLogger("lastgood")
 
@@ -91,50 +94,6 @@ def restore_ranks(
 def decides_itself(part: Any) -> bool:
     """Whether a part of a state knows how to go on with another number of ranks (`lastgood.state.NewWorld`)."""
     return callable(getattr(part, "load_from_ranks", None))
-
-
-class RankParts:
-    """The parts of one checkpoint that its ranks wrote. Raises CorruptCheckpoint, StorageError, WaitTimeout."""
-
-    def __init__(self, checkpoint: JobCheckpoint) -> None:
-        self.checkpoint = checkpoint
-        self.layouts = [read_layout(view, info) for view, info in zip(checkpoint.views, checkpoint.infos, strict=True)]
-        self.named: list[dict[str, NamedTensor]] = [
-            {tensor.name: tensor for tensor in named_tensors(layout, self.where(rank))}
-            for rank, layout in enumerate(self.layouts)
-        ]
-
-    def where(self, rank: int) -> str:
-        """For messages."""
-        return f"{self.checkpoint.infos[rank].path}: step {self.checkpoint.step}"
-
-    def part(self, rank: int, name: str) -> Node | None:
-        """The node of one entry of a rank's state."""
-        return next((node for key, node in self.layouts[rank].tree[1] if key == ["s", name]), None)
-
-    def entries(self, rank: int) -> list[str]:
-        """Names of the entries of a rank's state."""
-        return [key[1] for key, _ in self.layouts[rank].tree[1]]
-
-    def sources(self, name: str) -> list[Source[int]]:
-        """The ranks that hold bytes of a tensor, and which part of it; none for one that has no elements anywhere."""
-        return [
-            Source(rank, full_runs(tensor.shape) if tensor.shard is None else tensor.shard.runs)
-            for rank, named in enumerate(self.named)
-            if (tensor := named.get(name)) is not None and tensor.nbytes
-        ]
-
-    def reader(self, threads: int) -> BoxReader:
-        """Reads the parts; to be used as a context manager."""
-        return BoxReader(self.checkpoint.views, self.checkpoint.infos, self.layouts, threads)
-
-    def tree_of_part(self, rank: int, name: str, reader: BoxReader) -> Any:
-        """What one rank's `state_dict` of an entry returned, in fresh memory: plain values and CPU tensors."""
-        node = self.part(rank, name)
-        assert node is not None  # compared before
-        layout = Layout(["d", [[["s", name], node]]], self.layouts[rank].block_bytes, 0)
-        blocks = reader.blocks(rank, used_blocks(node))
-        return unflatten(layout, blocks, self.where(rank))[name]
 
 
 class FromRanks:
@@ -221,7 +180,7 @@ class FromRanks:
         like = self._live.like(tensor)
         target = self._live.memory(tensor.name)
         known = self._live.named.get(tensor.name)
-        shape, dtype = tensor.whole_shape, getattr(torch, tensor.dtype)
+        shape, dtype = tensor.whole_shape, dtype_named(tensor.dtype)
         if known is not None and (known.whole_shape != shape or known.dtype != tensor.dtype):
             if keeps_its_tensors(self._rest[tensor.part]):
                 raise MismatchError(
@@ -239,42 +198,47 @@ class FromRanks:
                 )
         else:
             wanted = describe_shard(like, tensor.name).runs
+        place = (tensor.place, tensor.shard)
+        if target is None and tensor.nbytes and place in self._by_place:  # a second name of one tensor
+            self._targets[tensor.name] = self._by_place[place]
+            return []
+        # What is to be read is found before memory is taken for it: shapes alone may say anything.
+        boxes = self._boxes(tensor, wanted) if all(wanted) else []
         if target is None:
-            target = self._by_place.get(tensor.place) if tensor.nbytes else None
-            if target is not None:  # a second name of one tensor
-                self._targets[tensor.name] = target
-                return []
             target = self._fresh(tensor, like, wanted, dtype)
             if tensor.nbytes:
-                self._by_place[tensor.place] = target
+                self._by_place[place] = target
         else:
             self.touches_live = True
         self._targets[tensor.name] = target
-        if target.numel() == 0:
-            return []
-        sources = self._parts.sources(tensor.name)
-        if tensor.owner is not None and tensor.owner not in {source.key for source in sources}:
-            raise CorruptCheckpoint(
-                f"{self._parts.where(self._base)}: {tensor.name} was left to rank {tensor.owner}, whose part does not "
-                "hold it"
-            )
-        if tensor.shard is None and (not self._new_world or tensor.name in self._first_ranks):
-            # Plain tensors are each rank's own; only what it left to another rank comes from there.
-            wanted_rank = self._base if tensor.owner is None else tensor.owner
-            sources = [source for source in sources if source.key == wanted_rank]
-        try:
-            return cover(wanted, sources, self._rank, None if self._new_world else self._rank)
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{self._where}: {tensor.name}: {error}") from error
+        return boxes
+
+    def _boxes(self, tensor: NamedTensor, wanted: Runs) -> list[tuple[int, Overlap]]:
+        """Which boxes of which ranks make up what is wanted of a tensor."""
+        own = self._parts.source(self._base, tensor.name)
+        alone = tensor.shard is None or own.runs == wanted
+        if alone and (not self._new_world or tensor.name in self._first_ranks):
+            # Plain tensors are each rank's own, and so is a part; what a rank left to another one comes from there.
+            sources = [own]
+        else:
+            sources = self._parts.sources(tensor.name)
+        return self._parts.cover(tensor.name, wanted, sources, self._rank, None if self._new_world else own.key)
 
     def _fresh(self, tensor: NamedTensor, like: Any, wanted: Runs, dtype: torch.dtype) -> torch.Tensor:
+        sizes = tuple(sum(run[1] for run in runs) for runs in wanted)
+        as_stored = like is None and tensor.shard is None and 0 not in tensor.shape
+        extent = tensor.extent if as_stored else prod(sizes) * tensor.itemsize
+        if extent > most_bytes(self._parts.held_bytes):
+            raise CorruptCheckpoint(
+                f"{self._where}: {tensor.name} takes {extent} bytes, and all parts together {self._parts.held_bytes}"
+            )
         if like is not None:
             return torch.empty_like(like._local_tensor, dtype=dtype)
         parameter = self._live.parameter(tensor)
         device = torch.device("cpu") if parameter is None else parameter.device
-        if tensor.shard is None and 0 not in tensor.shape:
+        if as_stored:
             return torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device=device)
-        return torch.empty(tuple(sum(run[1] for run in runs) for runs in wanted), dtype=dtype, device=device)
+        return torch.empty(sizes, dtype=dtype, device=device)
 
     def _tree(self) -> dict[str, Any]:
         """The checkpoint's tree over the targets."""
@@ -318,7 +282,7 @@ class FromRanks:
             holders = [
                 rank
                 for rank, named in enumerate(self._parts.named)
-                if named[tensor.name].nbytes and named[tensor.name].shard is None
+                if (known := named.get(tensor.name)) is not None and known.nbytes and known.shard is None
             ]
             if tensor.shard is not None or len(holders) < 2 or tensor.name in self._first_ranks:
                 continue
@@ -331,68 +295,3 @@ class FromRanks:
                         "the state, make it equal on all ranks before a save, or take rank 0's buffers "
                         "(resume_buffers='rank0'), as DistributedDataParallel does"
                     )
-
-
-def used_blocks(node: Node, tags: str = "TA") -> set[int]:
-    """Numbers of the blocks that tensors in a tree lie in."""
-    tag = node[0]
-    if tag == "H":
-        return used_blocks(node[1], tags)
-    if tag in "TA":
-        return {node[1]} - {-1} if tag in tags else set()
-    if tag == "m":
-        return used_blocks(node[1], tags)
-    if tag in "lteE":
-        return {number for child in node[1] for number in used_blocks(child, tags)}
-    if tag in "doC":
-        return {number for _, value in node[1] for number in used_blocks(value, tags)}
-    return set()
-
-
-def differences(first: Node, second: Node, path: str) -> Iterator[tuple[str, str, str]]:
-    """Where two trees differ but for where tensors lie: path, and both sides in words."""
-    first, second = _unwrapped(first), _unwrapped(second)
-    ours, theirs = _kind(first), _kind(second)
-    if ours != theirs:
-        yield path, _words(first), _words(second)
-    elif first[0] in "lteE":
-        for number, (one, other) in enumerate(zip(first[1], second[1], strict=True)):
-            yield from differences(one, other, f"{path}[{number}]")
-    elif first[0] in "doC":
-        for (key, one), (_, other) in zip(first[1], second[1], strict=True):
-            yield from differences(one, other, f"{path}.{key[1] if len(key) > 1 else key[0]}")
-
-
-def _unwrapped(node: Node) -> Node:
-    while node[0] == "m":
-        node = node[1]
-    return node
-
-
-def _kind(node: Node) -> Sequence[Any]:
-    """What must be equal of a node, its children apart."""
-    tag = node[0]
-    if tag == "T":
-        return ("tensor", node[3], node[4])
-    if tag == "R":
-        return ("tensor", node[2], node[3])
-    if tag == "H":
-        local = node[1]
-        return ("tensor", local[3] if local[0] == "T" else local[2], node[2])
-    if tag == "A":
-        return ("array", node[3], node[4])
-    if tag in "lteE":
-        return (tag, len(node[1]))
-    if tag in "doC":
-        return (tag, [key for key, _ in node[1]])
-    return node
-
-
-def _words(node: Node) -> str:
-    kind = _kind(node)
-    if kind[0] in ("tensor", "array"):
-        return f"a {kind[0]} of {kind[1]} {tuple(kind[2])}"
-    if node[0] in "lteEdoC":
-        return f"a container of {len(node[1])} entries"
-    value = repr(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], "a value")["x"])
-    return value if len(value) <= 60 else f"{value[:57]}..."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
+from lastgood.checkpointers.stored import NamedTensor, most_bytes, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.files import open_new
 from lastgood.state import Layout, unflatten
@@ -218,6 +218,8 @@ def load_safetensors(path: Path) -> dict[str, Any]:
     facts = read_facts(path)
     layout = Layout.from_json(facts["layout"].encode(), str(path))
     tensors = named_tensors(layout, str(path))
+    if layout.payload_bytes > most_bytes(path.stat().st_size):
+        raise CorruptCheckpoint(f"{path}: its layout is of {layout.payload_bytes} bytes, the file of far fewer")
     try:
         aliases, checksums = (
             parse_json(facts[key], f"{path}: {key}", most_bytes=MAX_LAYOUT_BYTES) for key in ("aliases", "crc32c")

@@ -14,9 +14,10 @@ from lastgood._lazy import lazy_module
 from lastgood.checkpointers.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
-from lastgood.state.layout import MAX_LAYOUT_BYTES, Node
+from lastgood.state.layout import MAX_LAYOUT_BYTES, RANKS_VERSION, Node
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,16 @@ else:
 __all__ = [
     "NamedTensor",
     "Sharing",
+    "check_dense",
     "find_sharing",
+    "layout_in",
     "look_at_slots",
+    "most_bytes",
     "named_tensors",
     "named_values",
     "read_blocks",
     "read_layout",
+    "read_meta",
     "read_timeout_s",
     "read_tree",
     "typed_view",
@@ -45,6 +50,9 @@ _LOOKED_AT = 64
 """Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
 _MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What walking a layout raises that is JSON, but no layout."""
+_TIMES = 4
+_BESIDE_BYTES = 64 * MIB
+"""Memory follows what a file has, not what it says: at most so many times its size, and this."""
 _RESERVED = "__metadata__"
 """safetensors keeps this name for itself."""
 
@@ -85,10 +93,15 @@ class NamedTensor:
     @property
     def end(self) -> int:
         """Where in the block its last byte ends."""
-        if 0 in self.shape or self.owner is not None:
-            return self.offset
+        return self.offset + (self.extent if self.owner is None else 0)
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first to the end of its last element, wherever they lie."""
+        if 0 in self.shape:
+            return 0
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return self.offset + (reach + 1) * self.itemsize
+        return (reach + 1) * self.itemsize
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -190,17 +203,51 @@ def read_layout(view: SlotView, info: SlotInfo) -> Layout:
     Raises CorruptCheckpoint (also where the slot was overwritten meanwhile), MismatchError for another version of the
     layout, StorageError, WaitTimeout.
     """
-    where = f"{info.path}: step {info.step}"
+    return layout_in(read_meta(view, info), info)
+
+
+def read_meta(view: SlotView, info: SlotInfo) -> bytes:
+    """The meta data of a committed checkpoint. Raises as `read_layout`."""
     if info.meta_bytes > MAX_LAYOUT_BYTES:
-        raise CorruptCheckpoint(f"{where}: a layout of {info.meta_bytes} bytes is over the limit of {MAX_LAYOUT_BYTES}")
-    layout = Layout.from_json(view.read_meta(info, read_timeout_s(info.meta_bytes)), where)
+        raise CorruptCheckpoint(
+            f"{info.path}: step {info.step}: a layout of {info.meta_bytes} bytes is over the limit of "
+            f"{MAX_LAYOUT_BYTES}"
+        )
+    return view.read_meta(info, read_timeout_s(info.meta_bytes))
+
+
+def layout_in(meta: bytes, info: SlotInfo) -> Layout:
+    """The layout that a checkpoint's meta data are, checked against its commit record. Raises as `read_layout`."""
+    where = f"{info.path}: step {info.step}"
+    layout = Layout.from_json(meta, where)
     try:
         digest = layout.digest()
     except _MALFORMED as error:
         raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
     if digest != info.layout_digest or layout.stream_bytes != info.meta_offset:
         raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
+    others = _owners(layout.tree) if layout.version == RANKS_VERSION else set()
+    wrong = sorted(rank for rank in others if rank >= info.record.world_size or rank == info.record.rank)
+    if wrong:
+        raise CorruptCheckpoint(
+            f"{where}: the layout of rank {info.record.rank} of {info.record.world_size} leaves tensors to rank "
+            f"{wrong[0]}"
+        )
     return layout
+
+
+def _owners(node: Node) -> set[int]:
+    """Ranks that tensors of a tree were left to."""
+    tag = node[0]
+    if tag == "R":
+        return {node[1]}
+    if tag in "mH":
+        return _owners(node[1])
+    if tag in "lteE":
+        return {rank for child in node[1] for rank in _owners(child)}
+    if tag in "doC":
+        return {rank for _, value in node[1] for rank in _owners(value)}
+    return set()
 
 
 def read_tree(view: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
@@ -269,6 +316,25 @@ def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
     except _MALFORMED as error:
         raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
     return tensors
+
+
+def check_dense(tensor: NamedTensor, held_bytes: int, where: str) -> None:
+    """Refuse to write the elements of a tensor out one by one where they take far more than all that was stored.
+
+    Views may repeat memory (`expand`): a file of some bytes can describe any number of elements.
+    Raises CorruptCheckpoint.
+    """
+    nbytes = math.prod(tensor.whole_shape) * tensor.itemsize
+    if nbytes > most_bytes(held_bytes):
+        raise CorruptCheckpoint(
+            f"{where}: {tensor.name} has elements of {nbytes} bytes in a checkpoint of {held_bytes}; only a restore "
+            "into the memory that repeats them, as it was, and an export to pt can keep it"
+        )
+
+
+def most_bytes(held_bytes: int) -> int:
+    """The most memory that is taken for what a file of so many bytes says."""
+    return _TIMES * held_bytes + _BESIDE_BYTES
 
 
 def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.boxes import Overlap, row_offsets
-from lastgood.checkpointers.stored import NamedTensor, read_timeout_s
+from lastgood.addresses import address_in, row_addresses
+from lastgood.checkpointers.boxes import Overlap, row_elements, row_offsets
+from lastgood.checkpointers.stored import NamedTensor, check_dense, read_timeout_s
+from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout
+from lastgood.state.layout_rules import dtype_named
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -69,19 +73,24 @@ class BoxReader:
         self._held.close()
 
     def want(self, rank: int, tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
-        """Read a box of a rank's tensor into `target`, by the next `finish` at the latest."""
+        """Read a box of a rank's tensor into `target`, by the next `finish` at the latest.
+
+        Raises CorruptCheckpoint where the box is not inside both, or the tensor is not of the target's dtype.
+        """
+        _check_box(tensor, overlap, target)
         # Of an expanded tensor all elements along an axis are one.
         strides = list(zip(overlap.shape, tensor.stride, target.stride(), strict=True))
         shape = tuple(1 if source == ours == 0 else size for size, source, ours in strides)
         overlap = replace(overlap, shape=shape)
         repeated = any(size > 1 and source == 0 for size, (_, source, _) in zip(shape, strides, strict=True))
         if target.device.type == "cpu" and not repeated:
-            row, begins, ends = row_offsets(overlap, tensor.stride, target.stride())
-            size = row * tensor.itemsize
-            if len(begins) == 1 or (size >= _ROW_BYTES and len(begins) <= _MAX_ROWS):
+            row, outer = row_elements(overlap, tensor.stride, target.stride())
+            rows, size = prod(shape[:outer]), row * tensor.itemsize
+            if rows == 1 or (size >= _ROW_BYTES and rows <= _MAX_ROWS):
+                _, begins, ends = row_offsets(overlap, tensor.stride, target.stride())
                 first = self._begin_of(rank, tensor)
                 sources = (begins * tensor.itemsize + first).tolist()
-                addresses = (ends * tensor.itemsize + target.data_ptr()).tolist()
+                addresses = row_addresses(target, dtype_named(tensor.dtype), ends, row)
                 self._rows.setdefault(rank, []).extend(
                     (source, size, address) for source, address in zip(sources, addresses, strict=True)
                 )
@@ -110,21 +119,37 @@ class BoxReader:
     def blocks(self, rank: int, numbers: Collection[int]) -> list[torch.Tensor]:
         """Blocks of a rank in fresh memory; those that are not among `numbers` have no bytes."""
         offsets = self._blocks[rank]
+        if any(not 0 <= number < len(offsets) for number in numbers):
+            raise CorruptCheckpoint(f"{self._infos[rank].path}: blocks {sorted(numbers)[:8]} of {len(offsets)}")
         blocks = [
             torch.empty(size if number in numbers else 0, dtype=torch.uint8)
             for number, size in enumerate(self._sizes[rank])
         ]
         self._read_rows(
             rank,
-            [(offsets[number], blocks[number].numel(), blocks[number].data_ptr()) for number in sorted(numbers)],
+            [
+                (offsets[number], blocks[number].numel(), address_in(blocks[number], 0, blocks[number].numel()))
+                for number in sorted(numbers)
+            ],
         )
         return blocks
 
     def span(self, rank: int, tensor: NamedTensor, first: int, nbytes: int) -> torch.Tensor:
         """Bytes of a tensor's block from the byte `first` of the tensor on, in fresh memory."""
+        if not 0 <= first <= first + nbytes <= tensor.end - tensor.offset:
+            raise CorruptCheckpoint(f"{self._infos[rank].path}: {tensor.name} has no {nbytes} bytes at byte {first}")
         scratch = torch.empty(nbytes, dtype=torch.uint8)
-        self._read_rows(rank, [(self._begin_of(rank, tensor) + first, nbytes, scratch.data_ptr())])
+        self._read_rows(rank, [(self._begin_of(rank, tensor) + first, nbytes, address_in(scratch, 0, nbytes))])
         return scratch
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all streams."""
+        return sum(info.stream_bytes for info in self._infos)
+
+    def where(self, rank: int) -> str:
+        """For messages."""
+        return f"{self._infos[rank].path}: step {self._infos[rank].step}"
 
     def _begin_of(self, rank: int, tensor: NamedTensor) -> int:
         return self._blocks[rank][tensor.block] + tensor.offset
@@ -175,6 +200,19 @@ class BoxReader:
         part.copy_(source)
 
 
+def _check_box(tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
+    """Raise CorruptCheckpoint unless a box lies inside a stored tensor and a target of its dtype."""
+    if tensor.is_array or tensor.owner is not None or target.dtype != dtype_named(tensor.dtype):
+        raise CorruptCheckpoint(f"{tensor.name}: stored as {tensor.dtype}, wanted as {target.dtype}")
+    for begins, sizes in ((overlap.source, tensor.shape), (overlap.target, tuple(target.shape))):
+        inside = len(begins) == len(sizes) == len(overlap.shape) and all(
+            begin >= 0 and length >= 0 and begin + length <= size
+            for begin, length, size in zip(begins, overlap.shape, sizes, strict=True)
+        )
+        if not inside:
+            raise CorruptCheckpoint(f"{tensor.name}: {overlap} is outside of a tensor of {sizes}")
+
+
 def _halves(overlap: Overlap, axis: int) -> list[Overlap]:
     middle = overlap.shape[axis] // 2
     halves = []
@@ -189,7 +227,8 @@ def _halves(overlap: Overlap, axis: int) -> list[Overlap]:
 
 
 def dense_bytes(reader: BoxReader, rank: int, tensor: NamedTensor) -> bytes:
-    """The elements of a rank's whole tensor or array, one after another."""
+    """The elements of a rank's whole tensor or array, one after another. Raises CorruptCheckpoint for `check_dense`."""
+    check_dense(tensor, reader.held_bytes, reader.where(rank))
     span = reader.span(rank, tensor, 0, tensor.end - tensor.offset)
     if tensor.is_array:
         return bytes(span.numpy())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import errno
 import logging
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lastgood import _native
+from lastgood.addresses import memory_address
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import local_path, open_regular, read_bounded, storage_error
 from lastgood.locks import lock_holders
@@ -287,10 +287,9 @@ class SlotView:
         """The meta data inside the stream, checked. Raises CorruptCheckpoint, StorageError."""
         memory = bytearray(info.record.meta_bytes)
         if memory:
-            anchor = ctypes.c_char.from_buffer(memory)
-            ranges = [(ctypes.addressof(anchor), len(memory))]
-            self.read_into(info, ranges, offset=info.record.meta_offset, timeout_s=timeout_s)
-            del anchor
+            address, keep = memory_address(memory, 0, len(memory))
+            self.read_into(info, [(address, len(memory))], offset=info.record.meta_offset, timeout_s=timeout_s)
+            del keep
         return bytes(memory)
 
     def read_into(
@@ -304,10 +303,16 @@ class SlotView:
     ) -> None:
         """Read the stream from byte `offset` on into (address, nbytes) ranges; address 0 skips that many bytes.
 
+        Addresses come from `lastgood.addresses`, which knows that so many bytes of memory are there.
         Every chunk is checked before a byte of it is delivered; chunks in front of a bad one are delivered. Raises
         CorruptCheckpoint (file, chunk, both checksums), StorageError, WaitTimeout.
         """
         record = info.record
+        if offset < 0 or offset + sum(nbytes for _, nbytes in ranges) > record.stream_bytes:
+            raise CorruptCheckpoint(
+                f"{info.path}: step {info.step}: {sum(nbytes for _, nbytes in ranges)} bytes at byte {offset} are "
+                f"outside of a stream of {record.stream_bytes}"
+            )
         first_chunk = offset // record.chunk_bytes
         wanted = [(0, offset - first_chunk * record.chunk_bytes), *ranges]
         try:

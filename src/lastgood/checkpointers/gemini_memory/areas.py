@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lastgood import _native
+from lastgood.addresses import check_range
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.host_memory import map_memory
 from lastgood.wire.frames import Wire, available_memory_bytes
@@ -26,6 +27,11 @@ class Memory:
         self._first = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._first)
         self.view = memoryview(self._map)
+
+    def at(self, offset: int, nbytes: int) -> int:
+        """The address of a range of it. Raises CorruptCheckpoint where it is not inside."""
+        check_range(offset, nbytes, self.size)
+        return self.address + offset
 
 
 @dataclass(eq=False)
@@ -51,7 +57,8 @@ class Area:
         """Whether every chunk's checksum still holds."""
         assert self.memory is not None
         return all(
-            _native.crc32c_at(self.memory.address + offset, length, _native.chunk_seed(self.sequence, offset)) == found
+            _native.crc32c_at(self.memory.at(offset, length), length, _native.chunk_seed(self.sequence, offset))
+            == found
             for offset, length, found in self.chunks
         )
 

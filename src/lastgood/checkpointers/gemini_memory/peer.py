@@ -246,8 +246,8 @@ class Landing:
             try:
                 if self._failure is None:
                     seed = _native.chunk_seed(self._area.sequence, frame.offset)
-                    target = memory.address + frame.offset
-                    found = _native.copy_crc32c(target, part.address, frame.length, seed)
+                    target, source = memory.at(frame.offset, frame.length), part.at(0, frame.length)
+                    found = _native.copy_crc32c(target, source, frame.length, seed)
                     if found != frame.checksum:
                         raise CorruptCheckpoint(
                             f"{self.what}: the chunk at byte {frame.offset} has checksum {found:08x}, "
