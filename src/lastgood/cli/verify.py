@@ -1,4 +1,4 @@
-"""`lastgood verify`: read every checkpoint of a directory, or every file of DeepSpeed's, and check every checksum."""
+"""`lastgood verify`: read every checkpoint of a directory, or file of DeepSpeed's; say what a restore would do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
-from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError
+from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
 from lastgood.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def verify(
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results to stdout as JSON.")] = False,
 ) -> None:
-    """Read every whole checkpoint and check every checksum; exit 1 if a slot is damaged.
+    """Read every whole checkpoint and check all that a restore checks; exit 1 if one would be refused.
 
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
@@ -46,12 +46,14 @@ def verify(
     else:
         looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
     found = [one for one, _ in looked]
+    job = _verify_job(directory, step, found) if ranks else {}
     if as_json:
-        emit_json({"directory": str(directory), "ranks": found} if ranks else found[0])
+        emit_json({"directory": str(directory), "ranks": found, **job} if ranks else found[0])
     else:
         for one in found:
             _show(one)
-    if any(one["trouble"] or any(slot["damaged"] for slot in one["slots"]) for one in found):
+        _show_job(job)
+    if job.get("trouble") or any(one["trouble"] or any(slot["damaged"] for slot in one["slots"]) for one in found):
         raise typer.Exit(1)
     for one, steps in looked:
         if not one["slots"] and step is None:
@@ -63,6 +65,7 @@ def verify(
 
 def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
     """What became of the slots of one rank's directory, and the steps that looked whole before any was read."""
+    from lastgood.checkpointers.restorable import step_to_restore
     from lastgood.checkpointers.stored import look_at_slots
     from lastgood.storage import SlotStore
 
@@ -80,15 +83,65 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
         mark = None
     if mark is not None:
         found["global"] = mark._asdict()
+    whole = {directory / slot["file"] for slot in results if slot["result"] == "whole"}
+    if step is None and whole and not troubles:
+        try:
+            found["restore"] = step_to_restore(view, whole)
+        except CheckpointError as error:
+            troubles.append(str(error))
     return found, sorted({status.info.step for status in statuses if status.info is not None})
+
+
+def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the parts of a job's ranks fit together, and the step that a restore takes; after each was verified."""
+    from lastgood.checkpointers.ranks import whole_checkpoints
+    from lastgood.checkpointers.restorable import check_job_checkpoint
+    from lastgood.checkpointers.stored import was_overwritten
+
+    whole = {
+        Path(one["directory"]) / slot["file"] for one in ranks for slot in one["slots"] if slot["result"] == "whole"
+    }
+    found: dict[str, Any] = {"whole": [], "trouble": []}
+    try:
+        checkpoints = whole_checkpoints(job)
+    except CheckpointError as error:
+        found["trouble"].append(str(error))
+        return found
+    for checkpoint in checkpoints:
+        if (step is not None and checkpoint.step != step) or any(info.path not in whole for info in checkpoint.infos):
+            continue  # said already, or written since
+        try:
+            check_job_checkpoint(checkpoint)
+        except CheckpointError as error:
+            if not any(map(was_overwritten, checkpoint.infos)):
+                found["trouble"].append(f"cannot be put together: {error}")
+            continue
+        found["whole"].append(
+            {"step": checkpoint.step, "incarnation": checkpoint.incarnation, "bad": checkpoint.bad is not None}
+        )
+    good = [one for one in found["whole"] if step is not None or not one["bad"]]
+    if good:
+        found["restore"] = good[0]["step"]
+    elif not found["trouble"]:
+        found["trouble"].append(f"{job}: no good checkpoint that all ranks hold")
+    return found
+
+
+def _show_job(job: dict[str, Any]) -> None:
+    if job:
+        listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in job["whole"]]
+        console.print(f"whole on all ranks: {', '.join(listed) or 'none'}", markup=False)
+        for trouble in job["trouble"]:
+            console.print(trouble, markup=False)
 
 
 def _verify_singles(singles: SingleFiles, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
     """As `_verify`, for files that stand alone."""
+    from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
 
     results = [
-        _check(SlotView(status.path.parent), status, threads)
+        _check(SlotView(status.path.parent), status, threads, ROOT)
         for status in singles.statuses
         if step is None or (status.record is not None and status.record.step == step)
     ]
@@ -118,12 +171,15 @@ def _show(found: dict[str, Any]) -> None:
     emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
         console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}", markup=False)
+    if "restore" in found:
+        console.print(f"a restore takes step {found['restore']}", markup=False)
     for trouble in found["trouble"]:
         console.print(trouble, markup=False)
 
 
-def _check(view: SlotView, status: SlotStatus, threads: int) -> dict[str, Any]:
-    """What became of one slot, for people and programs."""
+def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = None) -> dict[str, Any]:
+    """What became of one slot, for people and programs. `root`: the one entry that it must hold."""
+    from lastgood.checkpointers.restorable import check_content
     from lastgood.checkpointers.stored import read_timeout_s, was_overwritten
     from lastgood.storage import SlotState
     from lastgood.storage.format import RecordKind
@@ -133,11 +189,13 @@ def _check(view: SlotView, status: SlotStatus, threads: int) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             view.verify(status.info, threads, read_timeout_s(status.info.stream_bytes))
-        except (CorruptCheckpoint, StorageError) as error:
+            check_content(view, status.info, root)
+        except (CorruptCheckpoint, MismatchError, StorageError) as error:
             if was_overwritten(status.info):
                 result, detail = "overwritten meanwhile", "a training has reused the slot"
             else:
-                result, detail, damaged = "damaged", str(error), True
+                result = "refused" if isinstance(error, MismatchError) else "damaged"
+                detail, damaged = str(error), True
         else:
             bytes_per_s = status.info.stream_bytes / (time.perf_counter() - started)
     elif status.state is SlotState.TORN:

@@ -7,7 +7,6 @@ shadows hold (`SpillPlan`); that one is not overwritten, so that there always is
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
@@ -19,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from lastgood.addresses import memory_address
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Saved, Side
@@ -287,26 +287,36 @@ class SpillStore:
             raise
 
     def _read_spill(self, info: SlotInfo) -> Spill:
-        where = f"{info.path}, step {info.step}"
-        try:
-            text = self._store.read_meta(info)
-            document: dict[str, Any] = parse_json(text, where, most_bytes=MAX_LAYOUT_BYTES)
-            if document["format"] != _FORMAT or document["version"] != 1:
-                raise ValueError("another format")
-            layout = GradientLayout.from_data(document["layout"], where)
-            buckets = {
-                int(number): _ENTRIES.validate_json(json.dumps(entries)) for number, entries in document["buckets"]
-            }
-            sides = tuple(Side.model_validate_json(json.dumps(side)) for side in document["sides"])
-            saved = Saved.model_validate_json(json.dumps(document["saved"]))
-            shadow = int(document["shadow"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpoint(f"{where}: no spill of a shadow: {error!r}") from error
-        if shadow != self._shadow:
-            raise CorruptCheckpoint(f"{where}: it is shadow {shadow}'s, and this is shadow {self._shadow}")
-        if _bytes_of(buckets, sides) != info.meta_offset or set(buckets) != set(layout.buckets_of(shadow)):
-            raise CorruptCheckpoint(f"{where}: its entries are not what the stream holds")
-        return Spill(saved, self.job, layout, shadow, buckets, sides, info)
+        spill = spill_in(self._store.read_meta(info), info)
+        if spill.shadow != self._shadow:
+            raise CorruptCheckpoint(
+                f"{info.path}, step {info.step}: it is shadow {spill.shadow}'s, and this is shadow {self._shadow}"
+            )
+        return spill
+
+
+def is_spill(meta: bytes) -> bool:
+    """Whether a slot's meta data call themselves a spill's."""
+    return meta.startswith(b'{"format":"%s"' % _FORMAT.encode())
+
+
+def spill_in(meta: bytes, info: SlotInfo) -> Spill:
+    """The spill that a slot's meta data describe. Raises CorruptCheckpoint."""
+    where = f"{info.path}, step {info.step}"
+    try:
+        document: dict[str, Any] = parse_json(meta, where, most_bytes=MAX_LAYOUT_BYTES)
+        if document["format"] != _FORMAT or document["version"] != 1:
+            raise ValueError("another format")
+        layout = GradientLayout.from_data(document["layout"], where)
+        buckets = {int(number): _ENTRIES.validate_json(json.dumps(entries)) for number, entries in document["buckets"]}
+        sides = tuple(Side.model_validate_json(json.dumps(side)) for side in document["sides"])
+        saved = Saved.model_validate_json(json.dumps(document["saved"]))
+        shadow = int(document["shadow"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"{where}: no spill of a shadow: {error!r}") from error
+    if _bytes_of(buckets, sides) != info.meta_offset or set(buckets) != set(layout.buckets_of(shadow)):
+        raise CorruptCheckpoint(f"{where}: its entries are not what the stream holds")
+    return Spill(saved, info.record.job_id.hex(), layout, shadow, buckets, sides, info)
 
 
 def _bytes_of(buckets: Mapping[int, tuple[Entry, ...]], sides: tuple[Side, ...]) -> int:
@@ -316,7 +326,5 @@ def _bytes_of(buckets: Mapping[int, tuple[Entry, ...]], sides: tuple[Side, ...])
 
 def _address(piece: bytes | bytearray | memoryview) -> tuple[int, Any]:
     """Where the bytes lie, and what keeps them there."""
-    if isinstance(piece, bytes):
-        piece = bytearray(piece)
-    anchor = (ctypes.c_char * len(piece)).from_buffer(piece)
-    return ctypes.addressof(anchor), (anchor, piece)
+    piece = bytearray(piece) if isinstance(piece, bytes) else piece
+    return memory_address(piece, 0, len(piece))
