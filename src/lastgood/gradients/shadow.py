@@ -11,7 +11,7 @@ import logging
 import queue
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError
@@ -42,7 +42,8 @@ from lastgood.gradients.shadow_core import ShadowCore
 from lastgood.gradients.shadow_restore import fetch_side, fetched
 from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.streams import drain_stream, receive_stream, send_stream
-from lastgood.wire.frames import Wire, keep_alive, prove_peer
+from lastgood.wire.frames import Wire, keep_alive, message_frame, message_step, peer_handshake
+from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +54,18 @@ __all__ = ["ShadowService"]
 
 _log = logging.getLogger("lastgood.shadow")
 _TICK_S = 0.2
-_PROOF_S = 10.0
+_END_S = 10.0
 _MAX_CONNECTIONS = 4096
-_MAX_UNPROVED = 64
 _MAX_KNOWN_ERRORS = 100
 _MAX_WAITING = 10_000
 """Messages that wait to go out to one trainer; it takes none any more if there are more."""
+
+
+class _Opening(NamedTuple):
+    """What a connection that knows the token began with: the version that it greeted with, and its hello."""
+
+    version: int
+    hello: dict[str, Any]
 
 
 class _Control:
@@ -84,7 +91,7 @@ class _Control:
         """Send what waits, within the connection's time, and end."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
-        self._thread.join(_PROOF_S)
+        self._thread.join(_END_S)
         self.wire.close()
 
     def _send(self) -> None:
@@ -101,35 +108,35 @@ class ShadowService:
 
     Args:
         token: what all sides know; at least 16 bytes.
-        listener: a bound socket.
+        listener: a bound socket; it listens from now on.
     """
 
     def __init__(self, settings: ShadowSettings, token: bytes, listener: socket.socket) -> None:
         self.settings = settings
         self.ending = threading.Event()
         self._token = token
-        self._listener = listener
         self._controls: list[_Control] = []
         self._controls_lock = threading.Lock()
         self._connections: set[Wire] = set()
         self._known_errors: set[str] = set()
-        self._unproved = threading.BoundedSemaphore(_MAX_UNPROVED)
         self.core = ShadowCore(settings, self._tell)
+        self._gate = Gate(
+            listener,
+            self._prove,
+            "a shadow's port",
+            _log.warning,
+            proof_s=min(PROOF_S, settings.timeout_s),
+            dropped=lambda cause: self.core.refuse(
+                "too many connections" if cause == "full" else "no proof of the token"
+            ),
+        )
 
     def run(self) -> None:
         """Serve until `stop` is called from another thread or a signal's handler."""
-        self._listener.settimeout(_TICK_S)
-        while not self.ending.is_set():
-            try:
-                connection, where = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # the other side went again at once, or descriptors ran out
-                _log.warning("a connection was not taken: %s", error)
-                self.ending.wait(_TICK_S)
-                continue
-            self._take(connection, f"{where[0]}:{where[1]}")
-        self._listener.close()
+        with self._gate as gate:
+            while not self.ending.is_set():
+                for guest in gate.step(_TICK_S):
+                    self._take(gate, guest)
         for wire in list(self._connections):
             wire.abort()
         self.core.close()
@@ -144,36 +151,37 @@ class ShadowService:
 
     # -- connections -----------------------------------------------------------------------------------------------
 
-    def _take(self, connection: socket.socket, where: str) -> None:
-        if len(self._connections) >= _MAX_CONNECTIONS or not self._unproved.acquire(blocking=False):
-            self.core.refuse("too many connections")
-            connection.close()
-            return
-        wire: Wire | None = None
+    def _prove(self, other: str) -> Handshake[_Opening]:
+        """The proof, and a hello that is still to be looked at."""
         try:
-            keep_alive(connection)
-            wire = Wire(connection, where, min(_PROOF_S, self.settings.timeout_s), MAX_MESSAGE_BYTES)
-            self._connections.add(wire)
-            threading.Thread(target=self._serve, args=(wire, connection), daemon=True).start()
-        except (OSError, RuntimeError) as error:  # no thread can be had, say: what is kept here must not end with that
-            _log.error("the connection from %s was not taken: %s", where, error)
-            self.core.refuse("too many connections")
-            if wire is not None:
-                self._connections.discard(wire)
-            connection.close()
-            self._unproved.release()
+            version = yield from peer_handshake(other, self._token, GREETING, any_version=True)
+        except MismatchError as error:
+            self.core.refuse("hello")
+            yield message_frame(_refusal(error))
+            raise
+        return _Opening(version, (yield from message_step(other, "a hello")))
 
-    def _serve(self, wire: Wire, connection: socket.socket) -> None:
+    def _take(self, gate: Gate[_Opening], guest: Guest[_Opening]) -> None:
+        if len(self._connections) < _MAX_CONNECTIONS:
+            if gate.serve_in_thread(guest, self._serve) is not None:
+                return
+        else:
+            guest.connection.close()
+        self.core.refuse("too many connections")
+
+    def _serve(self, guest: Guest[_Opening]) -> None:
+        connection = guest.connection
+        keep_alive(connection)
+        wire = Wire(connection, guest.other, self.settings.timeout_s, MAX_MESSAGE_BYTES)
+        self._connections.add(wire)
         try:
-            hello = self._open(wire)
-            if hello is not None:
-                wire.timeout_s = self.settings.timeout_s
-                if hello.role == "data":
-                    self._hand_over(wire, connection, hello)
-                elif hello.role == "control":
-                    self._serve_control(wire, hello)
-                else:
-                    self._serve_asker(wire, hello)
+            hello = self._open(wire, guest.known)
+            if hello.role == "data":
+                self._hand_over(wire, connection, hello)
+            elif hello.role == "control":
+                self._serve_control(wire, hello)
+            else:
+                self._serve_asker(wire, hello)
         except LastgoodError as error:
             _log.info("%s: %s", wire.other, error)
         except Exception as error:  # it ends this connection; what is kept here must outlive it
@@ -182,21 +190,15 @@ class ShadowService:
             self._connections.discard(wire)
             wire.close()
 
-    def _open(self, wire: Wire) -> Hello | None:
-        """The proof and the hello; None where it was refused."""
+    def _open(self, wire: Wire, opening: _Opening) -> Hello:
+        """Look at the hello; the other side is told why it is refused."""
         try:
-            try:
-                version = prove_peer(wire, self._token, GREETING, any_version=True)
-            except CheckpointError:
-                self.core.refuse("no proof of the token")
-                raise
-            content = wire.receive_message("a hello")
-            if version != PROTOCOL_VERSION:
+            if opening.version != PROTOCOL_VERSION:
                 raise MismatchError(
-                    f"{wire.other} speaks version {version} of the shadows' protocol, this shadow version "
+                    f"{wire.other} speaks version {opening.version} of the shadows' protocol, this shadow version "
                     f"{PROTOCOL_VERSION}: {VERSION_ADVICE}"
                 )
-            hello = parse_message(content, wire.other)
+            hello = parse_message(opening.hello, wire.other)
             if not isinstance(hello, Hello):
                 raise CorruptCheckpoint(f"{wire.other} began with {hello.kind}")
             if hello.role != "asker":
@@ -205,8 +207,6 @@ class ShadowService:
             self.core.refuse("hello")
             _refuse(wire, error)
             raise
-        finally:
-            self._unproved.release()
         return hello
 
     def _hand_over(self, wire: Wire, connection: socket.socket, hello: Hello) -> None:
@@ -411,6 +411,10 @@ def _streaming() -> Any:
 
 
 def _refuse(wire: Wire, error: LastgoodError) -> None:
-    # What may be left out is: the other side may be of an older version, which refuses fields that it does not know.
     with contextlib.suppress(CheckpointError):  # it may have gone
-        wire.send_message(**Refused(why=str(error)[:10_000]).model_dump(mode="json", exclude_none=True))
+        wire.send_message(**_refusal(error))
+
+
+def _refusal(error: LastgoodError) -> dict[str, Any]:
+    # What may be left out is: the other side may be of an older version, which refuses fields that it does not know.
+    return Refused(why=str(error)[:10_000]).model_dump(mode="json", exclude_none=True)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from lastgood import _native
@@ -55,7 +56,8 @@ class ShadowCore:
         self.settings = settings
         self.state = ShadowState(settings.slots)
         self.counters = Counters()
-        self.refused: dict[str, int] = {}
+        self._refused: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self.change = threading.Condition(threading.RLock())
         self._tell = tell
         self.memory: ShadowMemory | None = None
@@ -132,7 +134,8 @@ class ShadowCore:
     def all_refused(self) -> dict[str, int]:
         """Records and connections that were refused, by cause."""
         with self.change:
-            found = dict(self.refused)
+            with self._counting:
+                found = dict(self._refused)
             for cause, count in (self.receiver.refused() if self.receiver else {}).items():
                 found[cause] = found.get(cause, 0) + count
             return found
@@ -148,9 +151,9 @@ class ShadowCore:
             return self.memory.need.total if self.memory else 0
 
     def refuse(self, cause: str) -> None:
-        """Count something that was refused."""
-        with self.change:
-            self.refused[cause] = self.refused.get(cause, 0) + 1
+        """Count something that was refused. Never waits for what is done to the state."""
+        with self._counting:
+            self._refused[cause] += 1
 
     # -- epochs ----------------------------------------------------------------------------------------------------
 

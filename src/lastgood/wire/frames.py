@@ -60,6 +60,7 @@ _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 NONCE_BYTES = PROOF_BYTES = 32
+_MAX_HELLO_BYTES = 4096
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024
 """Of one call: the kernel's own limit (IOV_MAX)."""
@@ -330,10 +331,10 @@ def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, any
             return int(end.value)
 
 
-def message_step(other: str, what: str, most_bytes: int = MAX_MESSAGE_BYTES) -> Handshake[dict[str, Any]]:
-    """A message, as a part of a handshake. Raises CorruptCheckpoint if it is none or longer than `most_bytes`."""
+def message_step(other: str, what: str) -> Handshake[dict[str, Any]]:
+    """A message, as a part of a handshake. Raises CorruptCheckpoint if it is none, or longer than a hello may be."""
     header = yield HEADER_BYTES
-    frame = check_message(parse_header(header, other, what, most_bytes), other, what)
+    frame = check_message(parse_header(header, other, what, _MAX_HELLO_BYTES), other, what)
     return parse_message(frame, (yield frame.length), other)
 
 

@@ -2,8 +2,9 @@
 
 Strangers are held without a thread each, by one selector. All of them have one deadline for the complete proof, however
 slowly they send. When too many are held the oldest goes, never the new one, and never anybody proved: who knows the
-token needs about one round trip. Whatever goes wrong with one connection ends that one, with a line in the log; of such
-lines there are few.
+token needs about one round trip. So many are held (thousands, if the process may have as many files) that those who
+make their connections anew as soon as they are dropped do not fill the kernel's queue of those who wait for us.
+Whatever goes wrong with one connection ends that one, with a line in the log; of such lines there are few.
 
 A handshake is a generator: it yields what it waits for (`Step`), gets the bytes, and returns what it has learnt of the
 other side; whatever it raises drops the connection. This module needs Python's own library only.
@@ -47,10 +48,12 @@ PROOF_S = 10.0
 """For the complete proof."""
 MOST_LINES = 20
 """About strangers: a port scan must not fill the log."""
-_MOST_BYTES = 64 << 10
-"""That a connection may send before it is proved."""
-_MOST_STRANGERS = 1024
+_MOST_BYTES = 8 << 10
+"""That a connection may send until it is proved."""
+_MOST_STRANGERS = 16_384
 _LEAST_STRANGERS = 16
+_OWN_FILES = 4096
+"""That a process keeps for itself, if it may have so many; else three quarters of what it may have."""
 _BACKLOG = 4096
 """The kernel may cut it (net.core.somaxconn)."""
 _BATCH = 64
@@ -145,7 +148,8 @@ class Gate(Generic[_T]):
         what: names the service in the log.
         say: takes a line for the log.
         proof_s: for the complete proof.
-        most: strangers at a time; by default a quarter of the files that this process may have open, up to 1,024.
+        most: strangers at a time. By default a part of the files that this process may have open (RLIMIT_NOFILE); the
+            soft limit is raised once they are more.
         dropped: is told of each connection that is not proved: "full" (the oldest of too many), "late", or "refused".
     """
 
@@ -163,6 +167,7 @@ class Gate(Generic[_T]):
         self._listener, self._handshake, self._dropped = listener, handshake, dropped
         self._proof_s = proof_s
         self._most = _room() if most is None else most
+        self._may_grow = most is None
         self._strangers: OrderedDict[_Stranger[_T], None] = OrderedDict()
         self._proved: list[Guest[_T]] = []
         self._selector = selectors.DefaultSelector()
@@ -260,7 +265,7 @@ class Gate(Generic[_T]):
         return max(0.0, min([timeout_s, *(end - time.monotonic() for end in ends)]))
 
     def _take_some(self) -> None:
-        for _ in range(_BATCH):
+        for _ in range(max(1, min(_BATCH, self._most // 8))):
             try:
                 connection, address = self._listener.accept()
             except BlockingIOError:
@@ -287,6 +292,10 @@ class Gate(Generic[_T]):
     def _begin(self, connection: socket.socket, address: object) -> None:
         other = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         while len(self._strangers) >= self._most:
+            if self._may_grow:
+                self._may_grow = False
+                self._most = _more_room(self._most)
+                continue
             oldest = next(iter(self._strangers))
             self._drop(oldest, "full", f"the oldest of {self._most} connections without a proof, and another one came")
         try:
@@ -294,8 +303,8 @@ class Gate(Generic[_T]):
             close_in_forks(connection)
             stranger = _Stranger(connection, other, self._handshake(other))
         except Exception as error:  # whatever it is, it is this connection's end only
-            connection.close()
             self._tell("refused", f"{other}: {error or repr(error)}")
+            connection.close()
             return
         stranger.deadline += self._proof_s
         self._strangers[stranger] = None
@@ -378,11 +387,11 @@ class Gate(Generic[_T]):
             stranger.watched = wanted
 
     def _drop(self, stranger: _Stranger[_T], cause: str, why: str) -> None:
-        if cause == "full":
-            with contextlib.suppress(OSError):  # no more of it: not even the kernel's wait after a close
+        if cause != "refused":
+            with contextlib.suppress(OSError):  # nothing remains of it, not even the kernel's wait after a close
                 stranger.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-        self._forget(stranger)
         self._tell(cause, f"{stranger.other}: {why}")
+        self._forget(stranger)
 
     def _forget(self, stranger: _Stranger[_T]) -> None:
         del self._strangers[stranger]
@@ -410,11 +419,25 @@ def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def _room() -> int:
-    """For strangers: a quarter of this process's files."""
+    """For strangers, of this process's files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return _MOST_STRANGERS
-    return max(_LEAST_STRANGERS, min(_MOST_STRANGERS, files // 4))
+    return max(_LEAST_STRANGERS, min(_MOST_STRANGERS, max(files // 4, files - _OWN_FILES)))
+
+
+def _more_room(most: int) -> int:
+    """Raise the soft limit of files, as far as that is allowed and of use: all that is won is for strangers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most >= _MOST_STRANGERS or soft == resource.RLIM_INFINITY:
+        return most
+    wanted = soft + _MOST_STRANGERS - most
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    except (OSError, ValueError):
+        return most
+    return most + raised - soft
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
