@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lastgood.gradients.asking import Asker
+from lastgood.gradients.copies import CopySettings
+from lastgood.gradients.metrics import MetricsServer
 from lastgood.gradients.shadow import ShadowService
+from lastgood.gradients.shadow_core import ShadowCore
 from lastgood.gradients.shadow_settings import ShadowSettings
+from lastgood.gradients.switch import Switch, SwitchLink
+from lastgood.gradients.switch_check import answer_checks, check_link
 from lastgood.wire import gate
 from lastgood.wire.gate import open_listener
 from tests.wire.strangers import come_in, strangers
 
 WAIT_S = 60.0
 TOKEN = secrets.token_bytes(32)
+COPIES = CopySettings(TOKEN, timeout_s=WAIT_S)
 Enter = Callable[[], None]
 """Connects, and returns once both sides know each other."""
 
@@ -35,6 +44,17 @@ def running(target: Callable[[], object], end: Callable[[], object]) -> Iterator
         thread.join(WAIT_S)
 
 
+def until_listening(port: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), WAIT_S).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def shadow(_: Path) -> Iterator[tuple[int, Enter]]:
     listener = open_listener()
@@ -49,7 +69,54 @@ def shadow(_: Path) -> Iterator[tuple[int, Enter]]:
         yield port, enter
 
 
-LISTENERS = [shadow]
+@contextlib.contextmanager
+def metrics(_: Path) -> Iterator[tuple[int, Enter]]:
+    core = ShadowCore(ShadowSettings(0, 1), lambda message, everyone: None)
+    server = MetricsServer(core, "127.0.0.1", 0)
+    port = int(server.address.rpartition(":")[2])
+
+    def enter() -> None:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=WAIT_S) as answer:
+            assert answer.status == 200
+
+    try:
+        yield port, enter
+    finally:
+        server.close()
+        core.close()
+
+
+@contextlib.contextmanager
+def switch(_: Path) -> Iterator[tuple[int, Enter]]:
+    """Behind it a rank that answers tests, through a gate of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        behind = f"127.0.0.1:{free.getsockname()[1]}"
+    stop = threading.Event()
+    link = SwitchLink("127.0.0.1:0", behind)
+    with running(lambda: answer_checks(behind, TOKEN, stop, WAIT_S), stop.set), Switch([link], [], COPIES) as relay:
+        until_listening(int(behind.rpartition(":")[2]))
+
+        def enter() -> None:
+            assert check_link(SwitchLink(relay.addresses[0], behind), TOKEN, WAIT_S).good
+
+        yield int(relay.addresses[0].rpartition(":")[2]), enter
+
+
+@contextlib.contextmanager
+def checks(_: Path) -> Iterator[tuple[int, Enter]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    stop = threading.Event()
+
+    def enter() -> None:
+        assert check_link(SwitchLink(address, address), TOKEN, WAIT_S).good
+
+    with running(lambda: answer_checks(address, TOKEN, stop, WAIT_S), stop.set):
+        until_listening(int(address.rpartition(":")[2]))
+        yield int(address.rpartition(":")[2]), enter
+
+
+LISTENERS = [shadow, metrics, switch, checks]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

@@ -50,6 +50,21 @@ def places_of(layout: GradientLayout) -> list[Place]:
     return places
 
 
+def proved(stack: ExitStack, address: str, following: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """A rank's connection to the switch and the one that the next rank gets, once both know each other."""
+    near = stack.enter_context(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), WAIT_S))
+
+    def answer() -> socket.socket:
+        far = stack.enter_context(following.accept()[0])
+        prove_peer(Wire(far, "the rank", WAIT_S), TOKEN, RING_GREETING)
+        return far
+
+    _, far = together([lambda: prove_trainer(Wire(near, "the switch", WAIT_S), TOKEN, RING_GREETING), answer])  # type: ignore[list-item]
+    for one in (near, far):
+        one.settimeout(WAIT_S)
+    return near, far
+
+
 class Bed:
     """A ring through a switch with shadows behind it."""
 
@@ -255,12 +270,8 @@ def test_a_straggler_of_an_older_life_takes_nobody_s_place(stack: ExitStack) -> 
     switch = stack.enter_context(Switch([link], [shadow.address], SETTINGS))
 
     def greet(epoch: int) -> Wire:
-        near = socket.create_connection(("127.0.0.1", int(switch.addresses[0].rpartition(":")[2])), WAIT_S)
-        rank = Wire(near, "the switch", WAIT_S)
-        stack.callback(rank.close)
-        far = Wire(following.accept()[0], "the rank", WAIT_S)
-        stack.callback(far.close)
-        together([lambda: prove_trainer(rank, TOKEN, RING_GREETING), lambda: prove_peer(far, TOKEN, RING_GREETING)])
+        near, beyond = proved(stack, switch.addresses[0], following)
+        rank, far = Wire(near, "the switch", WAIT_S), Wire(beyond, "the rank", WAIT_S)
         rank.send_message(**Hello(JOB, epoch, 0, 2, layout.digest, "host").content())
         far.receive_message("a hello")
         return rank
@@ -288,33 +299,30 @@ def test_a_shadow_in_the_place_of_another_one_gets_nothing(stack: ExitStack, cap
 # -- the relay ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_ring_is_relayed_unchanged_and_not_copied(stack: ExitStack) -> None:
-    echo = socket.create_server(("127.0.0.1", 0))
-    stack.callback(echo.close)
+def test_what_is_no_hello_of_a_ring_is_relayed_unchanged_and_not_copied(stack: ExitStack) -> None:
+    echo = stack.enter_context(listen_ring("127.0.0.1"))
     switch = stack.enter_context(
         Switch([SwitchLink("127.0.0.1:0", f"127.0.0.1:{echo.getsockname()[1]}")], ["127.0.0.1:1"], SETTINGS)
     )
-    host, _, port = switch.addresses[0].rpartition(":")
     content = np.random.default_rng(5).integers(0, 256, 3_000_001, dtype=np.uint8).tobytes()
+    rank, following = proved(stack, switch.addresses[0], echo)
 
     def serve() -> bytes:
-        connection, _ = echo.accept()
-        with connection:
-            got = bytearray()
-            while data := connection.recv(1 << 16):
-                got += data
-                connection.sendall(data[::-1])
-            return bytes(got)
+        got = bytearray()
+        while data := following.recv(1 << 16):
+            got += data
+            following.sendall(data[::-1])
+        following.close()
+        return bytes(got)
 
     def ask() -> int:
-        with socket.create_connection((host, int(port)), WAIT_S) as connection:
-            sender = threading.Thread(target=lambda: (connection.sendall(content), connection.shutdown(socket.SHUT_WR)))
-            sender.start()
-            count = 0
-            while data := connection.recv(1 << 16):
-                count += len(data)
-            sender.join(WAIT_S)
-            return count
+        sender = threading.Thread(target=lambda: (rank.sendall(content), rank.shutdown(socket.SHUT_WR)))
+        sender.start()
+        count = 0
+        while data := rank.recv(1 << 16):
+            count += len(data)
+        sender.join(WAIT_S)
+        return count
 
     got, count = together([serve, ask])  # type: ignore[list-item]
     assert got == content and count == len(content)
@@ -324,15 +332,11 @@ def test_what_is_no_ring_is_relayed_unchanged_and_not_copied(stack: ExitStack) -
 
 
 def test_the_end_of_either_side_is_passed_on_at_once(stack: ExitStack) -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    stack.callback(server.close)
+    server = stack.enter_context(listen_ring("127.0.0.1"))
     link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
     switch = stack.enter_context(Switch([link, link], [], SETTINGS))
     for address, ends_first in zip(switch.addresses, ("rank", "next"), strict=True):
-        rank = stack.enter_context(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), WAIT_S))
-        following, _ = server.accept()
-        stack.enter_context(following)
-        following.settimeout(WAIT_S)
+        rank, following = proved(stack, address, server)
         one, other = (rank, following) if ends_first == "rank" else (following, rank)
         one.sendall(b"the last words")
         one.shutdown(socket.SHUT_WR)
@@ -347,8 +351,32 @@ def test_a_next_rank_that_is_not_there_yet_closes_the_connection(stack: ExitStac
     switch = stack.enter_context(Switch([SwitchLink("127.0.0.1:0", target)], [], SETTINGS))
     host, _, port = switch.addresses[0].rpartition(":")
     with socket.create_connection((host, int(port)), WAIT_S) as connection:
+        connection.sendall(RING_GREETING + bytes(32))
         assert connection.recv(1) == b""
     assert switch.counters()["relay"]["unreachable_connections"] == 1
+
+
+def test_a_name_that_nobody_knows_is_not_looked_up_for_each_stranger(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def unknown(*question: object, **_: object) -> list[tuple[object, ...]]:
+        asked.append(question)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(switch_module, "_NAME_S", 1000.0)
+    switch = stack.enter_context(Switch([SwitchLink("127.0.0.1:0", "next.rank.invalid:1")], [], SETTINGS))
+    where = ("127.0.0.1", int(switch.addresses[0].rpartition(":")[2]))
+    with monkeypatch.context() as patched:
+        for _ in range(3):
+            with socket.create_connection(where, WAIT_S) as connection:
+                patched.setattr(socket, "getaddrinfo", unknown)
+                connection.sendall(RING_GREETING + bytes(32))
+                assert connection.recv(1) == b""
+            patched.undo()
+    assert len(asked) == 1
+    assert switch.counters()["relay"]["unreachable_connections"] == 3
 
 
 def test_a_copy_that_cannot_begin_leaves_the_training_alone(
@@ -365,13 +393,11 @@ def test_a_copy_that_cannot_begin_leaves_the_training_alone(
     assert "relayed, and not copied any more" in caplog.text and "can't start new thread" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["switch", "switch-back"])
+@pytest.mark.parametrize("name", ["guest", "switch-back"])
 def test_a_moment_without_threads_ends_no_link(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    stack.callback(server.close)
+    server = stack.enter_context(listen_ring("127.0.0.1"))
     link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
     switch = stack.enter_context(Switch([link], [], SETTINGS))
-    where = ("127.0.0.1", int(switch.addresses[0].rpartition(":")[2]))
 
     start = threading.Thread.start
 
@@ -383,16 +409,26 @@ def test_a_moment_without_threads_ends_no_link(stack: ExitStack, monkeypatch: py
     for _ in range(10):  # more than a link has places
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
-            with socket.create_connection(where, WAIT_S) as refused:
-                assert refused.recv(1) == b""
-                if name == "switch-back":
-                    server.accept()[0].close()
-    assert not switch._sockets
-    with socket.create_connection(where, WAIT_S) as rank:
-        following, _ = server.accept()
-        with following:
-            rank.sendall(b"word")
-            assert following.recv(4) == b"word"
+            rank, following = proved(stack, switch.addresses[0], server)
+            assert rank.recv(1) == b"" and following.recv(1) == b""
+    assert eventually(lambda: not switch._sockets)
+    rank, following = proved(stack, switch.addresses[0], server)
+    rank.sendall(b"word")
+    assert following.recv(4) == b"word"
+
+
+def test_silent_connections_lock_no_rank_out(stack: ExitStack) -> None:
+    server = stack.enter_context(listen_ring("127.0.0.1"))
+    link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{server.getsockname()[1]}")
+    switch = stack.enter_context(Switch([link], [], SETTINGS))
+    where = ("127.0.0.1", int(switch.addresses[0].rpartition(":")[2]))
+    for first in (b"", RING_GREETING + bytes(32)):
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(where, WAIT_S)).sendall(first)
+    strangers = [stack.enter_context(server.accept()[0]) for _ in range(20)]
+    rank, following = proved(stack, switch.addresses[0], server)
+    rank.sendall(b"word")
+    assert following.recv(4) == b"word" and len(strangers) == 20
 
 
 def test_a_host_that_is_cut_off_does_not_keep_its_link_for_ever(stack: ExitStack) -> None:

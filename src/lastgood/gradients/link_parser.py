@@ -1,59 +1,122 @@
 """What a switch reads along a ring's link: who speaks, and which records are for the shadows. It changes nothing.
 
 A link is `wire.ring_link`'s: greeting, proof, a hello, then gradient records. The switch knows the job's token, so it
-believes only those who have shown that they know it as well.
+relays only those who have shown that they know it as well.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
-from collections.abc import Callable
+import os
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.wire import frames
+from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES
+from lastgood.wire.gate import Handshake, Ready
 from lastgood.wire.records import FINAL, HEADER_BYTES, Record, RecordKind, parse_header
 from lastgood.wire.ring_link import RING_GREETING, Hello, parse_hello
 
-__all__ = ["LinkParser"]
+__all__ = ["LinkParser", "relay_proof"]
 
-_NONCE_BYTES = _PROOF_BYTES = 32
+
+def relay_proof(
+    other: str,
+    token: bytes,
+    targets: Callable[[], Sequence[tuple[Any, ...]]],
+    unreachable: Callable[[OSError], object],
+) -> Handshake[socket.socket | None]:
+    """Pass greeting, answer and proof of a rank on to the next one, unchanged, and look at them.
+
+    `targets` are where that one may be, as `socket.getaddrinfo` lists them. Returns the connection to it once the proof
+    is right; nothing if it is not there (`unreachable` is told why): the rank tries again. Raises MismatchError for
+    those who do not know the token, and are no rank.
+    """
+    opening = yield len(RING_GREETING) + NONCE_BYTES
+    if not opening.startswith(RING_GREETING):
+        raise MismatchError(f"{other}: no ring of Lastgood's speaks there")
+    outer = None
+    try:
+        # Only for what has greeted as a rank does: the next one holds it as a stranger, and for as long.
+        outer = yield from _connect(targets)
+        outer.send(opening)
+        answer = b""
+        while len(answer) < NONCE_BYTES + PROOF_BYTES:
+            yield Ready(outer, selectors.EVENT_READ)
+            part = outer.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
+            if not part:
+                raise ConnectionError(errno.ECONNRESET, "it closed the connection before its proof")
+            answer += part
+    except OSError as error:
+        if outer is not None:
+            outer.close()
+        unreachable(error)
+        return None
+    except BaseException:
+        if outer is not None:
+            outer.close()
+        raise
+    try:
+        yield answer
+        shown = yield PROOF_BYTES
+        nonces = opening[len(RING_GREETING) :], answer[:NONCE_BYTES]
+        if not hmac.compare_digest(shown, frames.proof(token, b"trainer", *nonces)):
+            raise MismatchError(f"{other}: it does not know the token")
+        outer.send(shown)
+    except BaseException:
+        outer.close()
+        raise
+    return outer
+
+
+def _connect(targets: Callable[[], Sequence[tuple[Any, ...]]]) -> Handshake[socket.socket]:
+    last: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
+    for family, kind, protocol, _, where in targets():
+        outer = socket.socket(family, kind, protocol)
+        try:
+            outer.setblocking(False)
+            if outer.connect_ex(where) != 0:
+                yield Ready(outer, selectors.EVENT_WRITE)
+            if (number := outer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            outer.close()
+            last = error
+        except BaseException:
+            outer.close()
+            raise
+        else:
+            return outer
+    raise last
 
 
 class LinkParser:
-    """Follows one connection, in pieces of any size.
+    """Follows one connection, in pieces of any size, from the hello on.
 
-    `on_hello` gets the rank's hello once its proof is right; `on_record` gets each marked gradient and each end of
-    iteration, with the very bytes of header and payload. Memory: one such record at a time.
+    `on_hello` gets the rank's hello; `on_record` gets each marked gradient and each end of iteration, with the very
+    bytes of header and payload. Memory: one such record at a time.
     """
 
     def __init__(
-        self,
-        name: str,
-        token: bytes,
-        on_hello: Callable[[Hello], None],
-        on_record: Callable[[Record, bytes], None],
+        self, name: str, on_hello: Callable[[Hello], None], on_record: Callable[[Record, bytes], None]
     ) -> None:
-        self._name, self._token = name, token
+        self._name = name
         self._on_hello, self._on_record = on_hello, on_record
-        self._answer = bytearray()
         self._held = bytearray()
-        self._wanted = len(RING_GREETING) + _NONCE_BYTES
-        self._then: Callable[[], None] = self._greeted
+        self._wanted = frames.HEADER_BYTES
+        self._then: Callable[[], None] = self._framed
         self._skip = 0
-        self._nonce = b""
         self._frame: frames.Frame | None = None
         self._record: Record | None = None
-
-    def feed_back(self, data: memoryview) -> None:
-        """Follow what the next rank sends back. Call it before those bytes go on."""
-        missing = _NONCE_BYTES + _PROOF_BYTES - len(self._answer)
-        if missing > 0:
-            self._answer += data[:missing]
 
     def feed(self, data: memoryview) -> None:
         """Follow what the rank sends to the next one.
 
-        Raises CorruptCheckpoint or MismatchError for what is no link of this job; there is no going on behind that.
+        Raises CorruptCheckpoint for what is no link of a ring; there is no going on behind that.
         """
         at = 0
         while at < len(data):
@@ -72,18 +135,6 @@ class LinkParser:
     def _expect(self, wanted: int, then: Callable[[], None]) -> None:
         self._held = bytearray()
         self._wanted, self._then = wanted, then
-
-    def _greeted(self) -> None:
-        if not self._held.startswith(RING_GREETING):
-            raise MismatchError(f"{self._name}: no ring of Lastgood's speaks there")
-        self._nonce = bytes(self._held[len(RING_GREETING) :])
-        self._expect(_PROOF_BYTES, self._proved)
-
-    def _proved(self) -> None:
-        theirs = bytes(self._answer[:_NONCE_BYTES])
-        if not hmac.compare_digest(self._held, frames.proof(self._token, b"trainer", self._nonce, theirs)):
-            raise MismatchError(f"{self._name}: its rank does not know the token")
-        self._expect(frames.HEADER_BYTES, self._framed)
 
     def _framed(self) -> None:
         header = frames.parse_header(self._held, self._name, "a hello")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from lastgood.errors import HostError
+from lastgood.errors import CorruptCheckpoint, HostError
 from lastgood.gradients.shadow_core import ShadowCore
+from lastgood.wire.gate import Gate, Handshake, Line, open_listener
 
 __all__ = ["MetricsServer", "metrics_text"]
 
+_log = logging.getLogger("lastgood.shadow")
 _PREFIX = "lastgood_shadow_"
-_REQUEST_S = 5.0
+_TICK_S = 0.2
+_MAX_LINE_BYTES = 4096
+_MAX_FIELDS = 100
 
 
 def metrics_text(core: ShadowCore) -> str:
@@ -70,34 +74,50 @@ def _newest(held: tuple[object, ...]) -> float:
 
 
 class MetricsServer:
-    """Answers GET /metrics in threads of its own. Raises HostError where the port cannot be had."""
+    """Answers GET /metrics, all requests in one thread. Raises HostError where the port cannot be had."""
 
     def __init__(self, core: ShadowCore, host: str, port: int) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _REQUEST_S
-
-            def do_GET(self) -> None:
-                known = self.path.split("?")[0] in ("/", "/metrics")
-                content = metrics_text(core).encode() if known else b"there is /metrics only\n"
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_request(self, *arguments: object) -> None:
-                """Say nothing: a scrape every few seconds is no news."""
-
+        self._core = core
+        self._ending = threading.Event()
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except (OSError, OverflowError) as error:
+            listener = open_listener(host, port)
+        except OSError as error:
             raise HostError(f"metrics cannot be served at {host}:{port}: {error}; name another port") from error
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._gate: Gate[None] = Gate(listener, self._answer, "the metrics' port", _log.warning)
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._ending.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._gate as gate:
+            while not self._ending.is_set():
+                gate.step(_TICK_S)
+
+    def _answer(self, other: str) -> Handshake[None]:
+        """A request and its answer: here nobody has anything to prove, and nobody stays."""
+        words = (yield Line(b"\n", _MAX_LINE_BYTES)).decode("ascii").split()
+        if len(words) < 2:
+            raise CorruptCheckpoint(f"{other} sent no request")
+        for _ in range(_MAX_FIELDS):
+            if not (yield Line(b"\n", _MAX_LINE_BYTES)).strip():
+                break
+        else:
+            raise CorruptCheckpoint(f"{other} sent more than {_MAX_FIELDS} fields of a request")
+        known = words[1].split("?")[0] in ("/", "/metrics")
+        if words[0] != "GET":
+            status, text = "405 Method Not Allowed", "there is GET only\n"
+        elif known:
+            status, text = "200 OK", metrics_text(self._core)
+        else:
+            status, text = "404 Not Found", "there is /metrics only\n"
+        content = text.encode()
+        head = (
+            f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        )
+        yield head.encode() + content

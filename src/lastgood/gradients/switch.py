@@ -22,9 +22,10 @@ from typing import Any
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.gradients.copies import Copier, CopySettings
-from lastgood.gradients.link_parser import LinkParser
+from lastgood.gradients.link_parser import LinkParser, relay_proof
 from lastgood.gradients.messages import Hello
 from lastgood.wire.frames import keep_alive
+from lastgood.wire.gate import Gate, Guest, Handshake
 from lastgood.wire.records import Record, RecordKind
 from lastgood.wire.ring_link import Hello as RingHello
 from lastgood.wire.ring_link import listen_ring, parse_address
@@ -35,9 +36,9 @@ _log = logging.getLogger("lastgood")
 
 _BUFFER_BYTES = 1 << 20
 _LOOK_S = 0.2
-_CONNECT_S = 10.0
+_NAME_S = 2.0
 _MAX_CONNECTIONS = 8
-"""Of one link at once: a ring has one, and a test or a rank that tries again another."""
+"""Of one link at once that are proved: a ring has one, and a test or a rank that tries again another."""
 _END_S = 5.0
 
 
@@ -89,7 +90,9 @@ class Switch:
         self.addresses = [_address_of(listener) for listener in listeners]
         """Where each link listens, in the order of the links; ports that were 0 are known here."""
         for link, listener in zip(links, listeners, strict=True):
-            self._start(partial(self._accept, listener, link))
+            thread = threading.Thread(target=self._serve, args=(listener, link), name="switch", daemon=True)
+            thread.start()
+            self._threads.add(thread)
 
     def __enter__(self) -> Switch:
         return self
@@ -141,64 +144,46 @@ class Switch:
 
     # -- the relay -----------------------------------------------------------------------------------------------------
 
-    def _start(self, call: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                call()
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name="switch", daemon=True)
-        with self._lock:
-            # Under the lock, so that `close` joins none that has not begun.
-            thread.start()
-            self._threads.add(thread)
-
     def _count(self, name: str, value: int = 1) -> None:
         with self._lock:
             self._counts[name] += value
 
-    def _accept(self, listener: socket.socket, link: SwitchLink) -> None:
-        room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        with listener:
-            listener.settimeout(_LOOK_S)
-            while not self._stop.is_set():
-                try:
-                    inner, address = listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError as error:  # too many open files, say: it may pass
-                    _log.warning("switch: %s: %s", link.listen, error)
-                    time.sleep(_LOOK_S)
-                    continue
-                if not room.acquire(blocking=False):
-                    self._count("refused_connections")
-                    inner.close()
-                    continue
-                try:
-                    self._start(partial(self._relay, inner, f"{address[0]}:{address[1]}", link, room))
-                except RuntimeError as error:  # no thread can be started, which may pass as well
-                    _log.warning("switch: %s: %s", link.listen, error)
-                    inner.close()
-                    room.release()
+    def _serve(self, listener: socket.socket, link: SwitchLink) -> None:
+        target = _Target(link.target)
 
-    def _relay(self, inner: socket.socket, name: str, link: SwitchLink, room: threading.BoundedSemaphore) -> None:
-        try:
-            with inner:
-                try:
-                    outer = socket.create_connection(parse_address(link.target), _CONNECT_S)
-                except OSError as error:
-                    # The next rank is not there yet; this one tries again.
-                    self._count("unreachable_connections")
-                    _log.info("switch: %s: %s cannot be reached: %s", link.listen, link.target, error)
-                    return
-                with outer:
-                    self._pass_on(inner, outer, f"{name} on {link.listen}")
-        except RuntimeError as error:  # as in `_accept`
-            _log.warning("switch: %s: %s", link.listen, error)
-        finally:
-            room.release()
+        def unreachable(error: OSError) -> None:
+            # The next rank is not there yet; this one tries again.
+            self._count("unreachable_connections")
+            _log.info("switch: %s: %s cannot be reached: %s", link.listen, link.target, error)
+
+        def prove(other: str) -> Handshake[socket.socket | None]:
+            return relay_proof(other, self._settings.token, target.addresses, unreachable)
+
+        relays: set[threading.Thread] = set()
+        gate: Gate[socket.socket] = Gate(listener, prove, f"switch: {link.listen}", _log.warning, dropped=self._dropped)
+        with gate:
+            while not self._stop.is_set():
+                for guest in gate.step(_LOOK_S):
+                    relays = {thread for thread in relays if thread.is_alive()}
+                    thread = None
+                    if len(relays) < _MAX_CONNECTIONS:
+                        thread = gate.serve_in_thread(guest, partial(self._relay, link=link))
+                    if thread is None:
+                        self._count("refused_connections")
+                        guest.known.close()
+                        guest.connection.close()
+                        continue
+                    relays.add(thread)
+                    with self._lock:
+                        self._threads = {thread, *(one for one in self._threads if one.is_alive())}
+
+    def _dropped(self, cause: str) -> None:
+        if cause != "refused":
+            self._count("silent_connections")
+
+    def _relay(self, guest: Guest[socket.socket], *, link: SwitchLink) -> None:
+        with guest.connection as inner, guest.known as outer:
+            self._pass_on(inner, outer, f"{guest.other} on {link.listen}")
 
     def _pass_on(self, inner: socket.socket, outer: socket.socket, name: str) -> None:
         for one in (inner, outer):
@@ -206,19 +191,19 @@ class Switch:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(one)
         mine: list[Copier] = []
-        parser = LinkParser(name, self._settings.token, partial(self._greeted, mine), partial(self._copy, mine))
+        parser = LinkParser(name, partial(self._greeted, mine), partial(self._copy, mine))
         with self._lock:
             self._sockets |= {inner, outer}
             self._counts["connections"] += 1
         back = threading.Thread(
             target=self._pump,
-            args=(outer, inner, parser.feed_back, None, "back_bytes"),
+            args=(outer, inner, None, "back_bytes"),
             name="switch-back",
             daemon=True,
         )
         try:
             back.start()
-            self._pump(inner, outer, None, _Reading(parser, name, partial(self._count, "blind_links")), "forward_bytes")
+            self._pump(inner, outer, _Reading(parser, name, partial(self._count, "blind_links")), "forward_bytes")
         finally:
             if back.ident is not None:
                 back.join(self._stall_s)
@@ -231,7 +216,6 @@ class Switch:
         self,
         source: socket.socket,
         target: socket.socket,
-        before: Callable[[memoryview], None] | None,
         after: Callable[[memoryview], None] | None,
         counter: str,
     ) -> None:
@@ -247,8 +231,6 @@ class Switch:
                     continue
                 if count == 0:
                     break
-                if before is not None:
-                    before(view[:count])
                 self._send(target, view[:count])
                 self._count(counter, count)
                 if after is not None:
@@ -295,6 +277,29 @@ class Switch:
                 copier.offer(record, content)
         elif mine:
             mine[record.bucket % len(mine)].offer(record, content)
+
+
+class _Target:
+    """Where the next rank is. A name is looked up again after a while, and not for each stranger."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = parse_address(address)
+        self._found: list[tuple[Any, ...]] = []
+        self._until = 0.0
+        self._error: OSError | None = None
+
+    def addresses(self) -> list[tuple[Any, ...]]:
+        """As `socket.getaddrinfo` lists them. Raises OSError."""
+        if time.monotonic() >= self._until:
+            self._found, self._error = [], None
+            try:
+                self._found = list(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            except OSError as error:
+                self._error = error
+            self._until = time.monotonic() + _NAME_S
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 class _Reading:

@@ -12,7 +12,8 @@ from lastgood.errors import CheckpointError, LastgoodError, MismatchError
 from lastgood.gradients.asking import connect_shadow
 from lastgood.gradients.messages import Hello
 from lastgood.gradients.switch import SwitchLink
-from lastgood.wire.frames import Wire, prove_peer, prove_trainer
+from lastgood.wire.frames import Wire, peer_handshake, prove_trainer
+from lastgood.wire.gate import PROOF_S, Gate, Handshake
 from lastgood.wire.ring_link import RING_GREETING, listen_ring, parse_address
 
 __all__ = ["Checked", "answer_checks", "check_link", "check_shadow"]
@@ -86,23 +87,14 @@ def answer_checks(address: str, token: bytes, stop: threading.Event, timeout_s: 
     Returns how many did. Raises HostError where this machine cannot listen on `address`.
     """
     good = 0
-    with listen_ring(*parse_address(address)) as listener:
-        listener.settimeout(_LOOK_S)
+    listener = listen_ring(*parse_address(address))
+
+    def prove(other: str) -> Handshake[int]:
+        return peer_handshake(other, token, RING_GREETING)
+
+    with Gate(listener, prove, "switch: a test", _log.warning, proof_s=min(PROOF_S, timeout_s)) as gate:
         while not stop.is_set():
-            try:
-                connection, peer = listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # the other side went again at once, or descriptors ran out
-                _log.warning("switch: a test was not taken: %s", error)
-                stop.wait(_LOOK_S)
-                continue
-            wire = Wire(connection, f"{peer[0]}:{peer[1]}", timeout_s)
-            try:
-                prove_peer(wire, token, RING_GREETING)
+            for guest in gate.step(_LOOK_S):
+                guest.connection.close()
                 good += 1
-            except CheckpointError as error:
-                _log.warning("switch: a test from %s failed: %s", wire.other, error)
-            finally:
-                wire.close()
     return good

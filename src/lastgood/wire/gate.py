@@ -127,7 +127,7 @@ class FewLines:
 
 
 class _Stranger(Generic[_T]):
-    def __init__(self, connection: socket.socket, other: str, handshake: Handshake[_T]) -> None:
+    def __init__(self, connection: socket.socket, other: str, handshake: Handshake[_T | None]) -> None:
         self.connection, self.other, self.handshake = connection, other, handshake
         self.deadline = time.monotonic()
         self.step: Step = b""
@@ -156,7 +156,7 @@ class Gate(Generic[_T]):
     def __init__(
         self,
         listener: socket.socket,
-        handshake: Callable[[str], Handshake[_T]],
+        handshake: Callable[[str], Handshake[_T | None]],
         what: str,
         say: Callable[[str], object],
         *,
