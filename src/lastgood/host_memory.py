@@ -34,5 +34,5 @@ def map_memory(size: int) -> mmap.mmap:
 def fresh_memory(size: int) -> torch.Tensor:
     """The same as a uint8 tensor on the CPU, which holds it as long as anything looks at it."""
     if size < _HUGE_FROM:
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(map_memory(size), dtype=torch.uint8)

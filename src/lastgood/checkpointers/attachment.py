@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lastgood.checkpointers.data_cursor import CountedLoader
+from lastgood.checkpointers.data_facts import DataChanged
 from lastgood.errors import ConfigError, DataError
 from lastgood.state import RngState, holds_its_values
 
@@ -32,7 +33,13 @@ class Progress:
 class Attachment:
     """The state made of a user's parts and of what every run needs beside them."""
 
-    def __init__(self, system: str, parts: Mapping[str, Any], data: Iterable[Any] | None) -> None:
+    def __init__(
+        self,
+        system: str,
+        parts: Mapping[str, Any],
+        data: Iterable[Any] | None,
+        data_changed: DataChanged = "refuse",
+    ) -> None:
         taken = sorted(set(parts) & set(_OWN_NAMES))
         if taken:
             raise ConfigError(f"{system}: attach() makes {taken} by itself; give your part another name")
@@ -44,13 +51,14 @@ class Attachment:
                     "there"
                 )
         self.progress = Progress()
-        self.data = None if data is None else CountedLoader(data)
+        self.data = None if data is None else CountedLoader(data, data_changed)
         self.state: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         if not self.state:
             raise ConfigError(f"{system}: attach() was given nothing to keep; pass at least model=...")
-        self.state |= {"rng": RngState(), "progress": self.progress}
+        self.state["progress"] = self.progress
         if self.data is not None:
             self.state["data"] = self.data
+        self.state["rng"] = RngState()
         self._first_batches = 0
 
     def begin(self) -> None:

@@ -40,12 +40,14 @@ from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTime
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
 from lastgood.state.optimizers import optimizers_beneath
+from lastgood.state.rng import generators_kept
 
 if TYPE_CHECKING:
     import torch
 
     from lastgood.checkpointers.attachment import Attachment
     from lastgood.checkpointers.data_cursor import CountedLoader
+    from lastgood.checkpointers.data_facts import DataChanged
     from lastgood.checkpointers.snapshot import CopyFence
 else:
     torch = lazy_module("torch")
@@ -222,13 +224,24 @@ class Checkpointer(ABC):
 
     # -- in a user's own loop --------------------------------------------------------------------------------------
 
-    def attach(self, *, data: Iterable[Any] | None = None, resume_step: int | None = None, **parts: Any) -> int:
+    def attach(
+        self,
+        *,
+        data: Iterable[Any] | None = None,
+        resume_step: int | None = None,
+        data_changed: DataChanged = "refuse",
+        **parts: Any,
+    ) -> int:
         """Take charge of a training, resume it if there is something to resume from, and return its step (else 0).
 
         Call it once, before the first step. `parts` are what the run needs to go on: modules, optimizers, schedulers,
         scalers, tensors, dicts and lists of plain values; None is left out. Random generators and the number of steps
         are added. With `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has
         consumed.
+
+        `data_changed` says what to do if the checkpoint was made in the midst of an epoch, and the loader has another
+        batch size or other data now: raise MismatchError, or go on after the same number of ``"samples"``, or begin the
+        next ``"epoch"``; what that skips or repeats is logged.
 
         `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
         loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
@@ -244,7 +257,7 @@ class Checkpointer(ABC):
             )
         if self._state is not None:
             raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
-        attachment = Attachment(self.name, parts, data)
+        attachment = Attachment(self.name, parts, data, data_changed)
         try:
             self._hold_directory()
             try:
@@ -252,12 +265,15 @@ class Checkpointer(ABC):
             except NoCheckpoint:
                 if resume_step is not None:
                     raise
-            self.start(attachment.state)
+            # Looking at the state may draw from generators: a loader of torchdata's does when it is asked for its own.
+            with generators_kept():
+                self.start(attachment.state)
         except BaseException:
             self.close()
             raise
         attachment.begin()
-        self._begun()
+        with generators_kept():
+            self._begun()
         self._attachment = attachment
         return attachment.progress.step
 

@@ -106,7 +106,7 @@ class Life:
         if self.ring_tap is not None:
             self.ring_tap.send_nothing(self.stream.iteration)
         elif self.step_tap is None:  # it sends zeros by itself, for all that was not stepped
-            zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8)
+            zeros = torch.zeros(max((span.nbytes for span in self.zeros), default=0), dtype=torch.uint8, device="cpu")
             for span in self.zeros:
                 self.stream.send(self.stream.iteration, [span], zeros.data_ptr(), borrowed=False)
 

@@ -384,7 +384,7 @@ class _Load:
                 f"{self._where}: {entry.key} of {self._tracked.names[index]} comes as {entry.dtype} {entry.shape} of "
                 f"{entry.nbytes} bytes"
             )
-        memory = torch.empty(entry.shape, dtype=dtype)
+        memory = torch.empty(entry.shape, dtype=dtype, device="cpu")
         ordered = memory
         if memory.dim() == parameter.dim():
             order: Sequence[int] = self._tracked.orders[index]

@@ -25,7 +25,7 @@ __all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "strea
 
 def padding_block() -> torch.Tensor:
     """Zeros to write between blocks."""
-    return torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8)
+    return torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
 
 
 def host_ranges(

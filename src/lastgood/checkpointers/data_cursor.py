@@ -6,13 +6,15 @@ is what the training was given, and a restart replays the epoch's order from the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.data_facts import DataChanged, describe_data, difference, epoch_of, set_epoch
 from lastgood.errors import DataError, MismatchError
-from lastgood.state import NewWorld, RngState, is_stateful, state_digest
+from lastgood.state import Checked, NewWorld, RngState, generators_kept, is_stateful, state_digest
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,12 @@ else:
     torch = lazy_module("torch")
 
 __all__ = ["CountedLoader"]
+
+_log = logging.getLogger("lastgood")
+
+
+_NOT_BEGUN: Mapping[str, Any] = {}
+"""Stands for the own state of a loader that was never iterated over."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class _Place:
     """The loader's own state, if it has one."""
 
 
-class CountedLoader:
+class CountedLoader(Checked):
     """An iterable of batches that knows how many were taken, as a part of a training state.
 
     Iterate over it in place of the loader. After a restart the first ``for`` goes on behind the last batch of the
@@ -45,16 +53,32 @@ class CountedLoader:
     that a checkpoint taken in between goes on behind the last batch. After a resume the place holds until a step was
     trained on: a look at the first batch beforehand uses nothing up.
 
+    `changed` says what to do if a checkpoint was made in the midst of an epoch, and the loader has another batch size
+    or other data now: refuse it, go on after the same number of samples, or begin the next epoch.
+
+    A loader's own state_dict is not asked before the loader was begun in this life: some begin, or draw from
+    generators, when they are asked.
+
     Raises DataError for an iterator (``iter(loader)``, a generator): it cannot be begun again.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    saved_keys = ("epoch", "batches", "total_batches", "epoch_start", "generators", "loader")
+
+    def __init__(self, loader: Iterable[Any], changed: DataChanged = "refuse") -> None:
         if isinstance(loader, Iterator) and not is_stateful(loader):
             raise DataError(
                 f"data is a {type(loader).__name__}, an iterator that can be gone through once, so a restart could not "
                 "come back to a place in it; give the loader itself"
             )
         self.loader = loader
+        self._changed = changed
+        # accelerate's loaders have the methods in any case, and hand them on to what is beneath.
+        beneath = getattr(loader, "base_dataloader", loader)
+        self._keeps_its_place = is_stateful(loader) and is_stateful(beneath)
+        self._begun = False
+        """Whether the loader was iterated over since it was attached or loaded."""
+        self._loaded: Any = _NOT_BEGUN
+        """The loader's own state until it is begun."""
         self.epoch = 0
         """Finished passes over the loader; where samplers need set_epoch, give them this number."""
         self.batches = 0
@@ -79,6 +103,7 @@ class CountedLoader:
                 self._end_epoch()  # an iterator that was put away and never finished
             self._epoch_start = self._generators()
             batches = iter(self.loader)
+        self._begun = True
         ticket = self._running = object()
         return self._count(batches, ticket)
 
@@ -105,35 +130,110 @@ class CountedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
-        own = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
-        replicas = self._replicas()
+        replicas, epoch = self._replicas(), epoch_of(self.loader)
         # Only where a sampler deals its order out to ranks: other states keep the layout that they always had.
-        return ({} if replicas is None else {"replicas": replicas}) | {
+        found = {} if replicas is None else {"replicas": replicas}
+        return (found if epoch is None else found | {"loader_epoch": epoch}) | {
             "epoch": self.epoch,
             "batches": self.batches,
             "total_batches": self.total_batches,
             "epoch_start": self._epoch_start,
             "generators": [generator.get_state() for generator in self._own_generators()],
-            "loader": own,
+            "loader": self._own_state(),
+            "made_of": describe_data(self.loader),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a place; the next loop begins there. Raises DataError if the loader changed its kind."""
-        if (state["loader"] is None) != (not is_stateful(self.loader)):
+    def _own_state(self) -> Any:
+        """What the loader says of its place, if it keeps one; asking it leaves the generators alone."""
+        if not self._keeps_its_place or not self._begun:
+            return self._loaded if self._keeps_its_place else None
+        try:
+            with generators_kept():
+                self._loaded = self.loader.state_dict()  # type: ignore[attr-defined]
+        except Exception as error:  # whatever a loader raises: without its state there is still the count of batches
+            if self._loaded is not _NOT_BEGUN:
+                raise
+            self._keeps_its_place = False
+            kind = type(self.loader).__name__
+            _log.warning(
+                "data: state_dict() of the %s fails (%r), so its place is kept as that of a loader without: a restart "
+                "reads the consumed batches of the epoch again, and drops them",
+                kind,
+                error,
+            )
+            return None
+        return self._loaded
+
+    def check_saved(self, saved: Any, path: str) -> None:
+        """Refuse the place of another kind of loader, and one in the midst of other data than the attached one."""
+        if (saved["loader"] is None) == self._keeps_its_place and not self._state_dict_fails(saved["loader"]):
             kinds = "a loader with a state of its own", "a loader without"
-            saved, live = kinds if state["loader"] is not None else kinds[::-1]
-            raise DataError(f"the checkpoint was made with {saved}, and {live} is attached; attach the same kind")
+            before, now = kinds if saved["loader"] is not None else kinds[::-1]
+            raise DataError(
+                f"{path}: the checkpoint was made with {before}, and {now} is attached; attach the same kind"
+            )
+        if self._changed == "refuse" and saved["batches"]:
+            found = difference(saved.get("made_of"), describe_data(self.loader), int(saved["batches"]))
+            if found is not None and not found.complete:
+                raise MismatchError(f"{path}: {found.refusal}")
+
+    def _state_dict_fails(self, saved: Any) -> bool:
+        """Whether the loader's state_dict cannot be called, as it could not when the checkpoint was made."""
+        if saved is not None or not self._keeps_its_place:
+            return False
+        try:
+            with generators_kept():
+                self.loader.state_dict()  # type: ignore[attr-defined]
+        except Exception:  # as in _own_state; nothing is loaded into it
+            self._keeps_its_place = False
+            return True
+        return False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a place; the next loop begins there. Raises DataError and MismatchError as `check_saved` does."""
+        self.check_saved(state, "data")
+        state, midway = self._moved(state)
         self._take(_Place(int(state["epoch"]), int(state["batches"]), int(state["total_batches"]), state["loader"]))
+        if "loader_epoch" in state:
+            set_epoch(self.loader, int(state["loader_epoch"]))
         self._epoch_start = dict(state["epoch_start"])
         self._running = None
         self._resume = self._resume_generators = None
         own = self._own_generators()
-        if self.batches:
+        if midway:
             self._resume = _Place(self.epoch, self.batches, self.total_batches, state["loader"])
         elif len(own) == len(state["generators"]):
             # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
             for generator, saved in zip(own, state["generators"], strict=True):
                 generator.set_state(saved)
+
+    def _moved(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The place in the data of now, and whether it is in the midst of an epoch.
+
+        It is another place if the data changed, and `changed` says what to do then.
+        """
+        found = difference(state.get("made_of"), describe_data(self.loader), int(state["batches"]))
+        if found is None or not state["batches"]:
+            return state, bool(state["batches"])
+        if found.complete or self._changed == "epoch":
+            if not found.complete:
+                _log.warning("data: %s; the rest of epoch %d is left out", found.change, state["epoch"])
+            following = {} if "loader_epoch" not in state else {"loader_epoch": int(state["loader_epoch"]) + 1}
+            own = None if state["loader"] is None else _NOT_BEGUN
+            moved = {**state, "epoch": int(state["epoch"]) + 1, "batches": 0, "loader": own}
+            return moved | following, False
+        batches, repeated = found.place()
+        if state["loader"] is not None:
+            _log.warning("data: %s; the loader's own state says where it goes on", found.change)
+            return state, True
+        _log.warning(
+            "data: %s; going on after %d batches of now%s%s",
+            found.change,
+            batches,
+            f", so the last {repeated} samples come again" if repeated else "",
+            "" if found.same_samples else ", of another order: some samples come again, and some do not come",
+        )
+        return {**state, "batches": batches}, True
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
         """Go on behind what all ranks together have consumed, with another number of ranks.
@@ -145,7 +245,7 @@ class CountedLoader:
         first = states[0]
         saved, live = first.get("replicas"), self._replicas()
         # An order that is dealt out depends on seed and epoch alone, not on the ranks' own generators.
-        own = () if saved is None else ("epoch_start", "generators")
+        own = ("made_of",) if saved is None else ("made_of", "epoch_start", "generators")
         digests = {state_digest({key: value for key, value in state.items() if key not in own}) for state in states}
         if len(digests) > 1:
             places = [(int(state["epoch"]), int(state["batches"])) for state in states]
@@ -190,7 +290,9 @@ class CountedLoader:
     def _take(self, place: _Place) -> None:
         self.epoch, self.batches, self.total_batches = place.epoch, place.batches, place.total_batches
         if place.loader is not None:
-            self.loader.load_state_dict(place.loader)  # type: ignore[attr-defined]
+            self._loaded, self._begun = place.loader, False
+            if place.loader != _NOT_BEGUN:
+                self.loader.load_state_dict(place.loader)  # type: ignore[attr-defined]
 
     def _replayed(self, place: _Place) -> Iterator[Any]:
         """An iterator that stands behind the consumed batches; the generators stay as they are."""

@@ -95,7 +95,7 @@ class _Merged:
                 found = self._parts.whole(tensor.name)  # before memory is taken for what a shape says
             else:
                 found = [(rank, overlap) for overlap in overlaps(full_runs(shape), full_runs(shape))]
-            target = torch.empty(shape, dtype=dtype_named(tensor.dtype))
+            target = torch.empty(shape, dtype=dtype_named(tensor.dtype), device="cpu")
             for source, overlap in found:
                 self._reader.want(source, self._parts.named[source][tensor.name], overlap, target)
             self._reader.finish()

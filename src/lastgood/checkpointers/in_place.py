@@ -96,7 +96,7 @@ class InPlace:
 
 def _host_like(target: torch.Tensor) -> torch.Tensor:
     """Host memory of the target's size that nothing is ever written to: it takes address space only."""
-    return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8)
+    return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8, device="cpu")
 
 
 def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[torch.Tensor], bool]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.stored import NamedTensor, named_tensors
-from lastgood.state import flatten
+from lastgood.state import flatten, is_stateful
 from lastgood.state.flatten import tensor_over
 from lastgood.state.shards import describe_shard, is_sharded
 
@@ -41,15 +41,30 @@ def parameter_beside(optimizer: Any, part: str, name: str, shape: tuple[int, ...
     return parameter if tuple(parameter.shape) == shape else None
 
 
-class LiveTensors:
-    """The tensors of a live state by the names that a checkpoint gives them."""
+def _shows_itself(part: Any) -> bool:
+    """Whether what a part holds can be looked at without calling into a user's own object."""
+    if isinstance(part, Mapping) and not is_stateful(part):
+        return all(map(_shows_itself, part.values()))
+    if isinstance(part, (list, tuple)):
+        return all(map(_shows_itself, part))
+    return keeps_its_tensors(part) or not is_stateful(part)
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+
+class LiveTensors:
+    """The tensors of a live state by the names that a checkpoint gives them.
+
+    The state_dict of a user's own object is not asked before it is loaded, which may be more than a look; but for one
+    in `spread`, the parts of which the checkpoint holds tensors that are spread over ranks: how they are spread now is
+    known from nothing else.
+    """
+
+    def __init__(self, state: Mapping[str, Any], spread: Collection[str] = ()) -> None:
         self.state = state
-        self.flat = flatten(state, spread=True)
+        shown = {name: part for name, part in state.items() if name in spread or _shows_itself(part)}
+        self.flat = flatten(shown, spread=True)
         self.named = {tensor.name: tensor for tensor in named_tensors(self.flat.layout, "the state")}
-        spread = [name for name, tensor in self.named.items() if tensor.shard is not None]
-        self._spread: dict[str, Any] = dict(zip(spread, self.flat.sharded, strict=True))
+        shards = [name for name, tensor in self.named.items() if tensor.shard is not None]
+        self._spread: dict[str, Any] = dict(zip(shards, self.flat.sharded, strict=True))
 
     def memory(self, name: str) -> torch.Tensor | None:
         """The live tensor of this name (of a spread one, its part here) where loading only copies into it."""

@@ -79,7 +79,7 @@ class LossWatch:
     def observe(self, step: int, loss: Any) -> list[Judgement]:
         """Take the loss of iteration `step` (a number or a tensor of one element); return what was judged so far."""
         if isinstance(loss, torch.Tensor) and loss.is_cuda:
-            host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            host = torch.empty((), dtype=loss.dtype, pin_memory=True, device="cpu")
             host.copy_(loss.detach().reshape(()), non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(loss.device))

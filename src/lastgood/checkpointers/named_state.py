@@ -102,12 +102,12 @@ def read_tree(
     """
     if not 0 < layout_bytes <= min(nbytes, MAX_LAYOUT_BYTES):
         raise CorruptCheckpoint(f"{checkpoint}: a layout of {layout_bytes} bytes in files of {nbytes}")
-    text = torch.empty(layout_bytes, dtype=torch.uint8)
+    text = torch.empty(layout_bytes, dtype=torch.uint8, device="cpu")
     load({LAYOUT_NAME: text})
     layout = Layout.from_json(text.numpy().tobytes(), str(checkpoint))
     # A block begins at a multiple of 16 bytes of its memory, so it may hold that much that is nobody's.
     if layout.payload_bytes > nbytes + 16 * len(layout.block_bytes):
         raise CorruptCheckpoint(f"{checkpoint}: its layout is of {layout.payload_bytes} bytes, its files of {nbytes}")
-    blocks = [torch.empty(size, dtype=torch.uint8) for size in layout.block_bytes]
+    blocks = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in layout.block_bytes]
     load({tensor.name: view_of(blocks[tensor.block], tensor) for tensor in stored_tensors(layout, str(checkpoint))})
     return unflatten(layout, blocks, str(checkpoint)), stateful_paths(layout)

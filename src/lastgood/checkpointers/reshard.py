@@ -22,6 +22,7 @@ from lastgood.checkpointers.stored import NamedTensor, most_bytes
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError, WaitTimeout
 from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
+from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
 from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
@@ -129,7 +130,8 @@ class FromRanks:
         layout = parts.layouts[self._base]
         kept = [pair for pair in layout.tree[1] if pair[0][1] not in self._deciding]
         self._layout = Layout(["d", kept], layout.block_bytes, 0, layout.version)
-        self._live = LiveTensors(self._rest)
+        shards = {tensor.part for named in parts.named for tensor in named.values() if tensor.shard is not None}
+        self._live = LiveTensors(self._rest, shards)
         self._tensors = [tensor for tensor in parts.named[self._base].values() if tensor.part not in self._deciding]
         self.touches_live = False
         self._targets: dict[str, torch.Tensor] = {}
@@ -145,7 +147,7 @@ class FromRanks:
         ]
         self._array_blocks = used_blocks(self._layout.tree, "A")
         self._arrays: list[torch.Tensor] = [
-            torch.zeros(size if number in self._array_blocks else 0, dtype=torch.uint8)
+            torch.zeros(size if number in self._array_blocks else 0, dtype=torch.uint8, device="cpu")
             for number, size in enumerate(layout.block_bytes)
         ]
         check_tree(self._rest, self._tree(), self._where, stateful_paths(self._layout))
@@ -172,7 +174,7 @@ class FromRanks:
         load_tree(self._rest, self._tree(), self._where)
         checkpoint = self._parts.checkpoint
         world = NewWorld(self._rank, self._world_size, checkpoint.world_size, checkpoint.step, checkpoint.job_id.hex())
-        for name, part in self._deciding.items():
+        for name, part in sorted(self._deciding.items(), key=lambda item: loads_last(item[1])):
             part.load_from_ranks(self._states[name], world)
 
     def _choose(self, tensor: NamedTensor) -> list[tuple[int, Overlap]]:

@@ -225,7 +225,7 @@ def load_safetensors(path: Path) -> dict[str, Any]:
             parse_json(facts[key], f"{path}: {key}", most_bytes=MAX_LAYOUT_BYTES) for key in ("aliases", "crc32c")
         )
         # Bytes that no tensor covers are zero.
-        blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
+        blocks = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in layout.block_bytes]
         with safetensors.safe_open(str(path), framework="pt") as file:
             for tensor in tensors:
                 if tensor.name in aliases:

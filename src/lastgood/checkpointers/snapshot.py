@@ -36,7 +36,7 @@ def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """A uint8 host tensor of `size` bytes, page-locked for copies from a CUDA device where asked for."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
 
 class PinnedMemory:

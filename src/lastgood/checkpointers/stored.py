@@ -276,7 +276,7 @@ def read_blocks(
         while last < len(offsets) and offsets[last] + layout.block_bytes[last] - offsets[first] <= window_bytes:
             last += 1
         sizes = layout.block_bytes[first:last]
-        blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        blocks = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         ranges = host_ranges(blocks, sizes, None)
         view.read_into(info, ranges, threads, offset=offsets[first], timeout_s=read_timeout_s(sum(sizes)))
         yield from zip(range(first, last), blocks, strict=True)
@@ -384,7 +384,7 @@ def typed_view(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
         # Always in C order, and with elements of any width.
         return block[tensor.offset : tensor.end]
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
-    view = torch.empty(0, dtype=kind)
+    view = torch.empty(0, dtype=kind, device="cpu")
     view.set_(block.untyped_storage(), tensor.offset // kind.itemsize, tensor.shape, tensor.stride)
     return view
 

@@ -122,7 +122,7 @@ class BoxReader:
         if any(not 0 <= number < len(offsets) for number in numbers):
             raise CorruptCheckpoint(f"{self._infos[rank].path}: blocks {sorted(numbers)[:8]} of {len(offsets)}")
         blocks = [
-            torch.empty(size if number in numbers else 0, dtype=torch.uint8)
+            torch.empty(size if number in numbers else 0, dtype=torch.uint8, device="cpu")
             for number, size in enumerate(self._sizes[rank])
         ]
         self._read_rows(
@@ -138,7 +138,7 @@ class BoxReader:
         """Bytes of a tensor's block from the byte `first` of the tensor on, in fresh memory."""
         if not 0 <= first <= first + nbytes <= tensor.end - tensor.offset:
             raise CorruptCheckpoint(f"{self._infos[rank].path}: {tensor.name} has no {nbytes} bytes at byte {first}")
-        scratch = torch.empty(nbytes, dtype=torch.uint8)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._read_rows(rank, [(self._begin_of(rank, tensor) + first, nbytes, address_in(scratch, 0, nbytes))])
         return scratch
 

@@ -284,7 +284,7 @@ def _tensor(
         raise Refused(f"a tensor in it reaches to element {last} of a storage of {length}")
     require(math.prod(size) < _MOST_SIZE, "a tensor in it is damaged")
     storage.budget.take(_LEAF_BYTES)
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     tensor.set_(storage.content.untyped_storage(), offset, size, stride)
     for bit in metadata or ():
         require(

@@ -127,7 +127,7 @@ class TorchZip:
         entry = self.entries.get(name)
         if entry is None:
             raise Refused(f"it lacks {name[:200]!r}")
-        content = torch.empty(entry.nbytes, dtype=torch.uint8)
+        content = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         left = content.numpy().data
         position = self._begin + entry.begin
         while left:

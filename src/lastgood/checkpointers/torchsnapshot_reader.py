@@ -84,7 +84,7 @@ class StoredSnapshot:
                 return found
             require(entry.get("serializer") == "buffer_protocol", "nobody knows how it was written")
             require(end - begin == like.numel() * like.element_size(), f"{end - begin} bytes are not what it needs")
-            content = torch.empty(end - begin, dtype=torch.uint8)
+            content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             left = content.numpy().data
             while left:
                 got = os.preadv(descriptor, [left], end - len(left))

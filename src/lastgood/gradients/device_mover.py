@@ -120,7 +120,7 @@ class DeviceMover:
                 return None
             time.sleep(_POLL_S)
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except BaseException:
             with self._lock:
                 self._held_bytes -= nbytes

@@ -97,7 +97,7 @@ class RingReducer:
         def run() -> None:
             try:
                 for number, bucket in enumerate(self._layout.buckets):
-                    zeros = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+                    zeros = torch.zeros(bucket.nbytes, dtype=torch.uint8, device="cpu")
                     plan = self._comm.plan(
                         bucket.nbytes // ITEM_BYTES[bucket.dtype],
                         bucket.dtype,

@@ -302,10 +302,10 @@ def _target(entry: Entry, parameter: torch.Tensor) -> torch.Tensor | None:
     elif entry.key == "step":
         if prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR_BYTES:
             return None
-        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
     elif tuple(entry.shape) != tuple(parameter.shape):
         return None
     else:
-        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
     found = _entry(entry.parameter, entry.key, tensor)
     return tensor if found == entry else None

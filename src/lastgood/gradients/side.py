@@ -51,7 +51,9 @@ class SideRecords:
         """
         pieces = self._pieces()
         devices = {device for piece in pieces for device in piece.devices}
-        memory = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, pin_memory=bool(devices))
+        memory = torch.empty(
+            sum(piece.nbytes for piece in pieces), dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
+        )
         view = memoryview(memory.numpy().data)
         at = 0
         for piece in pieces:
@@ -142,7 +144,7 @@ def _open_piece(record: bytearray, at: int, where: str) -> tuple[dict[str, Any],
             f"{layout.stream_bytes}"
         )
     # A tensor of its own begins at an address that suits every dtype; the record's bytes behind the text do not.
-    memory = torch.empty(layout.stream_bytes, dtype=torch.uint8)
+    memory = torch.empty(layout.stream_bytes, dtype=torch.uint8, device="cpu")
     memoryview(memory.numpy().data)[:] = record[begin:end]
     blocks = [memory[at : at + size] for at, size in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
     return unflatten(layout, blocks, where), end

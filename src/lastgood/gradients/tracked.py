@@ -139,7 +139,7 @@ class Tracked:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 entries.append(Entry(parameter=declared, key=key, dtype=dtype, shape=shape, nbytes=tensor.nbytes))
         pinned = any(source.is_cuda for source in sources)
-        memory = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8, pin_memory=pinned, device="cpu")
         at = 0
         for source in sources:
             memory[at : at + source.numel()].copy_(source, non_blocking=True)

@@ -33,7 +33,7 @@ class FlatState:
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parameters]
         self.buffers: dict[str, torch.Tensor] = {}
         if spec.kind != "sgd":
-            steps = self.buffers["step"] = torch.zeros(len(parameters), dtype=torch.float32)
+            steps = self.buffers["step"] = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
             for held, step in zip(self.tensors, steps.unbind(), strict=True):
                 held["step"] = step
         for key in keys:

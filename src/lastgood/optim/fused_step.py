@@ -141,5 +141,5 @@ def _buffer(dtype: torch.dtype, elements: int) -> torch.Tensor:
     """This thread's memory for prepared gradients: one for all buckets, so that it stays in the cache."""
     held: torch.Tensor | None = getattr(_scratch, "buffer", None)
     if held is None or held.numel() < elements * dtype.itemsize:
-        held = _scratch.buffer = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
+        held = _scratch.buffer = torch.empty(elements * dtype.itemsize, dtype=torch.uint8, device="cpu")
     return held[: elements * dtype.itemsize].view(dtype)

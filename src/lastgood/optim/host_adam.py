@@ -49,8 +49,8 @@ class TorchAdam:
             "weight_decay": numbers.weight_decay,
         }
         if grad_scale is not None:
-            self._arguments["grad_scale"] = torch.tensor(grad_scale, dtype=torch.float32)
-            self._arguments["found_inf"] = torch.tensor(0.0, dtype=torch.float32)
+            self._arguments["grad_scale"] = torch.tensor(grad_scale, dtype=torch.float32, device="cpu")
+            self._arguments["found_inf"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     def __call__(self, rows: Rows, steps: Sequence[torch.Tensor]) -> None:
         """Step in place. `steps` are the counts of each row, with this step."""
@@ -68,7 +68,7 @@ class HostAdam:
         self._numbers = numbers
         factor2 = 1.0
         if isinstance(rule.clip, ClipNorm):
-            factor2 = float(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype)))
+            factor2 = float(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype), device="cpu"))
         self._arguments: dict[str, Any] = {
             "decoupled": kind == "adamw",
             "maximize": flags.maximize,
@@ -141,7 +141,7 @@ def _alike(kind: str, dtype: str, amsgrad: bool, maximize: bool, rates: tuple[fl
     start = [draw(), draw(), draw().square(), *([draw().square()] if amsgrad else [])]
     ours, theirs = ([tensor.clone() for tensor in start] for _ in range(2))
     for count in range(1, _PROBE_STEPS + 1):
-        step, gradient = torch.tensor(float(count)), draw()
+        step, gradient = torch.tensor(float(count), device="cpu"), draw()
         HostAdam(kind, flags, numbers, UpdateRule((numbers,)), 1)([[*ours, gradient]], [step])
         TorchAdam(kind, flags, numbers)([[*theirs, gradient]], [step])
     return all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
@@ -156,4 +156,4 @@ def _values(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
 def _learning_rate(numbers: GroupRule) -> float | torch.Tensor:
     if not numbers.tensor_lr:
         return numbers.lr
-    return torch.tensor(numbers.lr, dtype=getattr(torch, numbers.tensor_lr))
+    return torch.tensor(numbers.lr, dtype=getattr(torch, numbers.tensor_lr), device="cpu")

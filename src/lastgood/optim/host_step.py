@@ -64,8 +64,8 @@ class HostStep:
             self._parameters[i].grad = gradient
             self._lend_state(optimizer, i)
         if rule.grad_scale is not None:
-            optimizer.grad_scale = torch.tensor(rule.grad_scale, dtype=torch.float32)
-            optimizer.found_inf = torch.tensor(0.0, dtype=torch.float32)
+            optimizer.grad_scale = torch.tensor(rule.grad_scale, dtype=torch.float32, device="cpu")
+            optimizer.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         try:
             optimizer.step()
         finally:
@@ -140,7 +140,7 @@ def _flags(spec: OptimizerSpec, number: int) -> dict[str, Any]:
 
 def _set_numbers(group: dict[str, Any], rule: GroupRule) -> None:
     tensor = bool(rule.tensor_lr)
-    group["lr"] = torch.tensor(rule.lr, dtype=getattr(torch, rule.tensor_lr)) if tensor else rule.lr
+    group["lr"] = torch.tensor(rule.lr, dtype=getattr(torch, rule.tensor_lr), device="cpu") if tensor else rule.lr
     group["weight_decay"] = rule.weight_decay
     if "betas" in group:
         group["betas"] = rule.betas

@@ -25,7 +25,7 @@ class Preparation:
             self._operations.append(_product(rule.inverse_scale))
         if isinstance(rule.clip, ClipNorm) and rule.clip.coefficient != 1.0:
             self._operations.append(
-                _product(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype)))
+                _product(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype), device="cpu"))
             )
         elif isinstance(rule.clip, ClipValue):
             limit = rule.clip.limit

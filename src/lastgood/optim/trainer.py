@@ -140,4 +140,4 @@ class RuleMaker:
 def _steps_made(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
     # Not by indexing: torch's state would gain an entry.
     made = optimizer.state.get(parameter, {}).get("step")
-    return torch.zeros(()) if made is None else made.float()
+    return torch.zeros((), device="cpu") if made is None else made.float()

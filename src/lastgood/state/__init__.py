@@ -1,13 +1,15 @@
 """States of a training: flattening to bytes and back, to the bit; random generators; digests."""
 
 from lastgood.state.apply import apply_tree, check_tree, holds_its_values, load_tree
+from lastgood.state.checked import Checked
 from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful, stateful_paths, unflatten
 from lastgood.state.layout import Layout
-from lastgood.state.rng import RngState, seed_everything
+from lastgood.state.rng import RngState, generators_kept, seed_everything
 from lastgood.state.world import NewWorld
 
 __all__ = [
+    "Checked",
     "FlatState",
     "Layout",
     "NewWorld",
@@ -15,6 +17,7 @@ __all__ = [
     "apply_tree",
     "check_tree",
     "flatten",
+    "generators_kept",
     "holds_its_values",
     "is_stateful",
     "load_tree",

@@ -12,6 +12,7 @@ import numpy as np
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.state.bits import copy_bits, needs_own_copy
+from lastgood.state.checked import loads_last
 from lastgood.state.compare import Keys, check_tree, holds_live_parts, stays_itself
 from lastgood.state.flatten import is_stateful
 from lastgood.state.optimizer_loads import load_optimizer
@@ -50,10 +51,11 @@ def holds_its_values(value: Any) -> bool:
 def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:
     """The second half of `apply_tree`, for a tree that was checked. Tensors already in their live memory stay.
 
+    Random generators come last: what other parts do when they are loaded may draw from them.
     Raises CheckpointError for what an object's own load_state_dict refuses, naming it and what was loaded before it.
     """
     loaded: list[str] = []
-    for name, live in state.items():
+    for name, live in sorted(state.items(), key=lambda item: loads_last(item[1])):
         path = f"{where}: {name}"
         try:
             value = _loaded(live, tree[name], path)

@@ -13,6 +13,7 @@ import numpy as np
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
+from lastgood.state.checked import Checked
 from lastgood.state.flatten import is_stateful
 from lastgood.state.optimizer_loads import has_torch_layout
 from lastgood.state.optimizers import is_optimizer
@@ -95,6 +96,12 @@ class _Comparison:
             _check_optimizer(live, saved, path)
         elif isinstance(live, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
             _check_of_torch(live, saved, path)
+        elif isinstance(live, Checked):
+            if not isinstance(saved, Mapping) or not all(key in saved for key in live.saved_keys):
+                raise MismatchError(
+                    f"{path}: the state holds {_kind(live)}, the checkpoint {_kind(saved)} of another kind"
+                )
+            live.check_saved(saved, path)
         elif is_stateful(live):
             return
         elif isinstance(live, Mapping):

@@ -512,7 +512,7 @@ def tensor_over(
     """The tensor that a T node describes, over its block. Raises ValueError where it does not lie inside."""
     kind = dtype_named(dtype)
     if 0 in shape:
-        return torch.empty_strided(shape, stride, dtype=kind)
+        return torch.empty_strided(shape, stride, dtype=kind, device="cpu")
     source = _block_of(blocks, block)
     reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     end = offset + (reach + 1) * kind.itemsize

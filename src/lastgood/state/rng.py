@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lastgood._lazy import lazy_module
-from lastgood.errors import MismatchError
+from lastgood.errors import CorruptCheckpoint, MismatchError
+from lastgood.state.checked import Checked
+from lastgood.state.digest import state_digest
 from lastgood.state.world import NewWorld
+from lastgood.text import parse_json
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
 
-__all__ = ["RngState", "seed_everything"]
+__all__ = ["RngState", "generators_kept", "seed_everything"]
 
 _log = logging.getLogger("lastgood")
 
+_USUAL = "MT19937"
+"""The kind of numpy's global generator, unless somebody changes it."""
 
-class RngState:
+
+class RngState(Checked):
     """State of the generators of Python, numpy, torch's CPU and every CUDA device, as tensors and plain values.
 
     A CUDA generator that stands where `torch.manual_seed` put it, and has drawn nothing, is known by the seed of the
@@ -35,45 +43,43 @@ class RngState:
     number, so that ranks that drew alike have equal states, and a rank may go on with another device.
     """
 
+    saved_keys = ("python", "numpy", "torch", "cuda")
+    loads_last = True
+
     def state_dict(self) -> dict[str, Any]:
         """Read every generator, without beginning to use CUDA."""
         version, words, gauss = random.getstate()
-        numpy_state = np.random.get_state(legacy=False)
         return {
             # Packed into tensors: as a tuple of 625 ints it would be half of a small model's layout.
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {
-                "name": str(numpy_state["bit_generator"]),
-                "keys": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-                "position": int(numpy_state["state"]["pos"]),
-                "has_gauss": int(numpy_state["has_gauss"]),
-                "cached_gauss": float(numpy_state["gauss"]),
-            },
+            # By way of numpy: torch.tensor would make them on the default device, wherever that is.
+            "python": {"version": version, "words": torch.from_numpy(np.array(words, dtype=np.int64)), "gauss": gauss},
+            "numpy": _numpy_state(),
             "torch": torch.get_rng_state(),
             "cuda": _cuda_states(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator. Raises MismatchError if more CUDA devices were drawn on than this machine has."""
-        cuda = state["cuda"]
-        own = len(cuda) == 1 and _is_one_of_several()
-        if cuda and torch.cuda.device_count() < len(cuda):
+    def check_saved(self, saved: Any, path: str) -> None:
+        """Refuse generators of more CUDA devices than this machine has, and another kind of numpy's."""
+        if saved["cuda"] and torch.cuda.device_count() < len(saved["cuda"]):
             raise MismatchError(
-                f"rng: the checkpoint holds generators of {len(cuda)} CUDA devices, this machine has "
+                f"{path}: the checkpoint holds generators of {len(saved['cuda'])} CUDA devices, this machine has "
                 f"{torch.cuda.device_count()}; restore where there are as many"
             )
-        python, numpy_state = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        keys = numpy_state["keys"].numpy().astype(np.uint32)
-        np.random.set_state(
-            (
-                numpy_state["name"],
-                keys,
-                numpy_state["position"],
-                numpy_state["has_gauss"],
-                numpy_state["cached_gauss"],
+        kinds = saved["numpy"]["name"], str(np.random.get_state(legacy=False)["bit_generator"])
+        if kinds[0] != kinds[1]:
+            raise MismatchError(
+                f"{path}: numpy's global generator was a {kinds[0]}, and is a {kinds[1]} now; call "
+                f"numpy.random.set_bit_generator(numpy.random.{kinds[0]}()) before attach()"
             )
-        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator. Raises MismatchError as `check_saved` does."""
+        self.check_saved(state, "rng")
+        cuda = state["cuda"]
+        own = len(cuda) == 1 and _is_one_of_several()
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        _set_numpy(state["numpy"])
         # A copy: torch reads from the start of the storage, wherever in it the tensor begins.
         torch.set_rng_state(state["torch"].clone())
         # The seed that came with the CPU's state; torch remembers it for CUDA until CUDA is in use.
@@ -103,6 +109,49 @@ class RngState:
             seed,
         )
         seed_everything(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn inside, the generators stand afterwards where they stood before."""
+    generators = RngState()
+    before = generators.state_dict()
+    try:
+        yield
+    finally:
+        if state_digest({"rng": before}) != state_digest({"rng": generators.state_dict()}):
+            generators.load_state_dict(before)
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Of numpy's global generator, whose bits may come from any of numpy's kinds."""
+    state = np.random.get_state(legacy=False)
+    found: dict[str, Any] = {"name": str(state["bit_generator"])}
+    if found["name"] == _USUAL:
+        found |= {
+            "keys": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+            "position": int(state["state"]["pos"]),
+        }
+    else:
+        # Numbers of up to 128 bits, and arrays of 64-bit ones.
+        bits = {key: value for key, value in state.items() if key not in ("bit_generator", "has_gauss", "gauss")}
+        found["bits"] = json.dumps(bits, default=lambda value: value.tolist())
+    return found | {"has_gauss": int(state["has_gauss"]), "cached_gauss": float(state["gauss"])}
+
+
+def _set_numpy(state: Mapping[str, Any]) -> None:
+    gauss = {"has_gauss": state["has_gauss"], "gauss": state["cached_gauss"]}
+    if state["name"] == _USUAL:
+        bits = {"state": {"key": state["keys"].numpy().astype(np.uint32), "pos": state["position"]}}
+    else:
+        bits = parse_json(state["bits"], "rng: numpy's generator", most_bytes=64 * 1024, error=CorruptCheckpoint)
+        bits["state"] = {
+            key: np.array(value, dtype=np.uint64) if isinstance(value, list) else value
+            for key, value in bits["state"].items()
+        }
+        if isinstance(bits.get("buffer"), list):
+            bits["buffer"] = np.array(bits["buffer"], dtype=np.uint64)
+    np.random.set_state({"bit_generator": state["name"], **bits, **gauss})
 
 
 def _cuda_states() -> list[torch.Tensor | None]:
