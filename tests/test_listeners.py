@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.checkpointers.agreement.channel import open_channel
+from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.gradients.asking import Asker
 from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.metrics import MetricsServer
@@ -116,7 +118,19 @@ def checks(_: Path) -> Iterator[tuple[int, Enter]]:
         yield int(address.rpartition(":")[2]), enter
 
 
-LISTENERS = [shadow, metrics, switch, checks]
+@contextlib.contextmanager
+def coordinator(_: Path) -> Iterator[tuple[int, Enter]]:
+    listener = open_listener()
+    port = listener.getsockname()[1]
+    serving = Coordinator(listener, TOKEN, 2, WAIT_S)
+    try:
+        yield port, lambda: open_channel("127.0.0.1", port, TOKEN, WAIT_S).close()
+        assert serving._thread.is_alive()
+    finally:
+        serving.close(0.0)
+
+
+LISTENERS = [coordinator, shadow, metrics, switch, checks]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

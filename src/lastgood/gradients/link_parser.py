@@ -16,7 +16,7 @@ from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.wire import frames
-from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES
+from lastgood.wire.frames import ANSWER_BYTES, NONCE_BYTES, PROOF_BYTES
 from lastgood.wire.gate import Handshake, Ready
 from lastgood.wire.records import FINAL, HEADER_BYTES, Record, RecordKind, parse_header
 from lastgood.wire.ring_link import RING_GREETING, Hello, parse_hello
@@ -45,9 +45,9 @@ def relay_proof(
         outer = yield from _connect(targets)
         outer.send(opening)
         answer = b""
-        while len(answer) < NONCE_BYTES + PROOF_BYTES:
+        while len(answer) < ANSWER_BYTES:
             yield Ready(outer, selectors.EVENT_READ)
-            part = outer.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
+            part = outer.recv(ANSWER_BYTES - len(answer))
             if not part:
                 raise ConnectionError(errno.ECONNRESET, "it closed the connection before its proof")
             answer += part

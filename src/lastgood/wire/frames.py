@@ -28,6 +28,7 @@ from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake, Step
 
 __all__ = [
+    "ANSWER_BYTES",
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_MESSAGE_BYTES",
@@ -60,6 +61,8 @@ _MAGIC = b"LGM1"
 PEER_GREETING = b"lastgood peer 1\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 NONCE_BYTES = PROOF_BYTES = 32
+ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
+"""Of the peer's answer to a greeting, which begins with its nonce; the trainer's proof follows it."""
 _MAX_HELLO_BYTES = 4096
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024

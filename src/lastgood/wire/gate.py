@@ -140,7 +140,7 @@ class Gate(Generic[_T]):
     """Takes connections of `listener`, which it closes at its end, and gives away those that prove themselves.
 
     For one thread, which calls `step` again and again; or, in a selector of the caller's, whenever this is readable
-    (`fileno`) and at least a few times a second. As a context it closes.
+    (`fileno`), and no later than `patience` says. As a context it closes.
 
     Args:
         listener: bound; it listens from here on.
@@ -197,6 +197,13 @@ class Gate(Generic[_T]):
         """Connections that have not proved themselves yet."""
         return len(self._strangers)
 
+    def patience(self, timeout_s: float) -> float:
+        """Seconds until it has something to do though nothing happens, `timeout_s` at most."""
+        ends = [] if self._paused_until is None else [self._paused_until]
+        if self._strangers:
+            ends.append(next(iter(self._strangers)).deadline)
+        return max(0.0, min([timeout_s, *(end - time.monotonic() for end in ends)]))
+
     def step(self, timeout_s: float) -> list[Guest[_T]]:
         """Wait up to `timeout_s` for something to happen; returns those that have proved themselves meanwhile.
 
@@ -205,7 +212,7 @@ class Gate(Generic[_T]):
         if self._listener.fileno() != self._port:
             raise OSError(errno.EBADF, "the listening socket was closed")
         knocked = False
-        for key, _ in self._selector.select(self._patience(timeout_s)):
+        for key, _ in self._selector.select(self.patience(timeout_s)):
             if key.data is None:
                 knocked = True
             elif key.data in self._strangers:
@@ -257,12 +264,6 @@ class Gate(Generic[_T]):
         self.lines.close()
 
     # -- those who come ------------------------------------------------------------------------------------------------
-
-    def _patience(self, timeout_s: float) -> float:
-        ends = [] if self._paused_until is None else [self._paused_until]
-        if self._strangers:
-            ends.append(next(iter(self._strangers)).deadline)
-        return max(0.0, min([timeout_s, *(end - time.monotonic() for end in ends)]))
 
     def _take_some(self) -> None:
         for _ in range(max(1, min(_BATCH, self._most // 8))):

@@ -257,6 +257,29 @@ def test_many_silent_strangers_leave_room(port):
         stranger.close()
 
 
+@pytest.mark.parametrize("error", [RecursionError("deep"), KeyError("kind"), MemoryError()], ids=repr)
+def test_whatever_a_rank_brings_ends_its_connection_only(port, monkeypatch, error, caplog):
+    """A message that nobody thought of."""
+    one = port(2)
+    (first, heard), (second, _) = one.running(2)
+    hear, failed = Coordinator._hear, []
+
+    def odd(coordinator, guest, message):
+        if message.get("kind") == "committed" and not failed:
+            failed.append(message)
+            raise error
+        hear(coordinator, guest, message)
+
+    monkeypatch.setattr(Coordinator, "_hear", odd)
+    second.committed(1)
+    wait_until(lambda: failed, "the message")
+    wait_until(lambda: "control port" in caplog.text, "a line in the log")
+    assert one.coordinator._thread.is_alive()
+    for member in (first, second):  # which connects anew by itself
+        member.committed(2)
+    wait_until(lambda: any(said.step == 2 for said in heard), "a fate after that")
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300), st.booleans())
 def test_no_bytes_break_a_channel_or_are_taken_for_a_message(content, behind_a_message):

@@ -7,19 +7,18 @@ token, which is not sent, so a foreign process on a port of ours, and ours on a 
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import select
 import socket
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
-from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message, proof
+from lastgood.wire.frames import HEADER_BYTES, message_frame, message_step, parse_header, parse_message, proof
+from lastgood.wire.gate import Handshake, close_in_forks
 
-__all__ = ["Channel", "close_in_forks", "open_channel", "prove_coordinator", "whole_number"]
+__all__ = ["Channel", "coordinator_handshake", "open_channel", "whole_number"]
 
 _GREETING = "lastgood agreement 1"
 _NONCE_BYTES = 32
@@ -36,9 +35,10 @@ class Channel:
     what arrives is no message.
     """
 
-    def __init__(self, connection: socket.socket, other: str) -> None:
+    def __init__(self, connection: socket.socket, other: str, *, proved: bool = False) -> None:
         self.other = other
-        self.proved = False
+        self.proved = proved
+        """Whether the other side has shown that it knows the token."""
         self.heard_s = time.monotonic()
         """When the last byte came, on the monotonic clock."""
         self._socket = connection
@@ -102,22 +102,6 @@ class Channel:
         self._socket.close()
 
 
-_not_shared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_in_forks(end: socket.socket) -> None:
-    """A data loader's worker that outlives a killed training must hold neither its port nor its connections."""
-    _not_shared.add(end)
-
-
-def _close_in_child() -> None:
-    for end in list(_not_shared):
-        end.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 def whole_number(message: dict[str, Any], key: str, below: int = 1 << 63) -> int:
     """A number of a message. Raises CorruptCheckpoint where it is none, or out of bounds."""
     value = message.get(key)
@@ -136,21 +120,21 @@ def _hexadecimal(message: dict[str, Any], key: str) -> bytes:
         raise CorruptCheckpoint(f"a proof of the token is due, and the message has no {key}") from error
 
 
-def prove_coordinator(channel: Channel, message: dict[str, Any], token: bytes, nonces: list[bytes]) -> None:
-    """The coordinator's side: one step of the proof per message; `channel.proved` says when it is done.
+def coordinator_handshake(other: str, token: bytes) -> Handshake[bool]:
+    """The coordinator's side, at its gate; True once the other side has shown that it knows `token`.
 
-    Raises MismatchError where the other side does not know `token`.
+    Raises MismatchError if it does not, CorruptCheckpoint for what is no message of this protocol.
     """
-    if not nonces:
-        if message.get("kind") != _GREETING:
-            raise MismatchError(f"{channel.other} does not speak this protocol")
-        nonces += [_hexadecimal(message, "nonce"), secrets.token_bytes(_NONCE_BYTES)]
-        shown = proof(token, b"coordinator", *nonces)
-        channel.send(kind="proof", nonce=nonces[1].hex(), proof=shown.hex())
-        return
-    if not hmac.compare_digest(_hexadecimal(message, "proof"), proof(token, b"member", *nonces)):
-        raise MismatchError(f"{channel.other} does not know this job's token")
-    channel.proved = True
+    greeting = yield from message_step(other, "a greeting")
+    if greeting.get("kind") != _GREETING:
+        raise MismatchError(f"{other} does not speak this protocol")
+    nonces = _hexadecimal(greeting, "nonce"), secrets.token_bytes(_NONCE_BYTES)
+    shown = proof(token, b"coordinator", *nonces)
+    yield message_frame({"kind": "proof", "nonce": nonces[1].hex(), "proof": shown.hex()})
+    answer = yield from message_step(other, "a proof")
+    if not hmac.compare_digest(_hexadecimal(answer, "proof"), proof(token, b"member", *nonces)):
+        raise MismatchError(f"{other} does not know this job's token")
+    return True
 
 
 def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channel:

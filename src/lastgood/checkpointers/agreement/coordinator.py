@@ -14,25 +14,24 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from lastgood.checkpointers.agreement.channel import Channel, close_in_forks, prove_coordinator, whole_number
+from lastgood.checkpointers.agreement.channel import Channel, coordinator_handshake, whole_number
 from lastgood.checkpointers.agreement.decide import Beginning, Decided, Fate, Identity, Report, Tally, begin
 from lastgood.checkpointers.agreement.words import cut, identity_of, report_of, short_reason
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError, WaitTimeout
+from lastgood.wire.gate import Gate, close_in_forks
+from lastgood.wire.gate import Guest as Proved
 
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger("lastgood")
 
-_MOST_STRANGERS = 64
-_STRANGER_S = 10.0
-"""For a new connection to prove itself."""
+_JOIN_S = 10.0
+"""From its proof on, for a new connection to say which rank it is."""
 _MOST_VERDICTS = 256
 _MOST_NAMED = 8
-_MOST_WARNINGS = 20
-"""About foreign connections: a port scan must not fill the log."""
 
 
 @dataclass(eq=False)
@@ -41,7 +40,6 @@ class _Guest:
 
     channel: Channel
     since_s: float
-    nonces: list[bytes] = field(default_factory=list)
     rank: int | None = None
 
 
@@ -72,7 +70,6 @@ class Coordinator:
     """
 
     def __init__(self, listener: socket.socket, token: bytes, world_size: int, silence_s: float) -> None:
-        self._listener = listener
         self._token = token
         self._world_size = world_size
         self._silence_s = silence_s
@@ -87,17 +84,22 @@ class Coordinator:
         self._tally = Tally(world_size)
         self._job_id = ""
         self._verdicts: dict[Identity, dict[str, Any]] = {}
-        self._warned = 0
         self._told_s = 0.0
         self._closing = False
         self._ended = threading.Event()
         self._linger_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken, listener):
+        for end in (self._wake, self._woken):
             end.setblocking(False)
             close_in_forks(end)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._gate: Gate[bool] = Gate(
+            listener,
+            lambda other: coordinator_handshake(other, token),
+            "at the control port of this job's checkpoints",
+            _log.warning,
+        )
+        self._selector.register(self._gate, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="lastgood-coordinator", daemon=True)
         self._thread.start()
@@ -116,20 +118,20 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not (self._closing and self._may_end()):
-                for key, events in self._selector.select(self._silence_s / 4):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._woken:
+                for key, events in self._selector.select(self._gate.patience(self._silence_s / 4)):
+                    if key.fileobj is self._woken:
                         self._drain_wake()
-                    else:
+                    elif key.data is not None:
                         self._serve(key.data, events)
+                for proved in self._gate.step(0.0):
+                    self._welcome(proved)
                 self._look_around()
         except Exception:
             _log.exception("the coordinator of the ranks' checkpoints failed; saves fail until the job begins again")
         finally:
             for guest in list(self._guests):
                 guest.channel.close()
-            for end in (self._listener, self._wake, self._woken):
+            for end in (self._gate, self._wake, self._woken):
                 end.close()
             self._selector.close()
             self._ended.set()
@@ -144,18 +146,15 @@ class Coordinator:
             while self._woken.recv(64):
                 pass
 
-    def _accept(self) -> None:
+    def _welcome(self, proved: Proved[bool]) -> None:
         try:
-            connection, address = self._listener.accept()
-        except OSError:  # it went away again, or this process has no more files
+            guest = _Guest(Channel(proved.connection, proved.other, proved=True), time.monotonic())
+            self._selector.register(guest.channel, selectors.EVENT_READ, guest)
+        except Exception as error:  # it has gone again, say: its own end only
+            self._gate.lines(f"{proved.other}: {error or repr(error)}")
+            proved.connection.close()
             return
-        strangers = sum(1 for guest in self._guests if guest.rank is None)
-        if strangers >= _MOST_STRANGERS:
-            connection.close()
-            return
-        guest = _Guest(Channel(connection, f"{address[0]}:{address[1]}"), time.monotonic())
         self._guests.add(guest)
-        self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _serve(self, guest: _Guest, events: int) -> None:
         try:
@@ -163,17 +162,14 @@ class Coordinator:
                 guest.channel.push()
             if events & selectors.EVENT_READ:
                 for message in guest.channel.receive():
-                    if not guest.channel.proved:
-                        prove_coordinator(guest.channel, message, self._token, guest.nonces)
-                    else:
-                        self._hear(guest, message)
+                    self._hear(guest, message)
                     if guest not in self._guests:
                         return
-        except LastgoodError as error:
-            if isinstance(error, (MismatchError, CorruptCheckpoint)) and self._warned < _MOST_WARNINGS:
-                self._warned += 1
-                _log.warning("at the control port of this job's checkpoints: %s; refused", error)
-            self._drop(guest, str(error))
+        except Exception as error:  # whatever one connection brings ends that one, and not the ranks' agreement
+            known = isinstance(error, LastgoodError)
+            if not known or isinstance(error, (MismatchError, CorruptCheckpoint)):
+                self._gate.lines(f"{error if known else repr(error)}; refused")
+            self._drop(guest, str(error) or repr(error))
         else:
             self._watch(guest)
 
@@ -219,7 +215,7 @@ class Coordinator:
         """Let go of what is silent, and say that this side is not."""
         now = time.monotonic()
         for guest in list(self._guests):
-            if guest.rank is None and now - guest.since_s > _STRANGER_S:
+            if guest.rank is None and now - guest.since_s > _JOIN_S:
                 self._drop(guest, "it said nothing")
             elif now - guest.channel.heard_s > self._silence_s:
                 self._drop(guest, f"nothing was heard from it for {self._silence_s:g} s")

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lastgood.checkpointers.agreement.channel import Channel, close_in_forks, open_channel, whole_number
+from lastgood.checkpointers.agreement.channel import Channel, open_channel, whole_number
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, failure_class
 from lastgood.checkpointers.agreement.words import cut, identity_of, reached_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
+from lastgood.wire.gate import close_in_forks
 
 __all__ = ["Address", "Member", "Offer"]
 
