@@ -353,6 +353,37 @@ def test_damage_of_an_export_is_seen(tmp_path):
             load_exported(out)
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.safetensors", "x.SAFETENSORS", "x.bin", "x"])
+@pytest.mark.parametrize("to", list(ExportFormat))
+def test_every_name_and_format_comes_back_or_is_refused_before_anything_is_written(tmp_path, name, to):
+    state = {"a": torch.arange(10)}
+    stored_state(tmp_path / "job", state)
+    out = tmp_path / name
+    promised = {".pt": PT, ".pth": PT, ".safetensors": SAFETENSORS}.get(out.suffix.lower(), to)
+    if promised is not to:
+        with pytest.raises(ConfigError, match=f"give --to {promised.value}, or another name"):
+            export(tmp_path / "job", out, to)
+        assert not out.exists()
+        return
+    export(tmp_path / "job", out, to)
+    if to is DCP:
+        found = {"a": torch.zeros(10, dtype=torch.int64)}
+        dcp.load(found, checkpoint_id=out, no_dist=True)
+    else:
+        found = load_exported(out)
+    assert torch.equal(found["a"], state["a"])
+
+
+def test_what_is_in_a_file_decides_how_it_is_read(tmp_path):
+    stored_state(tmp_path / "job", {"a": torch.arange(10)})
+    for to, other in ((PT, "x.safetensors"), (SAFETENSORS, "x.pt")):
+        export(tmp_path / "job", tmp_path / to.value, to)
+        (tmp_path / to.value).rename(tmp_path / other)
+        (tmp_path / "link").symlink_to(other)
+        assert torch.equal(load_exported(tmp_path / "link")["a"], torch.arange(10))
+        (tmp_path / "link").unlink()
+
+
 def test_the_checksums_are_over_the_tensors_bytes(tmp_path):
     import google_crc32c
 
@@ -365,7 +396,19 @@ def test_the_checksums_are_over_the_tensors_bytes(tmp_path):
     begin, end = header["x"]["data_offsets"]
     data = content[8 + length :][begin:end]
     assert data == state["x"].contiguous().numpy().tobytes()
-    assert json.loads(header["__metadata__"]["lastgood.crc32c"]) == {"x": f"{google_crc32c.value(data):08x}"}
+    facts = header["__metadata__"]
+    checksums = json.loads(facts.pop("lastgood.crc32c"))
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+    assert checksums == {name: f"{google_crc32c.value(of):08x}" for name, of in (("x", data), ("__metadata__", text))}
+
+
+def test_small_parts_of_large_memory_are_refused_by_safetensors_and_kept_by_pt(tmp_path):
+    column = torch.zeros(1 << 20, 16)[:, :1]
+    stored_state(tmp_path / "job", {"a": column})
+    with pytest.raises(StateError, match="export to pt"):
+        export(tmp_path / "job", tmp_path / "out", SAFETENSORS)
+    export(tmp_path / "job", tmp_path / "out", PT)
+    assert load_exported(tmp_path / "out")["a"].stride() == (16, 1)
 
 
 def test_files_of_others_are_refused(tmp_path):

@@ -56,6 +56,10 @@ class ExportFormat(str, enum.Enum):
     DCP = "dcp"
 
 
+_PROMISED = {".safetensors": ExportFormat.SAFETENSORS, ".pt": ExportFormat.PT, ".pth": ExportFormat.PT}
+"""What other programs take a file of that name for: torch.load looks at the name, not at what is in the file."""
+
+
 @dataclass(frozen=True)
 class Exported:
     """What an export wrote."""
@@ -185,6 +189,12 @@ def load_exported(path: Path | str) -> dict[str, Any]:
 
 def check_target(out: Path, to: ExportFormat, force: bool) -> None:
     """Refuse, with ConfigError, a place where an export may not be written."""
+    promised = _PROMISED.get(out.suffix.lower())
+    if promised not in (None, to):
+        raise ConfigError(
+            f"{out}: what is called {out.suffix} is read as {promised.value}, and {to.value} is to be written; give "
+            f"--to {promised.value}, or another name"
+        )
     if not out.parent.is_dir():
         raise ConfigError(f"{out}: there is no directory {out.parent}; make it first")
     if not os.path.lexists(out):

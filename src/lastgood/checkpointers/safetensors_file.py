@@ -5,6 +5,8 @@ The metadata hold the layout, so nothing is lost: plain values, shared memory, s
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import struct
@@ -15,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.stored import NamedTensor, most_bytes, named_tensors, typed_view
+from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
-from lastgood.files import open_new
+from lastgood.files import open_new, open_regular, storage_error
+from lastgood.pickles import DAMAGE, Budget, require
 from lastgood.state import Layout, unflatten
-from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.storage.files import flush
 from lastgood.text import parse_json
-from lastgood.units import MIB
+from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -78,9 +80,14 @@ _ARRAY_TAGS = {
     "<c8": "C64",
 }
 
+_OWN = "lastgood."
 _LAYOUT = "lastgood.layout"
 _ALIASES = "lastgood.aliases"
 _CHECKSUMS = "lastgood.crc32c"
+_OF_FACTS = "__metadata__"
+"""Stands for all other metadata among the checksums; no tensor has this name."""
+_BYTES_FOR_A_SIGN = 100
+"""Of memory, for each value of a JSON text."""
 
 
 class SafetensorsPlan:
@@ -118,6 +125,11 @@ class SafetensorsPlan:
             _LAYOUT: layout.to_json().decode(),
             _ALIASES: json.dumps(self.aliases),
         }
+        if layout.payload_bytes > Budget(position).most:
+            raise StateError(
+                f"{info.path}: step {info.step}: its tensors are small parts of {format_bytes(layout.payload_bytes)} "
+                "of memory, which a safetensors file of them does not account for; export to pt, which keeps the memory"
+            )
         self.data_begin = len(self.header({}))
         self.file_bytes = self.data_begin + position
         if self.data_begin > _MAX_HEADER_BYTES:
@@ -129,6 +141,7 @@ class SafetensorsPlan:
     def header(self, checksums: Mapping[str, int]) -> bytes:
         """Header and its length in front; of one length, whatever the checksums."""
         named = {tensor.name: f"{checksums.get(tensor.name, 0):08x}" for tensor in self.tensors}
+        named[_OF_FACTS] = f"{_facts_checksum(self._facts):08x}"
         document: dict[str, Any] = {"__metadata__": {**self._facts, _CHECKSUMS: json.dumps(named)}}
         for tensor in self.tensors:
             begin = self.begins[tensor.name]
@@ -140,6 +153,12 @@ class SafetensorsPlan:
         text = json.dumps(document, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+
+
+def _facts_checksum(metadata: Mapping[str, str]) -> int:
+    """CRC32C over all metadata but the checksums, each key and value as JSON, sorted by key."""
+    facts = {key: value for key, value in metadata.items() if key != _CHECKSUMS}
+    return _native.crc32c(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode(), 0)
 
 
 def _tag(tensor: NamedTensor) -> str | None:
@@ -211,73 +230,135 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
         content, position = content[written:], position + written
 
 
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
 def load_safetensors(path: Path) -> dict[str, Any]:
-    """The tree of a checkpoint that was exported. Raises CorruptCheckpoint, MismatchError."""
-    import safetensors
-
-    facts = read_facts(path)
-    layout = Layout.from_json(facts["layout"].encode(), str(path))
-    tensors = named_tensors(layout, str(path))
-    if layout.payload_bytes > most_bytes(path.stat().st_size):
-        raise CorruptCheckpoint(f"{path}: its layout is of {layout.payload_bytes} bytes, the file of far fewer")
-    try:
-        aliases, checksums = (
-            parse_json(facts[key], f"{path}: {key}", most_bytes=MAX_LAYOUT_BYTES) for key in ("aliases", "crc32c")
+    """The tree of a checkpoint that was exported. Raises CorruptCheckpoint, MismatchError, StorageError."""
+    with _opened(path) as file:
+        facts = file.facts()
+        layout = Layout.from_json(facts["layout"].encode(), str(path))
+        file.budget.take(layout.payload_bytes)
+        tensors = named_tensors(layout, str(path))
+        aliases = _aliases(tensors)
+        checksums = parse_json(facts["crc32c"], f"{path}: its checksums", most_bytes=_MAX_HEADER_BYTES)
+        require(
+            parse_json(facts["aliases"], str(path), most_bytes=_MAX_HEADER_BYTES) == aliases, "its aliases are damaged"
         )
+        require(type(checksums) is dict, "its checksums are damaged")
+        written = checksums.get(_OF_FACTS)  # older files have none
+        require(
+            written in (None, f"{_facts_checksum(file.metadata):08x}"), "the checksum of its metadata does not hold"
+        )
+        stored = [tensor for tensor in tensors if tensor.name not in aliases]
+        places = file.places(stored)
         # Bytes that no tensor covers are zero.
-        blocks = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in layout.block_bytes]
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            for tensor in tensors:
-                if tensor.name in aliases:
-                    continue
-                stored = file.get_tensor(tensor.name)
-                if tuple(stored.shape) != tensor.shape or stored.itemsize != tensor.itemsize:
-                    raise CorruptCheckpoint(
-                        f"{path}: {tensor.name} is {stored.dtype} {tuple(stored.shape)}, and {tensor.dtype} "
-                        f"{tensor.shape} in the layout"
-                    )
-                content = _bytes_of(stored)
-                found = _native.crc32c(content.numpy().data)
-                if found != int(checksums[tensor.name], 16):
-                    raise CorruptCheckpoint(
-                        f"{path}: {tensor.name}: checksum {found:08x} instead of {checksums[tensor.name]}"
-                    )
-                if tensor.nbytes:
-                    _scatter(typed_view(blocks[tensor.block], tensor), stored)
-    except (
-        AttributeError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        safetensors.SafetensorError,
-    ) as error:
-        raise CorruptCheckpoint(f"{path}: cannot be read: {error!r}") from error
-    return unflatten(layout, blocks, str(path))
-
-
-def _scatter(target: torch.Tensor, stored: torch.Tensor) -> None:
-    """Put dense elements back where they lay in their block."""
-    source = stored.as_strided((stored.numel(),), (1,)).view(target.dtype).view(target.shape)
-    for axis, step in enumerate(target.stride()):
-        if step == 0:  # an expanded tensor: all of them are one
-            target, source = target.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
-    target.copy_(source)
+        blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
+        for tensor in stored:
+            content = file.read(*places[tensor.name])
+            found = f"{_native.crc32c(content.numpy().data):08x}"
+            if found != checksums.get(tensor.name):
+                raise CorruptCheckpoint(
+                    f"{path}: {tensor.name}: checksum {found} instead of {checksums.get(tensor.name)!r:.20}"
+                )
+            if tensor.nbytes:
+                _scatter(typed_view(blocks[tensor.block], tensor), content)
+        return unflatten(layout, blocks, str(path))
 
 
 def read_facts(path: Path) -> dict[str, str]:
     """What an exported safetensors file says of itself: step, incarnation, sequence, job_id, and the layout's JSON.
 
-    Raises CorruptCheckpoint, and MismatchError for a file that Lastgood did not export.
+    Raises CorruptCheckpoint, StorageError, and MismatchError for a file that Lastgood did not export.
     """
-    import safetensors
+    with _opened(path) as file:
+        return file.facts()
 
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_File]:
     try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except (OSError, safetensors.SafetensorError) as error:
+        descriptor = open_regular(path)
+        try:
+            yield _File(descriptor, path)
+        finally:
+            os.close(descriptor)
+    except DAMAGE as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from error
-    if not {_LAYOUT, _ALIASES, _CHECKSUMS} <= metadata.keys():
-        raise MismatchError(f"{path}: not exported by Lastgood; its tensors can be read with safetensors alone")
-    return {key.removeprefix("lastgood."): value for key, value in metadata.items() if key.startswith("lastgood.")}
+    except OSError as error:
+        raise storage_error(error, path, "reading") from error
+
+
+class _File:
+    """An open file of which the header was read and checked. Raises Refused and what is named below."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        nbytes = os.fstat(descriptor).st_size
+        self.budget = Budget(nbytes)
+        """For the header, and what the layout in it describes."""
+        (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0).ljust(8, b"\0"))
+        require(2 <= length <= min(nbytes - 8, _MAX_HEADER_BYTES), f"its header is said to be of {length} bytes")
+        text = os.pread(descriptor, length, 8)
+        require(len(text) == length, "it became shorter while it was read")
+        # The layout is a text in it, and is read in its turn.
+        self.budget.take(3 * length + 2 * _BYTES_FOR_A_SIGN * sum(map(text.count, (b",", b"[", b"{"))))
+        header = parse_json(text, f"{path}: its header", most_bytes=_MAX_HEADER_BYTES)
+        require(type(header) is dict, "its header is no mapping")
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        require(type(self.metadata) is dict, "its metadata are no mapping")
+        require(all(type(value) is str for value in self.metadata.values()), "its metadata are no texts")
+        self._tensors: dict[str, Any] = header
+        self._data_begin = 8 + length
+        self._data_bytes = nbytes - self._data_begin
+
+    def facts(self) -> dict[str, str]:
+        """What Lastgood wrote into the metadata. Raises MismatchError if it wrote nothing."""
+        if not {_LAYOUT, _ALIASES, _CHECKSUMS} <= self.metadata.keys():
+            raise MismatchError(
+                f"{self._path}: not exported by Lastgood; its tensors can be read with safetensors alone"
+            )
+        own = (key for key in self.metadata if key.startswith(_OWN))
+        return {key.removeprefix(_OWN): self.metadata[key] for key in own}
+
+    def places(self, tensors: Sequence[NamedTensor]) -> dict[str, tuple[int, int]]:
+        """Begin and end of the bytes of each of `tensors`: these and no others, as the header has them."""
+        found = {}
+        require(len(tensors) == len(self._tensors), f"it holds {len(self._tensors)} tensors instead of {len(tensors)}")
+        for tensor in tensors:
+            entry = self._tensors.get(tensor.name)
+            require(type(entry) is dict, f"it lacks {tensor.name[:100]}")
+            assert entry is not None
+            kind, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+            alike = kind is not None and kind == _tag(tensor) and shape == list(tensor.shape)
+            require(alike, f"{tensor.name[:100]} is {kind!r:.20} {shape!r:.60} in it, and another tensor in the layout")
+            require(
+                type(place) is list and len(place) == 2 and all(type(at) is int for at in place), "a place is damaged"
+            )
+            begin, end = place
+            require(0 <= begin <= end <= self._data_bytes, f"{tensor.name[:100]} lies outside it")
+            require(end - begin == tensor.nbytes, f"{tensor.name[:100]} has {end - begin} bytes, not {tensor.nbytes}")
+            found[tensor.name] = (begin, end)
+        ordered = sorted(found.values())
+        require(all(one[1] <= two[0] for one, two in itertools.pairwise(ordered)), "its tensors lie one over another")
+        return found
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Bytes of the data, in memory of their own."""
+        content = torch.empty(end - begin, dtype=torch.uint8)
+        left = content.numpy().data
+        while left:
+            got = os.preadv(self._descriptor, [left], self._data_begin + end - len(left))
+            require(got > 0, "it became shorter while it was read")
+            left = left[got:]
+        return content
+
+
+def _scatter(target: torch.Tensor, content: torch.Tensor) -> None:
+    """Put dense elements back where they lay in their block."""
+    source = content.view(target.dtype).view(target.shape)
+    for axis, step in enumerate(target.stride()):
+        if step == 0:  # an expanded tensor: all of them are one
+            target, source = target.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
+    target.copy_(source)

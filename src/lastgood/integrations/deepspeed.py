@@ -342,7 +342,7 @@ def export_torch(tag_folder: Path | str, target: Path | str) -> list[Path]:
 def _load_foreign(path: Path) -> Any:
     """A file of torch.save, which DeepSpeed's own engine wrote: data, and objects of the listed classes."""
     try:
-        return build_records(read_torch_file(path, listed_classes()), str(path))
+        return build_records(read_torch_file(path.resolve(), listed_classes()), str(path))
     except CorruptCheckpoint as error:
         unknown = error.__cause__.unknown if isinstance(error.__cause__, Refused) else None
         if unknown is None:
