@@ -13,66 +13,14 @@ import pickle
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lastgood.units import MIB, format_bytes
+from lastgood.bounds import DAMAGE, MOST_INT_BYTES, Budget, Refused, hashable, key_cost
 
-__all__ = [
-    "MOST_DEPTH",
-    "MOST_INT_BYTES",
-    "Budget",
-    "Maker",
-    "Record",
-    "Refused",
-    "hashable",
-    "load_pickle",
-    "tree_cost",
-]
+__all__ = ["Maker", "Record", "load_pickle"]
 
-MOST_DEPTH = 100
-"""Containers inside containers."""
-MOST_INT_BYTES = 1024
-"""Of one integer: Python writes no more than 4,300 digits."""
 _MOST_NAME_BYTES = 256
-_MOST_KEY_ITEMS = 1000
-_SLACK = 56 * MIB
-"""With the buffers of a reader, 64 MiB."""
-_WIDE_KEY = 64 << 10
-"""Charged for a key of more than 61 bits: thousands of them may have one hash, and a dict of those takes for ever."""
-_SMALL = 61
-
-
-DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
-"""What reading outside bytes may raise beside OSError; `Refused` is one of them, and torch raises RuntimeError."""
-
-
-class Refused(ValueError):
-    """What is not read. `unknown` is the name in it that stands on no list, if that is the reason."""
-
-    def __init__(self, reason: str, unknown: str | None = None) -> None:
-        super().__init__(reason)
-        self.unknown = unknown
-
-
-def require(holds: bool, reason: str) -> None:
-    """Raise Refused unless something holds."""
-    if not holds:
-        raise Refused(reason)
-
-
-class Budget:
-    """What reading a file may take beside the bytes of its tensors: four times its size and 64 MiB in all."""
-
-    def __init__(self, file_bytes: int) -> None:
-        self.most = 3 * file_bytes + _SLACK
-        self.taken = 0
-
-    def take(self, nbytes: int) -> None:
-        """Count memory that is about to be used. Raises Refused when there is too little."""
-        self.taken += nbytes
-        if self.taken > self.most:
-            raise Refused(f"it would take more than {format_bytes(self.most)} of memory, out of proportion to its file")
 
 
 class Maker:
@@ -276,7 +224,7 @@ class _Machine:
         if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
             raise Refused(f"its pickle sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self._budget.take(160 + _key_cost(key, records=True))
+            self._budget.take(160 + key_cost(key, (Record,)))
             target[key] = value
 
     def _add_items(self) -> None:
@@ -394,105 +342,3 @@ _STEPS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.LONG_BINPUT: lambda machine: machine._put("<I"),
     pickle.MEMOIZE: _Machine._memoize,
 }
-
-
-# -- keys --------------------------------------------------------------------------------------------------------------
-
-
-def hashable(items: Iterable[Any], budget: Budget) -> list[Any]:
-    """`items` for a set, each looked at and charged before it is hashed. Raises Refused."""
-    found = list(items)
-    budget.take(sum(96 + _key_cost(item) for item in found))
-    return found
-
-
-def _key_cost(key: Any, records: bool = False) -> int:
-    """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end."""
-    cost, seen, waiting = 0, 0, [key]
-    while waiting:
-        item = waiting.pop()
-        seen += 1
-        kind = type(item)
-        if kind is int:
-            cost += _WIDE_KEY if item.bit_length() > _SMALL else 0
-        elif kind in (tuple, frozenset):
-            if seen + len(waiting) + len(item) > _MOST_KEY_ITEMS:
-                raise Refused(f"a key is made of more than {_MOST_KEY_ITEMS} values")
-            waiting += item
-        elif kind not in _KEYS and not (records and kind is Record):
-            raise Refused(f"a {kind.__name__} is a key")
-    return cost
-
-
-_KEYS = (str, bytes, bool, float, complex, type(None))
-
-
-# -- trees -------------------------------------------------------------------------------------------------------------
-
-
-_SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None))
-_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, frozenset)
-_ITEM, _SET_ITEM, _PAIR, _CONTAINER = 40, 260, 200, 900
-"""Bytes beside those of a value itself: more than `load_pickle` charges, whatever way the value was written."""
-
-
-def tree_cost(value: Any, leaf_cost: Callable[[Any], int | None], path: str) -> int:
-    """An upper bound of the memory that reading and walking a tree takes: what is in it twice is counted twice.
-
-    A tree is made of None, numbers, texts, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset (exact types)
-    and leaves, of which `leaf_cost` says what they cost beside; it gives None for anything else. So what passes here
-    when it is written is read again, and what passes when it is read can be walked without a thought for its depth and
-    its size. Raises Refused, naming the place below `path`, for what is no tree.
-    """
-    return _Costs(leaf_cost).of(value, path, 0)[0]
-
-
-class _Costs:
-    def __init__(self, leaf_cost: Callable[[Any], int | None]) -> None:
-        self._leaf_cost = leaf_cost
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def of(self, value: Any, path: str, depth: int) -> tuple[int, int]:
-        """The cost of a value, and how many containers deep it is."""
-        kind = type(value)
-        if kind in _SCALARS:
-            if kind is int and value.bit_length() >= 8 * MOST_INT_BYTES:
-                raise Refused(f"{path}: an integer of more than {MOST_INT_BYTES} bytes")
-            return _ITEM + sys.getsizeof(value), 0
-        if kind not in _CONTAINERS:
-            cost = self._leaf_cost(value)
-            if cost is not None:
-                return _ITEM + cost, 0
-            raise Refused(f"{path}: a {kind.__module__}.{kind.__qualname__} has no place there")
-        # Each container is looked at once, however often it is there.
-        cost, height = self._known.get(id(value), (0, 0))
-        if depth + height < MOST_DEPTH and not cost:
-            cost, height = self._container(value, kind, path, depth + 1)
-            self._known[id(value)] = cost, height
-        if depth + height >= MOST_DEPTH:
-            raise Refused(f"{path}: is deeper than {MOST_DEPTH} levels, or a container that holds itself")
-        return cost, height
-
-    def _container(self, value: Any, kind: type, path: str, depth: int) -> tuple[int, int]:
-        cost, height = _CONTAINER, 0
-        for item, place in _items(value, kind, path):
-            part, below = self.of(item, place, depth)
-            cost, height = cost + part, max(height, below)
-        if kind not in (list, tuple):
-            each = _SET_ITEM if kind in (set, frozenset) else _PAIR
-            cost += sum(each + _key_cost(key) for key in value)
-        return cost, height + 1
-
-
-def _items(value: Any, kind: type, path: str) -> Iterator[tuple[Any, str]]:
-    """What a container holds, keys included, and its place: short, for a key may be as long as the file."""
-    if kind in (list, tuple):
-        for number, item in enumerate(value):
-            yield item, f"{path}[{number}]"
-    elif kind in (set, frozenset):
-        for item in value:
-            yield item, f"{path}{{}}"
-    else:
-        for key, item in value.items():
-            yield key, f"{path}, a key"
-            yield item, f"{path}.{str(key)[:40]}"

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import DAMAGE, Budget, Refused, require
 from lastgood.checkpointers.torch_archive import TorchFile, dtype_names, size_maker
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded, storage_error
-from lastgood.pickles import DAMAGE, Budget, Maker, Record, Refused, load_pickle, require
+from lastgood.pickles import Maker, Record, load_pickle
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
+from lastgood.bounds import DAMAGE, Budget, require
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.files import open_new, open_regular, storage_error
-from lastgood.pickles import DAMAGE, Budget, require
 from lastgood.state import Layout, unflatten
 from lastgood.storage.files import flush
 from lastgood.text import parse_json

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import DAMAGE, Budget, Refused, hashable, require, tree_cost
 from lastgood.checkpointers.torch_zip import TorchZip
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.files import open_regular, storage_error
-from lastgood.pickles import DAMAGE, Budget, Maker, Record, Refused, hashable, load_pickle, require, tree_cost
+from lastgood.pickles import Maker, Record, load_pickle
 from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["TorchFile", "check_proportion", "dtype_names", "is_zip", "read_torch_file", "reading_cost", "size_maker"]
+__all__ = [
+    "TorchFile",
+    "check_proportion",
+    "dtype_names",
+    "file_names",
+    "is_zip",
+    "read_torch_file",
+    "reading_cost",
+    "size_maker",
+]
 
 _MOST_SIZE = 1 << 62
 _MOST_AXES = 64
@@ -101,11 +111,7 @@ class TorchFile:
         """What was saved. `records` as for `read_torch_file`."""
         self._check_byte_order()
         names = {
-            **_names(),
-            ("builtins", "set"): Maker("builtins.set", lambda items: set(hashable(_listed(items), self._budget))),
-            ("builtins", "frozenset"): Maker(
-                "builtins.frozenset", lambda items: frozenset(hashable(_listed(items), self._budget))
-            ),
+            **file_names(self._budget),
             **{(module, name): Record.maker(f"{module}.{name}") for module, name in records},
         }
         content = self._zip.read(f"{self._root}/data.pkl")
@@ -115,7 +121,7 @@ class TorchFile:
             names,
             self._budget,
             persistent=self._storage,
-            build={OrderedDict: _set_metadata},
+            build={OrderedDict: set_metadata},
         )
         del content
         if (
@@ -197,9 +203,20 @@ _STORAGES = {
 }
 
 
+def file_names(budget: Budget | None = None) -> Mapping[tuple[str, str], Any]:
+    """All that a file of torch.save may name. What sets hold is charged to `budget` before it is hashed."""
+    budget = budget or Budget(0)
+    return {
+        **_names(),
+        ("builtins", "set"): Maker("builtins.set", lambda items: set(hashable(_listed(items), budget))),
+        ("builtins", "frozenset"): Maker(
+            "builtins.frozenset", lambda items: frozenset(hashable(_listed(items), budget))
+        ),
+    }
+
+
 @functools.cache
 def _names() -> Mapping[tuple[str, str], Any]:
-    """All that a file of torch.save may name."""
     makers: dict[tuple[str, str], Callable[..., Any]] = {
         ("torch._utils", "_rebuild_tensor_v2"): _typed_tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _untyped_tensor,
@@ -363,7 +380,7 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return str(text).encode("latin-1")
 
 
-def _set_metadata(target: Any, state: Any) -> None:
+def set_metadata(target: Any, state: Any) -> None:
     """The versions of its modules, which the state_dict of a module carries as an attribute."""
     require(type(state) is dict and list(state) == ["_metadata"], "the state of an OrderedDict in it is damaged")
     require(type(state["_metadata"]) in (dict, OrderedDict), "the state of an OrderedDict in it is damaged")

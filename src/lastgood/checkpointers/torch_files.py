@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import MOST_DEPTH
 from lastgood.checkpointers.torch_archive import check_proportion, read_torch_file, reading_cost
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
 from lastgood.files import (
@@ -191,7 +192,7 @@ def plain_tree(value: Any) -> Any:
     return _map_containers(plain_tree, value)
 
 
-def pack_numpy(value: Any, path: str) -> Any:
+def pack_numpy(value: Any, path: str, depth: int = 0) -> Any:
     """Replace numpy's values, whose byte order torch's unpickler would lose, by their bytes in a tensor.
 
     Raises StateError, naming the place below `path`, for what would not come back.
@@ -203,7 +204,9 @@ def pack_numpy(value: Any, path: str) -> Any:
         return {_NUMPY: description, "shape": shape, "data": data}
     if type(value) in (dict, OrderedDict) and _NUMPY in value:
         raise StateError(f"{path}: the key {_NUMPY!r} is kept for Lastgood; name it otherwise")
-    return _map_containers(lambda item: pack_numpy(item, path), value)
+    if depth > MOST_DEPTH:
+        raise StateError(f"{path}: is deeper than {MOST_DEPTH} levels, or a container in it holds itself")
+    return _map_containers(lambda item: pack_numpy(item, path, depth + 1), value)
 
 
 def unpack_numpy(value: Any, where: str) -> Any:

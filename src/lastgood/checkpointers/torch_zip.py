@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lastgood._lazy import lazy_module
-from lastgood.pickles import Budget, Refused
+from lastgood.bounds import Budget, Refused
 
 if TYPE_CHECKING:
     import torch

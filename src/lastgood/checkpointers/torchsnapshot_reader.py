@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import DAMAGE, Budget, require
 from lastgood.checkpointers.torch_archive import TorchFile, dtype_names
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded, storage_error
-from lastgood.pickles import DAMAGE, Budget, require
 from lastgood.text import parse_json
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import Refused
 from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.stored import read_tree
 from lastgood.checkpointers.torch_archive import read_torch_file
@@ -24,7 +25,6 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
-from lastgood.pickles import Refused
 from lastgood.storage import SlotView
 from lastgood.storage.single import is_single_file, look_at_single
 from lastgood.units import MIB

@@ -1,0 +1,186 @@
+"""How much memory, depth and time what came from outside may take, whatever it says of itself."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lastgood.units import MIB, format_bytes
+
+__all__ = [
+    "DAMAGE",
+    "MOST_DEPTH",
+    "MOST_INT_BYTES",
+    "Budget",
+    "Refused",
+    "hashable",
+    "key_cost",
+    "require",
+    "tree_cost",
+]
+
+MOST_DEPTH = 100
+"""Containers inside containers."""
+MOST_INT_BYTES = 1024
+"""Of one integer: Python writes no more than 4,300 digits."""
+_MOST_KEY_ITEMS = 1000
+_SLACK = 56 * MIB
+"""With the buffers of a reader, 64 MiB."""
+_WIDE_KEY = 64 << 10
+"""Charged for a key of more than 61 bits: thousands of them may have one hash, and a dict of those takes for ever."""
+_SMALL = 61
+
+
+DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+"""What reading outside bytes may raise beside OSError; `Refused` is one of them, and torch raises RuntimeError."""
+
+
+class Refused(ValueError):
+    """What is not read. `unknown` is the name in it that stands on no list, if that is the reason."""
+
+    def __init__(self, reason: str, unknown: str | None = None) -> None:
+        super().__init__(reason)
+        self.unknown = unknown
+
+
+def require(holds: bool, reason: str) -> None:
+    """Raise Refused unless something holds."""
+    if not holds:
+        raise Refused(reason)
+
+
+class Budget:
+    """What reading a file may take beside the bytes of its tensors: four times its size and 64 MiB in all."""
+
+    def __init__(self, file_bytes: int) -> None:
+        self.most = 3 * file_bytes + _SLACK
+        self.taken = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count memory that is about to be used. Raises Refused when there is too little."""
+        self.taken += nbytes
+        if self.taken > self.most:
+            raise Refused(f"it would take more than {format_bytes(self.most)} of memory, out of proportion to its file")
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def hashable(items: Iterable[Any], budget: Budget) -> list[Any]:
+    """`items` for a set, each looked at and charged before it is hashed. Raises Refused."""
+    found = list(items)
+    budget.take(sum(96 + key_cost(item) for item in found))
+    return found
+
+
+def key_cost(key: Any, further: tuple[type, ...] = ()) -> int:
+    """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end."""
+    cost, seen, waiting = 0, 0, [key]
+    while waiting:
+        item = waiting.pop()
+        seen += 1
+        kind = type(item)
+        if kind is int:
+            cost += _WIDE_KEY if item.bit_length() > _SMALL else 0
+        elif kind in (tuple, frozenset):
+            if seen + len(waiting) + len(item) > _MOST_KEY_ITEMS:
+                raise Refused(f"a key is made of more than {_MOST_KEY_ITEMS} values")
+            waiting += item
+        elif kind not in _KEYS and kind not in further:
+            raise Refused(f"a {kind.__name__} is a key")
+    return cost
+
+
+_KEYS = (str, bytes, bool, float, complex, type(None))
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+
+_SCALARS = frozenset((str, bytes, bytearray, int, float, complex, bool, type(None)))
+_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, frozenset)
+_ITEM, _SET_ITEM, _PAIR, _CONTAINER = 40, 260, 200, 900
+"""Bytes beside those of a value itself: more than `load_pickle` charges, whatever way the value was written."""
+
+
+def tree_cost(value: Any, leaf_cost: Callable[[Any], int | None], path: str) -> int:
+    """An upper bound of the memory that reading and walking a tree takes: what is in it twice is counted twice.
+
+    A tree is made of None, numbers, texts, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset (exact types)
+    and leaves, of which `leaf_cost` says what they cost beside; it gives None for anything else. So what passes here
+    when it is written is read again, and what passes when it is read can be walked without a thought for its depth and
+    its size. Raises Refused, naming the place below `path`, for what is no tree.
+    """
+    try:
+        return _Costs(leaf_cost).of(value, 0)[0]
+    except _Misplaced as error:
+        place = "".join(reversed(error.steps))
+        raise Refused(f"{path}{place[:200]}: {error}") from None
+
+
+class _Misplaced(ValueError):
+    """What is no tree; the steps that lead there, the last one first, are added on the way up."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.steps: list[str] = []
+
+
+class _Costs:
+    def __init__(self, leaf_cost: Callable[[Any], int | None]) -> None:
+        self._leaf_cost = leaf_cost
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def of(self, value: Any, depth: int) -> tuple[int, int]:
+        """The cost of a value, and how many containers deep it is."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return _ITEM + _size_of(value), 0
+        if kind not in _CONTAINERS:
+            cost = self._leaf_cost(value)
+            if cost is None:
+                raise _Misplaced(f"a {kind.__module__}.{kind.__qualname__} has no place there")
+            return _ITEM + cost, 0
+        # Each container is looked at once, however often it is there.
+        known = self._known.get(id(value))
+        if depth + (1 if known is None else known[1]) > MOST_DEPTH:
+            raise _Misplaced(f"is deeper than {MOST_DEPTH} levels, or a container that holds itself")
+        if known is None:
+            known = self._known[id(value)] = self._container(value, kind, depth + 1)
+        return known
+
+    def _container(self, value: Any, kind: type, depth: int) -> tuple[int, int]:
+        cost, height = _CONTAINER, 0
+        of_keys = kind not in (list, tuple)
+        if of_keys:
+            each = _SET_ITEM if kind in (set, frozenset) else _PAIR
+            cost += sum(each + self._key(key, depth) for key in value)
+        if kind in (set, frozenset):
+            return cost, 1
+        for step, item in value.items() if of_keys else enumerate(value):
+            if type(item) in _SCALARS:
+                cost += _ITEM + _size_of(item)
+                continue
+            try:
+                part, below = self.of(item, depth)
+            except _Misplaced as error:
+                error.steps.append(f".{str(step)[:40]}" if of_keys else f"[{step}]")
+                raise
+            cost, height = cost + part, max(height, below)
+        return cost, height + 1
+
+    def _key(self, key: Any, depth: int) -> int:
+        try:
+            return key_cost(key) + self.of(key, depth)[0]
+        except (Refused, _Misplaced) as error:
+            raise _Misplaced(f"{error}, as a key") from None
+
+
+def _size_of(value: Any) -> int:
+    size = sys.getsizeof(value)
+    if size > MOST_INT_BYTES and type(value) is int and value.bit_length() >= 8 * MOST_INT_BYTES:
+        raise _Misplaced(f"an integer of more than {MOST_INT_BYTES} bytes")
+    return size
