@@ -253,7 +253,7 @@ def load_safetensors(path: Path) -> dict[str, Any]:
         stored = [tensor for tensor in tensors if tensor.name not in aliases]
         places = file.places(stored)
         # Bytes that no tensor covers are zero.
-        blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
+        blocks = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in layout.block_bytes]
         for tensor in stored:
             content = file.read(*places[tensor.name])
             found = f"{_native.crc32c(content.numpy().data):08x}"
@@ -346,7 +346,7 @@ class _File:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Bytes of the data, in memory of their own."""
-        content = torch.empty(end - begin, dtype=torch.uint8)
+        content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         left = content.numpy().data
         while left:
             got = os.preadv(self._descriptor, [left], self._data_begin + end - len(left))
