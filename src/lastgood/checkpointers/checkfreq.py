@@ -21,6 +21,7 @@ from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.checkfreq_budget import BudgetKeeper
 from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
+from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.checkpointers.torch_files import TorchFiles
 from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.state import FlatState, apply_tree, flatten, stateful_paths, unflatten
@@ -75,10 +76,12 @@ class CheckFreq(Checkpointer):
         self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
         self._buffers: list[torch.Tensor] = []
         self._snapshot: HostSnapshot | None = None
+        self._still = StillWeights()
         self._worker: threading.Thread | None = None
 
     def _start(self) -> None:
-        flatten(self.state)
+        self._still = StillWeights()
+        self._still.find(flatten(self.state))
         self._files.prepare()
 
     def _chooses_interval(self) -> bool:
@@ -99,7 +102,8 @@ class CheckFreq(Checkpointer):
         self.drain()
         event.phases.append(("wait", event.requested_s, time.perf_counter()))
         flat = flatten(self.state)
-        snapshot = HostSnapshot(flat, self._buffers_for(flat), f"checkfreq's snapshot of step {event.step}")
+        what = f"checkfreq's snapshot of step {event.step}"
+        snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
         worker = threading.Thread(
             target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{event.step}", daemon=True
         )

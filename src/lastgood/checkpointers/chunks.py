@@ -111,10 +111,14 @@ def copy_through_pool(
                     piece, position = next(pieces), 0
             lander.expect(index, streams.mark())
             remaining -= length
-        fence.open(streams.mark())
+        fence.check.look_at_all(streams)
+        copied = streams.mark()
+        fence.open(copied)
         lander.finish()
         if lander.failures:
             raise lander.failures[0]
+        for _, event in copied:
+            event.synchronize()
         fence.settle()
     except BaseException:
         # The writers must not get a buffer back that a copy is still running into.

@@ -29,6 +29,7 @@ from lastgood.checkpointers.gemini_memory.placement import placement
 from lastgood.checkpointers.gemini_memory.together import Together, address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
 from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory
+from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState, Layout, apply_tree, flatten, stateful_paths, unflatten
@@ -152,12 +153,14 @@ class Gemini(Checkpointer):
         self._memory: torch.Tensor | None = None
         self._pinned: PinnedMemory | None = None
         self._snapshot: HostSnapshot | None = None
+        self._still = StillWeights()
         self._worker: threading.Thread | None = None
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        flatten(self.state)
+        self._still = StillWeights()
+        self._still.find(flatten(self.state))
         together = self._meet()
         fault = ""
         try:
@@ -182,7 +185,8 @@ class Gemini(Checkpointer):
         kept = self._kept_by_all()
         self.drain()
         flat = flatten(self.state)
-        snapshot = HostSnapshot(flat, self._buffers_for(flat), f"gemini's snapshot of step {event.step}")
+        what = f"gemini's snapshot of step {event.step}"
+        snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
         worker = threading.Thread(
             target=self._send,
             args=(snapshot, event, self._sequence, kept),

@@ -27,6 +27,7 @@ from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.checkpointers.ranked import RankedJob
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import PinnedMemory
+from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import local_path, make_directory, storage_error
 from lastgood.state import FlatState, flatten
@@ -83,6 +84,7 @@ class PCcheck(Checkpointer):
         self._archive: Archive | None = None
         self._began_at: SlotInfo | None = None
         self._threads: list[threading.Thread] = []
+        self._still = StillWeights()
 
     @classmethod
     def tuned(cls, directory: Path | str, config: Path | str | None = None) -> PCcheck:
@@ -197,6 +199,8 @@ class PCcheck(Checkpointer):
     def _start(self) -> None:
         self._open()
         flat = flatten(self.state, spread=True)
+        self._still = StillWeights()
+        self._still.find(flat)
         if self.knobs.replicated != "none" and self._world()[1] > 1:
             self._division = self._ranked().division(self.knobs.replicated, flat)
         if all(optimizer.state for optimizer in optimizers_of(self.state)):
@@ -287,7 +291,7 @@ class PCcheck(Checkpointer):
         flight = None
         try:
             pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
-            flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s())
+            flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s(), self._still.find(flat))
             self._flights.add(number, flight)
             # A daemon: an ending process waits for it for a bounded time, in `end`.
             name = f"pccheck-step-{event.step}"

@@ -11,6 +11,7 @@ from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, freeze
+from lastgood.checkpointers.still_weights import StillBlocks
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
@@ -89,19 +90,19 @@ class Flight:
         meta: bytes,
         pool_memory: torch.Tensor | None,
         timeout_s: float,
+        still: StillBlocks,
     ) -> None:
         self.event = event
-        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat)
+        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat, still)
         self.sequence = slot.sequence
         self._slot = slot
         self._layout = flat.layout
-        self._deferred = flat.deferred
-        self._frozen = freeze(flat.immediate)
+        self._blocks = freeze(flat, still)
         self._timeout_s = timeout_s
         self._meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         self._pool_memory = pool_memory
         # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
-        self._streams = DeviceStreams([*flat.deferred, *self._frozen])
+        self._streams = DeviceStreams(self._blocks)
         self._lander = None if pool_memory is None else Lander(slot, timeout_s)
 
     def dismiss(self) -> None:
@@ -145,12 +146,11 @@ class Flight:
             raise
 
     def _copy(self) -> None:
-        blocks = [*self._deferred, *self._frozen]
         if self._pool_memory is not None and self._lander is not None:
             copy_through_pool(
                 self._slot,
                 self._layout,
-                blocks,
+                self._blocks,
                 self._meta,
                 self._pool_memory,
                 self._streams,
@@ -159,14 +159,21 @@ class Flight:
                 self._timeout_s,
             )
         else:
-            count = self._layout.deferred_blocks
-            sizes = self._layout.block_bytes
-            padding = padding_block()
-            self._slot.copy_host(host_ranges(blocks[:count], sizes[:count], padding), self._timeout_s)
+            copied = 0
+            for group, numbers in enumerate(self.fence.check.groups):
+                self._copy_host(copied, numbers[-1] + 1)
+                copied = numbers[-1] + 1
+                self.fence.check.look(group)
             self.fence.settle()
             self.fence.open()
             self.event.copied_s = time.perf_counter()
-            rest = host_ranges(blocks[count:], sizes[count:], padding)
-            self._slot.copy_host([*rest, (self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
+            self._copy_host(copied, len(self._blocks))
+            self._slot.copy_host([(self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
         if self.event.copied_s is None:
             self.event.copied_s = time.perf_counter()
+
+    def _copy_host(self, first: int, last: int) -> None:
+        """Copy blocks of host memory from number `first` up to `last`; they lie in the stream in this order."""
+        padding = padding_block()
+        ranges = host_ranges(self._blocks[first:last], self._layout.block_bytes[first:last], padding)
+        self._slot.copy_host(ranges, self._timeout_s)

@@ -247,7 +247,14 @@ def without_blocks(flat: FlatState, left_out: Mapping[int, int]) -> FlatState:
         sum(number < flat.layout.deferred_blocks for number in kept),
         RANKS_VERSION,
     )
-    return FlatState(layout, tuple(flat.blocks[number] for number in kept), flat.watched, flat.sharded)
+    return FlatState(
+        layout,
+        tuple(flat.blocks[number] for number in kept),
+        tuple(flat.names[number] for number in kept),
+        {renumbered[number]: views for number, views in flat.watched.items() if number in renumbered},
+        frozenset(renumbered[number] for number in flat.weights if number in renumbered),
+        flat.sharded,
+    )
 
 
 def _ranks_of(key: str) -> list[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.copy_check import CopyCheck
+from lastgood.checkpointers.still_weights import StillBlocks
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState
@@ -29,9 +31,14 @@ __all__ = [
 ]
 
 
-def freeze(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy blocks that training may change at once: on the CPU now, on CUDA in the order of the current stream."""
-    return [block.clone() for block in blocks]
+def freeze(flat: FlatState, still: StillBlocks) -> list[torch.Tensor]:
+    """All blocks as they are to be copied from: those that training may change at once are copied here.
+
+    On the CPU now, on CUDA in the order of the current stream.
+    """
+    count = flat.layout.deferred_blocks
+    live = {*range(count), *still.numbers}
+    return [block if number in live else block.clone() for number, block in enumerate(flat.blocks)]
 
 
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
@@ -101,6 +108,14 @@ class DeviceStreams:
             copy_bytes(target, source)
         source.record_stream(stream)
 
+    @contextlib.contextmanager
+    def behind(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While inside, what is issued for `device` runs behind its copies so far. `tensors` stay until it has run."""
+        with torch.cuda.stream(self._streams[device]):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(self._streams[device])
+
     def mark(self) -> list[Any]:
         """An event behind all copies so far, on each device."""
         events = []
@@ -122,15 +137,15 @@ class CopyFence:
 
     Copies from a CUDA device are waited for on the device: its current stream waits for an event, the CPU goes on.
 
-    It also notices changes of deferred tensors that come neither before the save nor from an optimizer's step: they are
-    looked for once, when the copy is done or when the next update arrives, whichever is earlier.
+    Made in save(). Its `check` notices changes of deferred blocks that come neither before the save nor from an
+    optimizer's step. Whoever copies looks (`CopyCheck.look`) when a group of blocks is copied, before `open`, and
+    settles at the end.
     """
 
-    def __init__(self, what: str, flat: FlatState) -> None:
+    def __init__(self, what: str, flat: FlatState, still: StillBlocks | None = None) -> None:
         self._what = what
-        self._flat: FlatState | None = flat
-        self._changed: StateError | None = None
-        self._look = threading.Lock()
+        self.still = still or StillBlocks()
+        self.check = CopyCheck(flat, [*range(flat.layout.deferred_blocks), *self.still.numbers])
         self._open = threading.Event()
         self._device_events: list[Any] = []
 
@@ -146,7 +161,7 @@ class CopyFence:
         """
         if not self._open.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:.0f} s for {self._what} to be copied off the training's memory")
-        self._look_for_changes()
+        self.check.look_at_versions()
         waits = []
         for device, event in self._device_events:
             if event.query():
@@ -161,19 +176,13 @@ class CopyFence:
         return waits
 
     def settle(self) -> None:
-        """Called when the copy is done: raise StateError if a deferred tensor changed under it."""
-        self._look_for_changes()
-        if self._changed is not None:
-            raise self._changed
-
-    def _look_for_changes(self) -> None:
-        with self._look:
-            if self._flat is not None:
-                try:
-                    self._flat.check_unchanged()
-                except StateError as error:
-                    self._changed = error
-                self._flat = None
+        """Called when all copies have run: raise StateError if a block changed under them."""
+        try:
+            self.check.settle()
+        except StateError:
+            if self.check.changed is not None and self.check.changed[0] in self.still.numbers:
+                self.still.distrust(self.check.changed[0])
+            raise
 
 
 class HostSnapshot:
@@ -182,29 +191,32 @@ class HostSnapshot:
     On CUDA every copy is issued in save(), on side streams, and the optimizer waits on the device.
     """
 
-    def __init__(self, flat: FlatState, buffers: Sequence[torch.Tensor], what: str) -> None:
+    def __init__(
+        self, flat: FlatState, buffers: Sequence[torch.Tensor], what: str, still: StillBlocks | None = None
+    ) -> None:
         self.layout = flat.layout
         self.buffers = list(buffers)
-        self.fence = CopyFence(what, flat)
-        self._deferred = flat.deferred
+        self.fence = CopyFence(what, flat, still)
+        self._live = {number: flat.blocks[number] for group in self.fence.check.groups for number in group}
         self._copied: list[Any] = []
         self._on_device = any(block.is_cuda for block in flat.blocks)
-        count = flat.layout.deferred_blocks
         if self._on_device:
-            blocks = [*flat.deferred, *freeze(flat.immediate)]
+            blocks = freeze(flat, self.fence.still)
             streams = DeviceStreams(blocks)
             for buffer, block in zip(self.buffers, blocks, strict=True):
                 streams.copy(buffer, block)
+            self.fence.check.look_at_all(streams)
             self._copied = streams.mark()
             self.fence.open(self._copied)
         else:
-            for buffer, block in zip(self.buffers[count:], flat.immediate, strict=True):
-                copy_bytes(buffer, block)
+            for number, block in enumerate(flat.blocks):
+                if number not in self._live:
+                    copy_bytes(self.buffers[number], block)
 
     def copy(self) -> None:
         """Return when all bytes are in the buffers; opens the fence on the CPU. Called in a background thread.
 
-        Raises StateError if something else than an optimizer's step changed a deferred tensor meanwhile.
+        Raises StateError if something else than an optimizer's step changed meanwhile what is copied here.
         """
         if self._on_device:
             for _, event in self._copied:
@@ -212,9 +224,11 @@ class HostSnapshot:
             self.fence.settle()
             return
         try:
-            for buffer, block in zip(self.buffers, self._deferred, strict=False):
-                copy_bytes(buffer, block)
+            for group, numbers in enumerate(self.fence.check.groups):
+                for number in numbers:
+                    copy_bytes(self.buffers[number], self._live[number])
+                self.fence.check.look(group)
             self.fence.settle()
         finally:
             self.fence.open()
-            self._deferred = ()
+            self._live = {}

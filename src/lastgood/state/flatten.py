@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["FlatState", "Leaf", "flatten", "is_stateful", "stateful_paths", "tensor_over", "unflatten"]
+__all__ = [
+    "FlatState",
+    "Leaf",
+    "changed_while_copied",
+    "flatten",
+    "is_stateful",
+    "stateful_paths",
+    "tensor_over",
+    "unflatten",
+]
 
 Leaf = Callable[[Node], Any]
 """Gives the tensor for a node of tag T, H or R, or None: then it is built over the blocks."""
@@ -40,8 +49,12 @@ class FlatState:
 
     layout: Layout
     blocks: tuple[torch.Tensor, ...]
-    watched: tuple[tuple[str, torch.Tensor, int], ...] = ()
-    """Path, tensor and version counter of every view in a deferred block."""
+    names: tuple[str, ...]
+    """For each block the path to the first of its views."""
+    watched: Mapping[int, tuple[tuple[str, torch.Tensor, int], ...]]
+    """For deferred blocks and weights, by number: path, tensor and version counter of every view."""
+    weights: frozenset[int] = frozenset()
+    """Numbers of the immediate blocks that hold nothing but parameters of modules, which no optimizer updates."""
     sharded: tuple[Any, ...] = ()
     """The DTensors that H nodes stand for, in the order of the tree."""
 
@@ -51,12 +64,14 @@ class FlatState:
         torch counts in-place changes of every tensor. What an optimizer's step pre-hook does not see (an embedding with
         max_norm, weights that are swapped for an evaluation, an optimizer that steps under another name) is seen here.
         """
-        for path, tensor, version in self.watched:
+        for number in range(self.layout.deferred_blocks):
+            self.check_versions(number)
+
+    def check_versions(self, number: int) -> None:
+        """`check_unchanged` for one block."""
+        for path, tensor, version in self.watched.get(number, ()):
             if tensor._version != version:
-                raise StateError(
-                    f"{path} was changed while it was being copied, though not by optimizer.step(); call "
-                    "before_update() of the checkpointer before such a change"
-                )
+                raise changed_while_copied(path)
 
     @property
     def deferred(self) -> tuple[torch.Tensor, ...]:
@@ -67,6 +82,14 @@ class FlatState:
     def immediate(self) -> tuple[torch.Tensor, ...]:
         """Blocks that must be copied before training goes on."""
         return self.blocks[self.layout.deferred_blocks :]
+
+
+def changed_while_copied(path: str) -> StateError:
+    """What to raise for a tensor that something else than an optimizer's step changed too early."""
+    return StateError(
+        f"{path} was changed while it was being copied, though not by optimizer.step(); call before_update() of the "
+        "checkpointer before such a change"
+    )
 
 
 def is_stateful(value: Any) -> bool:
@@ -207,6 +230,8 @@ class _Walker:
         self._open: set[int] = set()
         self._version = LAYOUT_VERSION
         self._sharded: list[Any] = []
+        self._parameters: set[_Extent] = set()
+        """Of all modules that were met."""
 
     def finish(self, tree: Node) -> FlatState:
         """Join overlapping and touching views of one storage into blocks; deferred blocks first.
@@ -237,14 +262,22 @@ class _Walker:
                 view.node[1] = number
                 view.node[2] = view.extent[1] - first
         count = sum(deferred(group) for group in groups)
-        watched = tuple(
-            (view.path, view.tensor, view.tensor._version)
-            for group in groups[:count]
-            for view in group
-            if not view.tensor.is_inference()
+        weights = frozenset(
+            number
+            for number, group in enumerate(groups)
+            if number >= count
+            and all(view.extent in self._parameters and not view.tensor.is_inference() for view in group)
         )
+        watched = {
+            number: tuple(
+                (view.path, view.tensor, view.tensor._version) for view in group if not view.tensor.is_inference()
+            )
+            for number, group in enumerate(groups)
+            if number < count or number in weights
+        }
+        names = tuple(min(group, key=lambda view: view.number).path for group in groups)
         layout = Layout(tree, tuple(block.numel() for block in blocks), count, self._version)
-        return FlatState(layout, tuple(blocks), watched, tuple(self._sharded))
+        return FlatState(layout, tuple(blocks), names, watched, weights, tuple(self._sharded))
 
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
@@ -300,6 +333,10 @@ class _Walker:
                     f"{path}: state_dict() of {kind.__module__}.{kind.__qualname__} failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+            if isinstance(value, torch.nn.Module):
+                # Of a lazy module's parameters not even the size is known; they are refused by name below.
+                known = (one for one in value.parameters() if not torch.nn.parameter.is_lazy(one))
+                self._parameters.update(_extent(local_part(one)) for one in known)
             return ["m", self.node(inner, path)]
         raise StateError(
             f"{path}: cannot store a {kind.__module__}.{kind.__qualname__} to the bit; give it state_dict and "

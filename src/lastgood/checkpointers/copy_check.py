@@ -1,0 +1,163 @@
+"""Whether memory that is copied beside the training was changed before its copy ended.
+
+torch counts what it changes itself, in every tensor. It does not see what is written through ``.data``, through numpy's
+view of a tensor, or by native code. So a sample of each block's bytes is taken in save() and again when the block is
+copied: all of a block of up to 64 KiB (less if there are many), of a larger one lines of 64 bytes at places that are
+drawn anew in each save. A sample is at most 4 MiB, or 256 bytes for each block.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from lastgood._lazy import lazy_module
+from lastgood.errors import StateError
+from lastgood.state import FlatState
+from lastgood.state.flatten import changed_while_copied
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.checkpointers.snapshot import DeviceStreams
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["CopyCheck", "Sample"]
+
+_LINE_BYTES = 64
+_SAMPLE_BYTES = 4 << 20
+_MOST_OF_A_BLOCK = 64 << 10
+_LEAST_OF_A_BLOCK = 256
+_GROUP_BYTES = 64 << 20
+"""Blocks of so many bytes in all are copied, and then looked at again."""
+
+
+class Sample:
+    """Some bytes of some blocks; where they are is fixed, and what they are is read by `take`."""
+
+    def __init__(self, blocks: Sequence[torch.Tensor], share: int, drawn: random.Random) -> None:
+        self._whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        self._lines: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for number, block in enumerate(blocks):
+            size = block.numel()
+            if size <= share:
+                self._whole.setdefault(block.device, []).append((number, block))
+                continue
+            lines = share // _LINE_BYTES
+            # Neither begin nor distance is a multiple of anything in the data.
+            step = size // lines - drawn.randrange(size // lines // 8 + 1) if lines > 1 else _LINE_BYTES
+            step = max(step, _LINE_BYTES)
+            begin = drawn.randrange(size - (lines - 1) * step - _LINE_BYTES + 1)
+            view = block.as_strided((lines, _LINE_BYTES), (step, 1), block.storage_offset() + begin)
+            self._lines.setdefault(block.device, []).append((number, view))
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the blocks are."""
+        return {*self._whole, *self._lines}
+
+    def take(self, device: torch.device) -> list[torch.Tensor]:
+        """The bytes of now, on the device, in the order of its current stream."""
+        parts = (self._whole.get(device), self._lines.get(device))
+        return [torch.cat([view for _, view in part]) for part in parts if part]
+
+    def find(self, device: torch.device, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
+        """The first block whose bytes differ between two takes; waits for the device."""
+        parts = [part for part in (self._whole.get(device), self._lines.get(device)) if part]
+        for part, one, other in zip(parts, before, after, strict=True):
+            if torch.equal(one, other):
+                continue
+            row = int((one != other).reshape(one.shape[0], -1).any(1).nonzero()[0])
+            ends = accumulate(view.shape[0] for _, view in part)
+            return next(number for (number, _), end in zip(part, ends, strict=True) if row < end)
+        return None
+
+
+class CopyCheck:
+    """Made in save(), in the training's thread, where it reads its sample. Then `look`, and at last `settle`."""
+
+    def __init__(self, flat: FlatState, numbers: Sequence[int]) -> None:
+        self.groups = _groups(numbers, flat.layout.block_bytes)
+        """Numbers of the blocks, in the order in which they are to be copied and looked at."""
+        self._flat: FlatState | None = flat
+        self._names = [[flat.names[number] for number in group] for group in self.groups]
+        self.changed: tuple[int, StateError] | None = None
+        """Number of the block that changed, and what to say of it."""
+        self._lock = threading.Lock()
+        share = max(_LEAST_OF_A_BLOCK, min(_MOST_OF_A_BLOCK, _SAMPLE_BYTES // max(1, len(numbers))))
+        drawn = random.Random()  # not the training's generator
+        self._samples = [
+            Sample([flat.blocks[number] for number in group], share - share % _LINE_BYTES, drawn)
+            for group in self.groups
+        ]
+        self._before = [{device: sample.take(device) for device in sample.devices} for sample in self._samples]
+        self._flags: list[tuple[int, torch.device, list[torch.Tensor], torch.Tensor]] = []
+        """Of each group on a CUDA device: its sample after the copy, and whether it is another one (on the host)."""
+
+    def look(self, group: int, streams: DeviceStreams | None = None) -> None:
+        """Read the sample of a group again: after its copies, before an update may begin.
+
+        On CUDA this is only issued, behind the copies of `streams`.
+        """
+        sample, before = self._samples[group], self._before[group]
+        for device in sample.devices:
+            if device.type == "cpu":
+                self._note(group, sample.find(device, before[device], sample.take(device)))
+                continue
+            assert streams is not None
+            with streams.behind(device, before[device]):
+                after = sample.take(device)
+                differ = torch.stack([(one != other).any() for one, other in zip(before[device], after, strict=True)])
+                flag = torch.empty(1, dtype=torch.bool, pin_memory=True)
+                flag.copy_(differ.any().reshape(1), non_blocking=True)
+            self._flags.append((group, device, after, flag))
+
+    def look_at_all(self, streams: DeviceStreams | None = None) -> None:
+        """`look` at every group."""
+        for group in range(len(self.groups)):
+            self.look(group, streams)
+
+    def look_at_versions(self) -> None:
+        """See what torch has counted; before the first update at the latest, and only once."""
+        with self._lock:
+            flat, self._flat = self._flat, None
+        if flat is not None:
+            for number in (number for group in self.groups for number in group):
+                try:
+                    flat.check_versions(number)
+                except StateError as error:
+                    self._say(number, error)
+
+    def settle(self) -> None:
+        """Raise StateError if a block was changed. Everything that was issued has run."""
+        self.look_at_versions()
+        for group, device, after, flag in self._flags:
+            if flag.item():
+                self._note(group, self._samples[group].find(device, self._before[group][device], after))
+        self._flags = []
+        if self.changed is not None:
+            raise self.changed[1]
+
+    def _note(self, group: int, index: int | None) -> None:
+        if index is not None:
+            self._say(self.groups[group][index], changed_while_copied(self._names[group][index]))
+
+    def _say(self, number: int, why: StateError) -> None:
+        if self.changed is None:
+            self.changed = (number, why)
+
+
+def _groups(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    filled = _GROUP_BYTES
+    for number in numbers:
+        if filled >= _GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += sizes[number]
+    return groups
