@@ -15,6 +15,9 @@ import pytest
 
 from lastgood.checkpointers.agreement.channel import open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
+from lastgood.checkpointers.gemini_memory.address import Address
+from lastgood.checkpointers.gemini_memory.peer import Peer
+from lastgood.experiments.network_peer import PeerClient, PeerServer
 from lastgood.gradients.asking import Asker
 from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.metrics import MetricsServer
@@ -24,6 +27,7 @@ from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.switch import Switch, SwitchLink
 from lastgood.gradients.switch_check import answer_checks, check_link
 from lastgood.wire import gate
+from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener
 from tests.wire.strangers import come_in, strangers
 
@@ -130,7 +134,38 @@ def coordinator(_: Path) -> Iterator[tuple[int, Enter]]:
         serving.close(0.0)
 
 
-LISTENERS = [coordinator, shadow, metrics, switch, checks]
+@contextlib.contextmanager
+def gemini(folder: Path) -> Iterator[tuple[int, Enter]]:
+    listener = open_listener()
+    port = listener.getsockname()[1]
+    address = Address(folder / "peer-0-000001.json", "127.0.0.1", port, TOKEN, 1)
+    address.write()
+    serving = Peer(listener, address, 1 << 20, WAIT_S)
+
+    def enter() -> None:
+        with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+            wire = Wire(connection, "the peer", WAIT_S)
+            prove_trainer(wire, TOKEN)
+            wire.send_message(op="list", owner=0)
+            assert wire.receive_message("an answer")["ok"]
+
+    with running(lambda: serving.run(1000.0), serving.ending.set):
+        yield port, enter
+
+
+@contextlib.contextmanager
+def measured(_: Path) -> Iterator[tuple[int, Enter]]:
+    serving = PeerServer("127.0.0.1", 0, TOKEN.hex())
+
+    def enter() -> None:
+        with PeerClient("127.0.0.1", serving.port, TOKEN.hex()).session():
+            pass
+
+    with running(lambda: serving.serve(1000.0), serving.stop):
+        yield serving.port, enter
+
+
+LISTENERS = [coordinator, gemini, measured, shadow, metrics, switch, checks]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_json
+from lastgood.wire.gate import Gate, Guest, Handshake, open_listener
 
 __all__ = [
     "DEFAULT_PORT",
@@ -63,7 +64,7 @@ _SESSION_LIMIT_S = 600.0
 _HAND_OVER_S = 5.0
 """A client that has closed its session is noticed within this, and the next one comes right behind it."""
 _MAX_CONNECTIONS = 2 * MAX_STREAMS + 8
-"""Both ways at once, the session, and a few strangers."""
+"""That know the token: both ways at once, the session, and a few clients that wait for their turn."""
 _POLL_S = 0.2
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]{2,64})\]|(?P<host>[^\s:\[\]]{1,253}))(?::(?P<port>[0-9]{1,5}))?")
 
@@ -110,15 +111,22 @@ def _send_json(connection: socket.socket, value: dict[str, Any]) -> None:
     connection.sendall(struct.pack("<I", len(text)) + text)
 
 
-def _receive_json(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    (length,) = struct.unpack("<I", _receive_exactly(connection, 4))
+def _receive_json(connection: socket.socket) -> dict[str, Any]:
+    return _json_object(_receive_exactly(connection, _json_length(_receive_exactly(connection, 4))))
+
+
+def _json_length(content: bytes) -> int:
+    (length,) = struct.unpack("<I", content)
     if length > _MAX_JSON_BYTES:
         raise ValueError(f"a request of {length} bytes, and {_MAX_JSON_BYTES} are allowed")
-    text = _receive_exactly(connection, length)
+    return int(length)
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
     value = parse_json(text, "a request", most_bytes=_MAX_JSON_BYTES, error=LastgoodError)
     if not isinstance(value, dict):
         raise ValueError("a request that is no JSON object")
-    return text, value
+    return value
 
 
 def _proof(key: bytes, side: bytes, *parts: bytes) -> bytes:
@@ -184,66 +192,49 @@ class PeerServer:
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._session_lock = threading.Lock()
         self._session: str | None = None
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_MAX_CONNECTIONS)
+            listener = open_listener(host, port)
         except OSError as error:
             raise LastgoodError(
                 f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --listen"
             ) from error
-        self._listener.settimeout(_POLL_S)
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = listener.getsockname()[1]
+
+        self._gate = Gate(
+            listener, lambda _: _answer_client(self._key), "a measured port", report, proof_s=_HANDSHAKE_TIMEOUT_S
+        )
 
     def serve(self, seconds: float) -> None:
         """Answer for `seconds`, or until `stop` is called from another thread. The port is closed at the end."""
         end = time.monotonic() + seconds
-        with self._listener:
+        with self._gate as gate:
             while not self._stopping.is_set() and time.monotonic() < end:
-                try:
-                    connection, address = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError as error:
-                    # The client went away between its call and our answer.
-                    self._report(f"a connection failed before it began: {error}")
-                    continue
-                if not self._slots.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._answer, args=(connection, str(address[0])), daemon=True).start()
+                for guest in gate.step(_POLL_S):
+                    if self._slots.acquire(blocking=False):
+                        if gate.serve_in_thread(guest, self._answer) is None:
+                            self._slots.release()
+                    else:
+                        guest.connection.close()
         self._stopping.set()
 
     def stop(self) -> None:
         """End `serve` within a fraction of a second."""
         self._stopping.set()
 
-    def _answer(self, connection: socket.socket, who: str) -> None:
+    def _answer(self, guest: Guest[bytes]) -> None:
         try:
-            with connection:
-                connection.settimeout(_HANDSHAKE_TIMEOUT_S)
-                request = self._authenticate(connection)
-                if request.get("kind") == "session":
-                    self._hold_session(connection, who)
-                else:
-                    self._stream(connection, request)
-        except (LastgoodError, OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:
-            # One bad connection must not end the server; strangers learn nothing from it.
-            self._report(f"{who}: {error}")
+            guest.connection.settimeout(_HANDSHAKE_TIMEOUT_S)
+            try:
+                request = _json_object(guest.known)
+            except (LastgoodError, ValueError) as error:
+                _send_json(guest.connection, {"error": str(error)[:500]})
+                raise
+            if request.get("kind") == "session":
+                self._hold_session(guest.connection, guest.other)
+            else:
+                self._stream(guest.connection, request)
         finally:
             self._slots.release()
-
-    def _authenticate(self, connection: socket.socket) -> dict[str, Any]:
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(_MAGIC + ours)
-        if _receive_exactly(connection, len(_MAGIC)) != _MAGIC:
-            raise ValueError("speaks another protocol or version")
-        theirs = _receive_exactly(connection, _NONCE_BYTES)
-        text, request = _receive_json(connection)
-        proof = _receive_exactly(connection, _PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", ours, theirs, text)):
-            raise ValueError("refused: its token is another one")
-        connection.sendall(_proof(self._key, b"server", ours, theirs, text))
-        return request
 
     def _hold_session(self, connection: socket.socket, who: str) -> None:
         """Keep this machine's turn until the client closes the connection, or for `_SESSION_LIMIT_S`."""
@@ -289,6 +280,21 @@ class PeerServer:
         _receive_exactly(connection, 1)
         connection.settimeout(seconds + _GRACE_S)
         work(connection, message_bytes, seconds)
+
+
+def _answer_client(key: bytes) -> Handshake[bytes]:
+    """The server's side of the proof; strangers learn nothing from it. Returns the request, still to be read."""
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    yield _MAGIC + ours
+    if (yield len(_MAGIC)) != _MAGIC:
+        raise ValueError("speaks another protocol or version")
+    theirs = yield _NONCE_BYTES
+    text = yield _json_length((yield 4))
+    proof = yield _PROOF_BYTES
+    if not hmac.compare_digest(proof, _proof(key, b"client", ours, theirs, text)):
+        raise ValueError("refused: its token is another one")
+    yield _proof(key, b"server", ours, theirs, text)
+    return text
 
 
 def serve_for_parent(parent_pid: int, seconds: float) -> None:
@@ -400,7 +406,7 @@ class PeerClient:
             connection.sendall(_MAGIC + ours + struct.pack("<I", len(text)) + text + proof)
             self._check_server(connection, _proof(self._key, b"server", theirs, ours, text))
             connection.settimeout(answer_timeout_s)
-            _, answer = _receive_json(connection)
+            answer = _receive_json(connection)
         except (OSError, EOFError, ValueError) as error:
             connection.close()
             raise LastgoodError(f"{self._where()}: no answer to a request: {error}; try again") from error

@@ -27,7 +27,8 @@ from lastgood import _native
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.areas import Area, Memory, Store
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
-from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, prove_peer
+from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, peer_handshake
+from lastgood.wire.gate import PROOF_S, Gate, Guest, open_listener
 
 __all__ = ["main"]
 
@@ -35,14 +36,13 @@ _log = logging.getLogger("lastgood.peer")
 _TICK_S = 0.2
 _MAX_CONNECTIONS = 64
 _MAX_PARTS = 64
-_PROOF_S = 10.0
 
 
 class Connection:
-    """One trainer, served in a thread of its own."""
+    """One trainer that has proved itself, served in a thread of its own."""
 
     def __init__(self, peer: Peer, connection: socket.socket, where: str) -> None:
-        self.wire = Wire(connection, where, min(_PROOF_S, peer.timeout_s))
+        self.wire = Wire(connection, where, peer.timeout_s)
         self._peer = peer
         self._store = peer.store
         self._landing: Landing | None = None
@@ -51,8 +51,6 @@ class Connection:
     def serve(self) -> None:
         """Answer requests until the other side closes, breaks the protocol, or falls silent in the midst of a frame."""
         try:
-            prove_peer(self.wire, self._peer.token)
-            self.wire.timeout_s = self._peer.timeout_s
             while not self._peer.ending.is_set():
                 if not self.wire.wait_readable(_TICK_S):
                     if self._landing is not None and self._landing.silent_s() > self._peer.timeout_s:
@@ -92,9 +90,13 @@ class Connection:
         if not (parts and part_bytes and 0 < sizes["meta_bytes"] <= sizes["nbytes"]):
             raise CheckpointError(f"these sizes make no checkpoint: {message}")
         area = self._store.begin(number, self.wire, sizes)
-        if [part.size for part in self._parts] != [part_bytes] * parts:
-            self._parts = [Memory(part_bytes) for _ in range(parts)]
-        self._landing = Landing(self.wire, self._store, number, area, self._parts)
+        try:
+            if [part.size for part in self._parts] != [part_bytes] * parts:
+                self._parts = [Memory(part_bytes) for _ in range(parts)]
+            self._landing = Landing(self.wire, self._store, number, area, self._parts)
+        except (RuntimeError, OSError, MemoryError) as error:  # no thread, or no memory for buffers: it may pass
+            self._store.end(number, self.wire)
+            raise CheckpointError(f"this peer cannot take a checkpoint in now: {error or repr(error)}") from error
         self.wire.send_message(ok=True)
 
     def _commit(self, message: dict[str, Any]) -> None:
@@ -271,18 +273,27 @@ class Peer:
         self.timeout_s = timeout_s
         self.store = Store(limit_bytes, timeout_s)
         self.ending = threading.Event()
-        self._listener = listener
         self._address = address
         self._connections: list[threading.Thread] = []
+        self._gate = Gate(
+            listener,
+            lambda other: peer_handshake(other, self.token),
+            "a peer's port",
+            _log.warning,
+            proof_s=min(PROOF_S, timeout_s),
+        )
 
     def run(self, idle_s: float) -> str:
         """Serve until it is time to end, and say why that is."""
+        with self._gate:
+            return self._serve(idle_s)
+
+    def _serve(self, idle_s: float) -> str:
         own = self._address.path.stat().st_ino
         alone_since = time.monotonic()
-        self._listener.settimeout(_TICK_S)
         while not self.ending.is_set():
-            with contextlib.suppress(OSError):  # nobody came, or went again at once
-                self._accept()
+            for guest in self._gate.step(_TICK_S):
+                self._take(guest)
             try:
                 if self._address.path.stat().st_ino != own:
                     return "the address file is another peer's now"
@@ -297,15 +308,17 @@ class Peer:
         self._address.path.unlink(missing_ok=True)
         return "asked to"
 
-    def _accept(self) -> None:
-        connection, where = self._listener.accept()
+    def _take(self, guest: Guest[int]) -> None:
         if len(self._connections) >= _MAX_CONNECTIONS:
-            connection.close()
+            self._gate.lines(f"{guest.other}: {_MAX_CONNECTIONS} trainers are connected already")
+            guest.connection.close()
             return
-        served = Connection(self, connection, f"the trainer at {where[0]}:{where[1]}")
-        thread = threading.Thread(target=served.serve, daemon=True)
-        thread.start()
-        self._connections.append(thread)
+        thread = self._gate.serve_in_thread(guest, self._serve_one)
+        if thread is not None:
+            self._connections.append(thread)
+
+    def _serve_one(self, guest: Guest[int]) -> None:
+        Connection(self, guest.connection, f"the trainer at {guest.other}").serve()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -320,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, required=True)
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s peer %(process)d: %(message)s", level=logging.INFO, stream=sys.stderr)
-    listener = socket.create_server((given.host, 0))
+    listener = open_listener(given.host)
     reading, writing = os.pipe()
     # Not the starter's child: a training that goes on need not wait for a peer that ends, nor leave it a zombie.
     if os.fork():
