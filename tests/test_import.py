@@ -13,7 +13,7 @@ import lastgood
 
 ROOT = Path(lastgood.__file__).parent
 FLOORS = [
-    {"errors", "units", "text", "files", "addresses", "bounds", "pickles", "locks", "processes"}
+    {"errors", "units", "text", "files", "tokens", "addresses", "bounds", "pickles", "locks", "processes"}
     | {"ports", "host_memory", "_lazy", "_native"},
     {"state", "storage", "optim", "wire"},
     {"checkpointers", "gradients", "mirror", "sparse", "cluster"},

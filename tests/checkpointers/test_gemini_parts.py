@@ -361,14 +361,13 @@ def test_both_sides_must_know_the_token(ends):
         else:
             with pytest.raises(MismatchError, match="does not know this job's token"):
                 prove_trainer(left, b"a" * 32)
-            left.close()  # or its proof is waited for
         thread.join(60)
         assert (results["peer"] is None) == fine
 
 
 def test_a_trainer_without_the_token_is_refused(ends):
     left, right = ends
-    left.write("a greeting", b"lastgood peer 1\n", bytes(32))
+    left.write("a greeting", b"lastgood peer 2\n", bytes(32))
     thread = threading.Thread(target=lambda: left.write("a false proof", bytes(32)))
     thread.start()
     with pytest.raises(MismatchError, match="does not know the token"):

@@ -18,9 +18,9 @@ from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.messages import Complete, Declare, Hello, Seed, Side, Step, Verify
 from lastgood.gradients.shadow_memory import tensor_bytes
 from lastgood.gradients.streams import send_stream
-from lastgood.gradients.token import read_token
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
+from lastgood.tokens import read_token
 from lastgood.wire.records import DType
 
 JOB = "0123456789abcdef" * 2

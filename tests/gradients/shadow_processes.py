@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lastgood.gradients.shadow import ShadowService
 from lastgood.gradients.shadow_settings import ShadowSettings
-from lastgood.gradients.token import read_token
 from lastgood.processes import die_with_parent
+from lastgood.tokens import read_token
 
 SERVE = "from lastgood.cli import main; main()"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lastgood.errors import LastgoodError
 from lastgood.gradients.link_parser import LinkParser, relay_proof
 from lastgood.ports import free_ports
-from lastgood.wire.frames import message_frame, proof
+from lastgood.wire.frames import NO_PROOF, message_frame, proof
 from lastgood.wire.gate import Gate, Guest, open_listener
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_link import RING_GREETING, Hello
@@ -24,7 +24,6 @@ from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S
 
 GREETED = Hello(JOB, 1, 2, 3, "ab" * 32, "host")
 NONCE, ANSWER_NONCE = bytes(range(32)), bytes(range(32, 64))
-ANSWER = ANSWER_NONCE + proof(TOKEN, b"peer", NONCE, ANSWER_NONCE)
 
 
 def greeting() -> bytes:
@@ -148,10 +147,10 @@ def test_a_rank_and_the_next_one_prove_themselves_through_the_switch(way: Way) -
         following, _ = way.next.accept()
         with following:
             way.hears(following, RING_GREETING + NONCE)
-            following.sendall(ANSWER[:40])
+            following.sendall(ANSWER_NONCE[:20])
             way.gate.step(0.02)
-            following.sendall(ANSWER[40:])
-            way.hears(rank, ANSWER)
+            following.sendall(ANSWER_NONCE[20:])
+            way.hears(rank, ANSWER_NONCE)
             rank.sendall(proof(TOKEN, b"trainer", NONCE, ANSWER_NONCE) + b"and more")
             way.until(lambda: way.guests)
             way.hears(following, proof(TOKEN, b"trainer", NONCE, ANSWER_NONCE))
@@ -169,9 +168,10 @@ def test_who_does_not_know_the_token_is_not_relayed(way: Way) -> None:
         way.until(lambda: select.select([way.next], [], [], 0)[0])
         following, _ = way.next.accept()
         with following:
-            following.sendall(ANSWER)
-            way.hears(rank, ANSWER)
+            following.sendall(ANSWER_NONCE)
+            way.hears(rank, ANSWER_NONCE)
             rank.sendall(proof(b"another token", b"trainer", NONCE, ANSWER_NONCE))
+            way.hears(rank, NO_PROOF)
             way.until(lambda: way.said)
             following.settimeout(WAIT_S)
             assert following.recv(48, socket.MSG_WAITALL) == RING_GREETING + NONCE

@@ -11,8 +11,8 @@ from lastgood.gradients.data_link import DataSettings
 from lastgood.gradients.layout import plan_layout
 from lastgood.gradients.links import Identity, ShadowLink, _again, _Outgoing
 from lastgood.gradients.messages import Saved, Side, Step
-from lastgood.gradients.token import read_token
 from lastgood.optim.spec import OptimizerSpec
+from lastgood.tokens import read_token
 from tests.gradients.shadow_processes import shadow_threads
 
 JOB = "34" * 16

@@ -13,8 +13,8 @@ import torch
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint
 from lastgood.gradients.asking import Asker, ask_all, choose
 from lastgood.gradients.messages import Saved
-from lastgood.gradients.token import read_token
 from lastgood.processes import die_with_parent
+from lastgood.tokens import read_token
 from tests.gradients import scripted_trainer
 from tests.gradients.scripted_trainer import JOB, WAIT_S, Trainer
 from tests.gradients.shadow_processes import ShadowProcess, ShadowThread, shadow_processes, shadow_threads

@@ -13,8 +13,8 @@ from lastgood.gradients.asking import Asker, choose
 from lastgood.gradients.messages import Saved
 from lastgood.gradients.shadow_memory import ShadowMemory
 from lastgood.gradients.spill import SpillCopy
-from lastgood.gradients.token import read_token
 from lastgood.storage import SlotStore
+from lastgood.tokens import read_token
 from tests.gradients.scripted_trainer import JOB, WAIT_S, Trainer
 from tests.gradients.shadow_processes import shadow_threads
 

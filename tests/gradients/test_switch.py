@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from lastgood import _native
-from lastgood.errors import ConfigError, HostError
+from lastgood.errors import CheckpointError, ConfigError, HostError
 from lastgood.gradients import switch as switch_module
 from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.switch import Switch, SwitchLink, parse_link
 from lastgood.ports import free_ports
-from lastgood.wire.frames import Wire, prove_peer, prove_trainer
+from lastgood.wire.frames import PROOF_BYTES, Wire, prove_peer, prove_trainer
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_comm import Divide, Place, RingComm
 from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
@@ -327,7 +327,7 @@ def test_what_is_no_hello_of_a_ring_is_relayed_unchanged_and_not_copied(stack: E
     got, count = together([serve, ask])  # type: ignore[list-item]
     assert got == content and count == len(content)
     counts = switch.counters()["relay"]
-    assert counts["forward_bytes"] == counts["back_bytes"] == len(content)
+    assert counts["forward_bytes"] == len(content) == counts["back_bytes"] - PROOF_BYTES
     assert counts["blind_links"] == 1
 
 
@@ -409,8 +409,8 @@ def test_a_moment_without_threads_ends_no_link(stack: ExitStack, monkeypatch: py
     for _ in range(10):  # more than a link has places
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
-            rank, following = proved(stack, switch.addresses[0], server)
-            assert rank.recv(1) == b"" and following.recv(1) == b""
+            with pytest.raises(CheckpointError, match="closed the connection before the peer's proof"):
+                proved(stack, switch.addresses[0], server)
     assert eventually(lambda: not switch._sockets)
     rank, following = proved(stack, switch.addresses[0], server)
     rank.sendall(b"word")

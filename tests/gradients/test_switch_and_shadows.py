@@ -14,7 +14,7 @@ from lastgood.gradients.asking import choose
 from lastgood.gradients.copies import CopySettings
 from lastgood.gradients.copy_faults import FaultPlan
 from lastgood.gradients.switch import Switch, SwitchLink
-from lastgood.gradients.token import read_token
+from lastgood.tokens import read_token
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.cluster.testbed import Testbed
-from tests.checkpointers.agreement.job_of_ranks import TIMEOUT_S, TOKEN, Job, RankProcess
+from tests.checkpointers.agreement.job_of_ranks import TIMEOUT_S, Job, RankProcess
 
 _SCRIPT = Path(__file__).with_name("rank_node.py")
 _START_S = 120.0
@@ -146,7 +146,7 @@ class JobOnNodes(Job):
         return list(self.ranks)
 
     def options(self, rank: int, **knobs: Any) -> dict[str, Any]:
-        return {**super().options(rank, **knobs), "control": f"{self.control}/{TOKEN}"}
+        return {**super().options(rank, **knobs), "control": self.control}
 
     def attach(self, **knobs: Any) -> None:
         """Fork all ranks and let them begin; `result("attach")` of each says how that went."""

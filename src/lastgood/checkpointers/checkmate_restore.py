@@ -30,11 +30,11 @@ from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
 from lastgood.gradients.side import SIDE_VERSIONS, open_side, restored_tree
-from lastgood.gradients.token import read_token as read_token_file
 from lastgood.gradients.tracked import Tracked
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
 from lastgood.text import parse_json
+from lastgood.tokens import read_token as read_token_file
 
 if TYPE_CHECKING:
     import torch

@@ -66,7 +66,7 @@ def serve(
     from lastgood.gradients.rendezvous import Rendezvous
     from lastgood.gradients.shadow import ShadowService
     from lastgood.gradients.shadow_settings import ShadowSettings
-    from lastgood.gradients.token import read_token
+    from lastgood.tokens import read_token
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
     place = find_place(shadow, shadows, trainers, os.environ)
@@ -165,7 +165,7 @@ _COLUMNS = ("shadow", "address", "epoch", "applied", "holds", "newest step", "du
 
 def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
     from lastgood.gradients.asking import Asker, ask_all
-    from lastgood.gradients.token import read_token
+    from lastgood.tokens import read_token
 
     return ask_all(shadows, read_token(token_file), _ASK_S, Asker.status)
 

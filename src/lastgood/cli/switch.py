@@ -56,7 +56,7 @@ def switch(
     from lastgood.gradients.copies import CopySettings
     from lastgood.gradients.copy_faults import parse_faults
     from lastgood.gradients.switch import Switch, parse_link
-    from lastgood.gradients.token import read_token
+    from lastgood.tokens import read_token
     from lastgood.wire.ring_link import parse_address
 
     token = read_token(token_file)

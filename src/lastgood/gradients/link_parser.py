@@ -16,7 +16,7 @@ from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.wire import frames
-from lastgood.wire.frames import ANSWER_BYTES, NONCE_BYTES, PROOF_BYTES
+from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES
 from lastgood.wire.gate import Handshake, Ready
 from lastgood.wire.records import FINAL, HEADER_BYTES, Record, RecordKind, parse_header
 from lastgood.wire.ring_link import RING_GREETING, Hello, parse_hello
@@ -32,6 +32,8 @@ def relay_proof(
 ) -> Handshake[socket.socket | None]:
     """Pass greeting, answer and proof of a rank on to the next one, unchanged, and look at them.
 
+    The next one's own proof comes after that, and is passed on as all that follows.
+
     `targets` are where that one may be, as `socket.getaddrinfo` lists them. Returns the connection to it once the proof
     is right; nothing if it is not there (`unreachable` is told why): the rank tries again. Raises MismatchError for
     those who do not know the token, and are no rank.
@@ -45,11 +47,11 @@ def relay_proof(
         outer = yield from _connect(targets)
         outer.send(opening)
         answer = b""
-        while len(answer) < ANSWER_BYTES:
+        while len(answer) < NONCE_BYTES:
             yield Ready(outer, selectors.EVENT_READ)
-            part = outer.recv(ANSWER_BYTES - len(answer))
+            part = outer.recv(NONCE_BYTES - len(answer))
             if not part:
-                raise ConnectionError(errno.ECONNRESET, "it closed the connection before its proof")
+                raise ConnectionError(errno.ECONNRESET, "it closed the connection before its answer")
             answer += part
     except OSError as error:
         if outer is not None:
@@ -63,8 +65,8 @@ def relay_proof(
     try:
         yield answer
         shown = yield PROOF_BYTES
-        nonces = opening[len(RING_GREETING) :], answer[:NONCE_BYTES]
-        if not hmac.compare_digest(shown, frames.proof(token, b"trainer", *nonces)):
+        if not hmac.compare_digest(shown, frames.proof(token, b"trainer", opening[len(RING_GREETING) :], answer)):
+            yield frames.NO_PROOF
             raise MismatchError(f"{other}: it does not know the token")
         outer.send(shown)
     except BaseException:

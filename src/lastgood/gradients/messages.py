@@ -20,6 +20,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_SPOILED",
     "PROTOCOL_VERSION",
+    "PROVES_FIRST",
     "VERSION_ADVICE",
     "Absent",
     "Applied",
@@ -49,10 +50,12 @@ __all__ = [
     "parse_message",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of these messages and of side records: another one where one side would not understand what the other one says."""
 GREETING = b"lastgood shadow %d\n" % PROTOCOL_VERSION
 """Opens every connection to a shadow (`wire.frames.prove_trainer`)."""
+PROVES_FIRST = 3
+"""From this version on the one who connects proves first; older ones wait for the shadow's proof."""
 VERSION_ADVICE = "use the same Lastgood on both sides; what a shadow holds in memory ends with its process"
 MAX_MESSAGE_BYTES = 64 * MIB
 """Once the other side has shown that it knows the token; a layout of a million parameters fits."""

@@ -19,6 +19,7 @@ from lastgood.gradients.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    PROVES_FIRST,
     VERSION_ADVICE,
     Absent,
     Complete,
@@ -154,7 +155,7 @@ class ShadowService:
     def _prove(self, other: str) -> Handshake[_Opening]:
         """The proof, and a hello that is still to be looked at."""
         try:
-            version = yield from peer_handshake(other, self._token, GREETING, any_version=True)
+            version = yield from peer_handshake(other, self._token, GREETING, oldest=PROVES_FIRST)
         except MismatchError as error:
             self.core.refuse("hello")
             yield message_frame(_refusal(error))

@@ -28,11 +28,11 @@ from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake, Step
 
 __all__ = [
-    "ANSWER_BYTES",
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_MESSAGE_BYTES",
     "NONCE_BYTES",
+    "NO_PROOF",
     "PEER_GREETING",
     "PROOF_BYTES",
     "Frame",
@@ -58,12 +58,13 @@ MAX_MESSAGE_BYTES = 64 << 10
 _HEADER = struct.Struct("<4sB3xIQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGM1"
-PEER_GREETING = b"lastgood peer 1\n"
+PEER_GREETING = b"lastgood peer 2\n"
 """What opens a connection to a peer of Gemini's; another protocol has another one."""
 NONCE_BYTES = PROOF_BYTES = 32
-ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
-"""Of the peer's answer to a greeting, which begins with its nonce; the trainer's proof follows it."""
+"""The peer's answer to a greeting is its nonce; the trainer's proof follows it, and then the peer's."""
 _MAX_HELLO_BYTES = 4096
+NO_PROOF = bytes(PROOF_BYTES)
+"""What the other side gets for a proof that is none: it is refused, and not only lost."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024
 """Of one call: the kernel's own limit (IOV_MAX)."""
@@ -278,47 +279,52 @@ class Wire:
 
 
 def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unwelcome: str | None = None) -> None:
-    """The trainer's side: make the peer show that it knows `token`, then show it as well. The token is not sent.
+    """The trainer's side: show that it knows `token`, then make the peer show it as well. The token is not sent.
+
+    Whoever connects proves first: a stranger who does is shown nothing with which he could try tokens by himself.
 
     Raises MismatchError where the peer is another one (its port was given to another process, say). `unwelcome` is what
     it is said to be where it answers this greeting by a frame, in place of its proof.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     wire.write("a greeting to go out", greeting, ours)
-    answer = bytearray(NONCE_BYTES + PROOF_BYTES)
-    wire.read_into(memoryview(answer), "the peer's proof")
-    theirs, shown = bytes(answer[:NONCE_BYTES]), bytes(answer[NONCE_BYTES:])
-    if not hmac.compare_digest(shown, proof(token, b"peer", ours, theirs)):
-        if unwelcome is not None and answer.startswith(_MAGIC):
-            raise MismatchError(f"{wire.other} {unwelcome}")
+    theirs, shown = bytearray(NONCE_BYTES), bytearray(PROOF_BYTES)
+    wire.read_into(memoryview(theirs), "the peer's greeting")
+    if unwelcome is not None and theirs.startswith(_MAGIC):
+        raise MismatchError(f"{wire.other} {unwelcome}")
+    wire.write("a proof to go out", proof(token, b"trainer", ours, bytes(theirs)))
+    wire.read_into(memoryview(shown), "the peer's proof")
+    if not hmac.compare_digest(shown, proof(token, b"peer", ours, bytes(theirs))):
         raise MismatchError(f"{wire.other} does not know this job's token: it is not the peer that was started here")
-    wire.write("a proof to go out", proof(token, b"trainer", ours, theirs))
 
 
 def peer_handshake(
-    other: str, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False
+    other: str, token: bytes, greeting: bytes = PEER_GREETING, *, oldest: int | None = None
 ) -> Handshake[int]:
     """The peer's side, at a gate. Returns the version that the other side greeted with, the digit before the newline.
 
-    Raises MismatchError if the other side does not know `token`, or greets otherwise. With `any_version` another digit
-    is taken, so that the caller can say what is wrong to a side that is known.
+    Raises MismatchError if the other side does not know `token`, or greets otherwise. With `oldest` the digits from
+    that on are taken, so that the caller can say what is wrong to a side that is known.
     """
     opening = yield len(greeting) + NONCE_BYTES
     version = opening[len(greeting) - 2 : len(greeting) - 1]
-    expected = greeting[:-2] + version + greeting[-1:] if any_version and version.isdigit() else greeting
+    any_version = oldest is not None and version.isdigit() and int(version) >= oldest
+    expected = greeting[:-2] + version + greeting[-1:] if any_version else greeting
     if not hmac.compare_digest(opening[: len(greeting)], expected):
         raise MismatchError(f"{other} does not speak this protocol")
     theirs, ours = opening[len(greeting) :], secrets.token_bytes(NONCE_BYTES)
-    yield ours + proof(token, b"peer", theirs, ours)
+    yield ours
     answer = yield PROOF_BYTES
     if not hmac.compare_digest(answer, proof(token, b"trainer", theirs, ours)):
+        yield NO_PROOF
         raise MismatchError(f"{other} does not know the token")
+    yield proof(token, b"peer", theirs, ours)
     return int(version)
 
 
-def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, any_version: bool = False) -> int:
+def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, oldest: int | None = None) -> int:
     """`peer_handshake` on a connection that waits. Raises as that, and as `Wire`."""
-    handshake = peer_handshake(wire.other, token, greeting, any_version=any_version)
+    handshake = peer_handshake(wire.other, token, greeting, oldest=oldest)
     given = b""
     step: Step = next(handshake)
     while True:

@@ -18,7 +18,7 @@ from lastgood.wire.frames import Wire, prove_peer, prove_trainer
 
 __all__ = ["RING_GREETING", "Hello", "Link", "connect_ring", "listen_ring", "parse_address", "parse_hello"]
 
-RING_GREETING = b"lastgood ring 1\n"
+RING_GREETING = b"lastgood ring 2\n"
 _PROOF_S = 10.0
 """An unproved connection may hold up the one that is waited for this long."""
 _RETRY_S = 0.1

@@ -27,6 +27,8 @@ from lastgood import PCcheck
 from lastgood.checkpointers.loss_watch import Judgement
 from lastgood.processes import die_with_parent
 
+os.environ["LASTGOOD_JOB_TOKEN"] = "a token of the tests"
+
 WIDTH = 32
 
 

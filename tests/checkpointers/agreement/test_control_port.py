@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import socket
 import threading
 import time
@@ -19,13 +20,14 @@ from lastgood.checkpointers.agreement.channel import Channel, open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
 from lastgood.checkpointers.agreement.member import Address, Member
+from lastgood.checkpointers.pccheck import PCcheck
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.wire.frames import HEADER_BYTES, message_frame
 
-TOKEN = b"secret"
+TOKEN = b"a secret of the tests"
 SILENCE_S = 60.0
 """More than a busy machine keeps a thread waiting: who is silent for so long counts as lost."""
 WAIT_S = 60
@@ -222,15 +224,15 @@ def still_works(one):
 def test_garbage_at_the_port_disturbs_nobody(port, caplog):
     one = port(1)
     chance = random.Random(7)
-    frame = message_frame({"kind": "lastgood agreement 1", "nonce": "00" * 32})
+    frame = message_frame({"kind": "lastgood agreement 2", "nonce": "00" * 32})
     contents = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01" + os.urandom(200),
         frame[:10],
         frame[: HEADER_BYTES - 1] + b"\xff" + frame[HEADER_BYTES:],
         message_frame({"kind": "join"}),
-        message_frame({"kind": "lastgood agreement 1"}),
-        message_frame({"kind": "lastgood agreement 1", "nonce": 5}),
+        message_frame({"kind": "lastgood agreement 2"}),
+        message_frame({"kind": "lastgood agreement 2", "nonce": 5}),
         message_frame({"kind": "x" * 5000}),
         frame + message_frame({"proof": "00"}),
         frame + frame,
@@ -320,7 +322,7 @@ def test_fields_of_proved_members_are_checked_too(port):
     still_works(one)
 
 
-def test_a_forked_child_holds_neither_the_port_nor_the_connections(port):
+def test_a_forked_child_holds_neither_the_port_nor_the_connections(port, monkeypatch):
     """As a data loader's worker does that outlives the training."""
     import multiprocessing
 
@@ -344,7 +346,8 @@ def test_a_forked_child_holds_neither_the_port_nor_the_connections(port):
             "the child to let go of the port and the connections",
         )
         one.end()
-        _, listener = find_address(f"127.0.0.1:{one.port}/t", 0, WAIT_S)  # as soon as the child has run
+        monkeypatch.setenv("LASTGOOD_JOB_TOKEN", TOKEN.decode())
+        _, listener = find_address(f"127.0.0.1:{one.port}", 0, WAIT_S)  # as soon as the child has run
         listener.close()
     finally:
         worker.kill()
@@ -363,33 +366,90 @@ def test_options_of_before_keep_the_names_of_their_records():
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_named_in_bounded_time():
+def test_a_port_in_use_is_named_in_bounded_time(monkeypatch):
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", TOKEN.decode())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(CheckpointError, match=rf"rank 0 cannot listen on 127.0.0.1:{number}.*in use.*free port"):
-            find_address(f"127.0.0.1:{number}/t", 0, 0.3)
+            find_address(f"127.0.0.1:{number}", 0, 0.3)
 
 
-def test_a_port_is_taken_as_soon_as_it_is_free():
+def test_a_port_is_taken_as_soon_as_it_is_free(monkeypatch):
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", TOKEN.decode())
     taken = socket.create_server(("127.0.0.1", 0))
     number = taken.getsockname()[1]
     threading.Timer(0.3, taken.close).start()
-    address, listener = find_address(f"127.0.0.1:{number}/t", 0, WAIT_S)
-    assert (address.port, address.token) == (number, b"t")
+    address, listener = find_address(f"127.0.0.1:{number}", 0, WAIT_S)
+    assert (address.port, address.token) == (number, TOKEN)
     listener.close()
 
 
-def test_the_token_is_needed_and_may_come_from_the_environment(monkeypatch):
+def test_the_token_is_needed_and_comes_from_the_environment_or_a_private_file(monkeypatch, tmp_path):
     monkeypatch.delenv("LASTGOOD_JOB_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="LASTGOOD_JOB_TOKEN"):
         find_address("127.0.0.1:1234", 1, 0.1)
-    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", "from outside")
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", TOKEN.decode())
     address, listener = find_address("127.0.0.1:1234", 1, 0.1)
-    assert (address.token, listener) == (b"from outside", None)
-    assert "outside" not in str(address)
+    assert (address.token, listener) == (TOKEN, None)
+    assert "secret" not in str(address) + repr(address)
+    path = tmp_path / "token"
+    path.write_text("another secret of 32 bytes length\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN_FILE", str(path))
+    assert find_address("127.0.0.1:1234", 1, 0.1)[0].token == b"another secret of 32 bytes length"
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        find_address("127.0.0.1:1234", 1, 0.1)
 
 
-@pytest.mark.parametrize("control", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x/t"])
+@pytest.mark.parametrize("token", ["abcdef", "fifteen letters"])
+def test_a_token_that_can_be_guessed_is_refused_and_not_repeated(token, monkeypatch):
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", token)
+    with pytest.raises(
+        ConfigError, match=rf"LASTGOOD_JOB_TOKEN: a token has 16 to 4096 bytes, not {len(token)}"
+    ) as told:
+        find_address("127.0.0.1:1234", 1, 0.1)
+    assert token not in str(told.value)
+
+
+def test_a_token_is_no_option():
+    with pytest.raises(ValueError, match="control holds a token") as told:
+        check_control("127.0.0.1:1234/a secret of the tests")
+    assert "a secret of the tests" not in str(told.value)
+    with pytest.raises(ConfigError, match="control holds a token") as told:
+        PCcheck("/tmp/nowhere", control="127.0.0.1:1234/a secret of the tests")
+    assert "a secret of the tests" not in str(told.value)
+
+
+def test_who_connects_is_shown_nothing_to_try_tokens_with(port):
+    """The coordinator proves itself only to whoever has proved himself."""
+    one = port(1)
+    nonce = b"n" * 32
+    with socket.create_connection(("127.0.0.1", one.port), WAIT_S) as stranger:
+        stranger.settimeout(WAIT_S)
+        stranger.sendall(message_frame({"kind": "lastgood agreement 2", "nonce": nonce.hex()}))
+        channel = Channel(stranger, "the coordinator")
+        (answer,) = receive_some(channel)
+        assert answer.keys() == {"kind", "nonce"}
+        channel.send(kind="proof", proof=bytes(32).hex())
+        assert receive_some(channel) == [{"kind": "refused", "why": "another token"}]
+
+
+def receive_some(channel):
+    while not (found := list(channel.receive())):
+        assert select.select([channel], [], [], WAIT_S)[0]
+    return found
+
+
+def test_a_member_of_another_version_is_told(port):
+    one = port(1)
+    with socket.create_connection(("127.0.0.1", one.port), WAIT_S) as stranger:
+        stranger.sendall(message_frame({"kind": "lastgood agreement 1", "nonce": "00" * 32}))
+        (answer,) = receive_some(Channel(stranger, "the coordinator"))
+        assert answer["kind"] == "refused"
+
+
+@pytest.mark.parametrize("control", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x", "host:123456"])
 def test_addresses_that_are_none_are_refused(control):
     with pytest.raises(ValueError, match="HOST:PORT"):
         check_control(control)

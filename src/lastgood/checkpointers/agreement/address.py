@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.member import Address
 from lastgood.errors import CheckpointError, ConfigError
+from lastgood.tokens import check_token, new_token, read_token
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
 
-__all__ = ["TOKEN_VARIABLE", "check_control", "find_address", "world_of_torch"]
+__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "check_control", "find_address", "world_of_torch"]
 
 TOKEN_VARIABLE = "LASTGOOD_JOB_TOKEN"
+TOKEN_FILE_VARIABLE = "LASTGOOD_JOB_TOKEN_FILE"
 _BACKLOG = 1024
 _POLL_S = 0.1
 
@@ -36,18 +38,37 @@ def world_of_torch() -> tuple[int, int]:
 
 
 def check_control(control: str) -> str:
-    """``HOST:PORT`` or ``HOST:PORT/TOKEN``, or "off", as it was given. Raises ValueError."""
+    """``HOST:PORT`` or "off", as it was given. Raises ValueError, which repeats nothing that may be a token."""
     if control != "off":
-        host, port, _ = _parts(control)
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"control must be HOST:PORT, HOST:PORT/TOKEN or off, not {control!r}")
+        place, slash, _ = control.partition("/")
+        if slash:
+            raise ValueError(
+                "control holds a token, and options are written down; give HOST:PORT, and the token in "
+                f"{TOKEN_VARIABLE} or in a file that {TOKEN_FILE_VARIABLE} names"
+            )
+        host, port = _parts(place)
+        if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+            raise ValueError(f"control must be HOST:PORT or off, not {control!r}")
     return control
 
 
-def _parts(control: str) -> tuple[str, str, str]:
-    place, _, token = control.partition("/")
-    host, _, port = place.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), port, token
+def _parts(control: str) -> tuple[str, str]:
+    host, _, port = control.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def _given_token(control: str) -> bytes:
+    """Of the environment, or of the file that it names. Raises ConfigError, StorageError."""
+    file = os.environ.get(TOKEN_FILE_VARIABLE, "")
+    if file:
+        return read_token(Path(file))
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(
+            f"control={control!r} needs a secret that all ranks of this job share and no other job has: set "
+            f"{TOKEN_VARIABLE} to one random text on all ranks, or {TOKEN_FILE_VARIABLE} to a file of mode 600 with it"
+        )
+    return check_token(token.encode(), TOKEN_VARIABLE)
 
 
 def find_address(control: str | None, rank: int, timeout_s: float) -> tuple[Address, socket.socket | None]:
@@ -57,14 +78,11 @@ def find_address(control: str | None, rank: int, timeout_s: float) -> tuple[Addr
     Raises ConfigError (no way to find it), CheckpointError (the port is not to be had within `timeout_s`).
     """
     if control is not None:
-        host, port, given = _parts(control)
-        token = given or os.environ.get(TOKEN_VARIABLE, "")
-        if not token:
-            raise ConfigError(
-                f"control={control!r} needs a secret that all ranks of this job share and no other job has: set "
-                f"{TOKEN_VARIABLE} to one random text on all ranks"
-            )
-        address = Address(host, int(port), token.encode())
+        try:
+            host, port = _parts(check_control(control))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        address = Address(host, int(port), _given_token(control))
         return address, _listen(host, address.port, timeout_s) if rank == 0 else None
     group = torch.distributed
     if not (group.is_available() and group.is_initialized()):
@@ -82,7 +100,7 @@ def _told_by_torch(group: Any, timeout_s: float) -> tuple[Address, socket.socket
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         try:
             listener = _listen(host, 0, timeout_s)
-            said = [(host, listener.getsockname()[1], secrets.token_hex(16))]
+            said = [(host, listener.getsockname()[1], new_token())]
         except CheckpointError as error:  # the others wait for an answer, whatever it is
             said = [str(error)]
     group.broadcast_object_list(said, src=0)

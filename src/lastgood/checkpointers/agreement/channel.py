@@ -1,7 +1,8 @@
 """One connection between a member and the coordinator: frames of bounded length, never blocking, and a mutual proof.
 
 The frames and the proof are those of Gemini's peers (`wire.frames`). Both sides prove that they know the job's
-token, which is not sent, so a foreign process on a port of ours, and ours on a foreign port, is refused by name.
+token, which is not sent, so a foreign process on a port of ours, and ours on a foreign port, is refused by name. The
+member proves first: whoever connects is shown nothing with which he could try tokens by himself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from lastgood.wire.gate import Handshake, close_in_forks
 
 __all__ = ["Channel", "coordinator_handshake", "open_channel", "whole_number"]
 
-_GREETING = "lastgood agreement 1"
+_GREETING = "lastgood agreement 2"
 _NONCE_BYTES = 32
+_ANOTHER_TOKEN = (
+    "does not know this job's token: it is another job's, or the token is not the same on all ranks "
+    "(LASTGOOD_JOB_TOKEN)"
+)
 _STRANGER_BYTES = 1024
 """Longest message of a side that has not proved itself."""
 _MOST_UNSENT_BYTES = 4 << 20
@@ -123,17 +128,20 @@ def _hexadecimal(message: dict[str, Any], key: str) -> bytes:
 def coordinator_handshake(other: str, token: bytes) -> Handshake[bool]:
     """The coordinator's side, at its gate; True once the other side has shown that it knows `token`.
 
-    Raises MismatchError if it does not, CorruptCheckpoint for what is no message of this protocol.
+    Raises MismatchError if it does not, and has told it so then; CorruptCheckpoint for what is no message of this
+    protocol.
     """
     greeting = yield from message_step(other, "a greeting")
     if greeting.get("kind") != _GREETING:
+        yield message_frame({"kind": "refused", "why": "another version of Lastgood, or no part of it"})
         raise MismatchError(f"{other} does not speak this protocol")
     nonces = _hexadecimal(greeting, "nonce"), secrets.token_bytes(_NONCE_BYTES)
-    shown = proof(token, b"coordinator", *nonces)
-    yield message_frame({"kind": "proof", "nonce": nonces[1].hex(), "proof": shown.hex()})
+    yield message_frame({"kind": "nonce", "nonce": nonces[1].hex()})
     answer = yield from message_step(other, "a proof")
     if not hmac.compare_digest(_hexadecimal(answer, "proof"), proof(token, b"member", *nonces)):
+        yield message_frame({"kind": "refused", "why": "another token"})
         raise MismatchError(f"{other} does not know this job's token")
+    yield message_frame({"kind": "proof", "proof": proof(token, b"coordinator", *nonces).hex()})
     return True
 
 
@@ -152,25 +160,31 @@ def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channe
         raise CheckpointError(f"{where} cannot be reached: {error}") from error
     channel = Channel(connection, where)
     try:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        channel.send(kind=_GREETING, nonce=nonce.hex())
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        channel.send(kind=_GREETING, nonce=ours.hex())
         try:
-            answer = _one_message(channel, deadline, timeout_s)
-            theirs = _hexadecimal(answer, "nonce")
-            known = hmac.compare_digest(_hexadecimal(answer, "proof"), proof(token, b"coordinator", nonce, theirs))
+            theirs = _hexadecimal(_answer(channel, deadline, timeout_s), "nonce")
+            channel.send(kind="proof", proof=proof(token, b"member", ours, theirs).hex())
+            shown = _hexadecimal(_answer(channel, deadline, timeout_s), "proof")
         except CorruptCheckpoint as error:
             raise MismatchError(f"{host}:{port} is not {where}: another program listens there ({error})") from error
-        if not known:
-            raise MismatchError(
-                f"{where} does not know this job's token: it is another job's, or the token is not the same on all "
-                "ranks (LASTGOOD_JOB_TOKEN)"
-            )
+        if not hmac.compare_digest(shown, proof(token, b"coordinator", ours, theirs)):
+            raise MismatchError(f"{where} {_ANOTHER_TOKEN}")
         channel.proved = True
-        channel.send(kind="proof", proof=proof(token, b"member", nonce, theirs).hex())
     except BaseException:
         channel.close()
         raise
     return channel
+
+
+def _answer(channel: Channel, deadline: float, timeout_s: float) -> dict[str, Any]:
+    """The next message of a side that has proved nothing yet. Raises MismatchError where it refuses us."""
+    answer = _one_message(channel, deadline, timeout_s)
+    if answer.get("kind") == "refused":
+        if answer.get("why") == "another token":
+            raise MismatchError(f"{channel.other} {_ANOTHER_TOKEN}")
+        raise MismatchError(f"{channel.other} is of another version of Lastgood; all ranks need the same")
+    return answer
 
 
 def _one_message(channel: Channel, deadline: float, timeout_s: float) -> dict[str, Any]:

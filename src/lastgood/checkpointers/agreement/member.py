@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lastgood.checkpointers.agreement.channel import Channel, open_channel, whole_number
@@ -39,7 +39,7 @@ class Address:
 
     host: str
     port: int
-    token: bytes
+    token: bytes = field(repr=False)
 
     def __str__(self) -> str:
         """Without the token."""

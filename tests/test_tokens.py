@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.gradients.token import read_token
+from lastgood.tokens import read_token
 
 
 def test_made_once_and_readable_by_its_owner_only(tmp_path):

@@ -1,4 +1,4 @@
-"""The token that trainers and shadows share: a file that only its owner can read."""
+"""Tokens that the processes of one job share: long enough that nobody guesses one, and in a file of its owner's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,26 @@ from pathlib import Path
 from lastgood.errors import ConfigError, StorageError
 from lastgood.files import open_new, open_regular, temporary_beside
 
-__all__ = ["read_token"]
+__all__ = ["LEAST_TOKEN_BYTES", "check_token", "new_token", "read_token"]
 
-_LEAST_BYTES = 16
+LEAST_TOKEN_BYTES = 16
+"""Who has seen a proof can try tokens as fast as a machine can: six letters take it a millisecond."""
 _MOST_BYTES = 4096
+
+
+def new_token() -> str:
+    """A random one: 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def check_token(token: bytes, where: str) -> bytes:
+    """`token`, if it is long enough. Raises ConfigError, which says `where` it came from, and nothing of it."""
+    if not LEAST_TOKEN_BYTES <= len(token) <= _MOST_BYTES:
+        raise ConfigError(
+            f"{where}: a token has {LEAST_TOKEN_BYTES} to {_MOST_BYTES} bytes, not {len(token)}; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return token
 
 
 def read_token(path: Path, *, make: bool = False) -> bytes:
@@ -38,9 +54,7 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
         raise StorageError(f"{path}: the token cannot be read: {error.strerror or error}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{path}: other users may read or change this token; chmod 600 {path}")
-    if not _LEAST_BYTES <= len(content) <= _MOST_BYTES:
-        raise ConfigError(f"{path}: a token has {_LEAST_BYTES} to {_MOST_BYTES} bytes, not {len(content)}")
-    return content
+    return check_token(content, str(path))
 
 
 def _make(path: Path) -> None:
@@ -51,7 +65,7 @@ def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
-            file.write(secrets.token_hex(32).encode() + b"\n")
+            file.write(new_token().encode() + b"\n")
         try:
             os.link(draft, path)  # fails where another process was first
         finally:
