@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,9 @@ UNSOUND = {
     "set of a tuple of lists": ["E", [["t", [["l", []]]]]],
     "pair of three": ["d", [[["s", "a"], ["n"], ["n"]]]],
     "key that is a tensor": ["d", [[TENSOR, ["n"]]]],
+    "keys of one hash": ["d", [[["i", n * ((1 << 61) - 1)], ["n"]] for n in range(1, 20_000)]],
+    "keys of one hash, further in": ["d", [[["t", [["i", n * ((1 << 61) - 1)]]], ["n"]] for n in range(1, 5000)]],
+    "a set of one hash": ["e", [["i", n * ((1 << 61) - 1)] for n in range(1, 20_000)]],
     "key twice": ["d", [[["s", "a"], ["n"]], [["s", "a"], ["i", 1]]]],
     "key twice for Python": ["o", [[["i", 1], ["n"]], [["b", True], ["i", 1]]]],
     "module of torch as a dtype": ["D", "nn"],
@@ -220,3 +224,17 @@ def test_what_passes_can_be_built_and_described(data):
     find_sharing(named_tensors(layout, "here"))
     named_values(layout, "here")
     unflatten(layout, blocks, "here")
+
+
+def test_plain_values_that_take_far_more_memory_than_their_file_has_are_neither_read_nor_saved():
+    """Looked at before anything is made of the text, so that this costs nothing."""
+    many = b'["l",[]],' * 400_000
+    text = (
+        b'{"layout_version":1,"deferred_blocks":0,"block_bytes":[],"tree":["d",[[["s","a"],["l",[%b["n"]]]]]]}' % many
+    )
+    with pytest.raises(CorruptCheckpoint, match="plain values"):
+        Layout.from_json(text, "here")
+    layout = Layout(entries(a=["l", [["i", 1]] * 400_000]), (), 0)
+    with pytest.raises(StateError, match="plain values"):
+        layout.to_json()
+    assert replace(layout, block_bytes=(1 << 28,)).to_json()

@@ -5,10 +5,13 @@ Everything here is made from docs/file-format.md and the format's own encoders; 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from lastgood import _native
@@ -44,8 +47,6 @@ def record(*, rank: int = 0, world_size: int = 1, step: int = 1, sequence: int =
 
 def write_slot(path: Path, made: fmt.CommitRecord, blocks: bytes, meta: bytes, *, chunk_bytes: int = CHUNK) -> None:
     """Write a committed slot file of `blocks` and `meta` whose every checksum and digest holds."""
-    from dataclasses import replace
-
     stream = blocks + meta
     table_offset, table_bytes, size = fmt.stream_layout(len(stream), chunk_bytes)
     table = b""
@@ -135,3 +136,56 @@ def _strides(shape: Sequence[int]) -> list[int]:
     for axis in range(len(shape) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * max(1, shape[axis])
     return strides
+
+
+# -- families of hostile layouts ---------------------------------------------------------------------------------------
+
+NUMBERS = (-1, 0, 1, 2, 3, 7, 64, 1 << 31, 1 << 32, 1 << 40, 1 << 62, 1 << 63, 1 << 64)
+LEAVES: tuple[Any, ...] = (
+    *NUMBERS,
+    True,
+    None,
+    0.5,
+    "",
+    "float32",
+    "float64",
+    "int32",
+    "qint8",
+    "<f4",
+    "|O",
+    "T",
+    "R",
+    "H",
+    [],
+    {},
+    ["n"],
+    [0],
+    [[0, 1]],
+)
+
+
+def places(node: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """The way to everything in a tree."""
+    yield path
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from places(item, (*path, number))
+
+
+def mutated(tree: Any, random: Random, changes: int = 1) -> Any:
+    """A copy of a tree in which some places hold something else, or something that lay elsewhere in it."""
+    tree = copy.deepcopy(tree)
+    for _ in range(changes):
+        spots = [path for path in places(tree) if path]
+        spot = random.choice(spots)
+        at = tree
+        for number in spot[:-1]:
+            at = at[number]
+        if random.random() < 0.15:
+            other = tree
+            for number in random.choice(spots):
+                other = other[number]
+            at[spot[-1]] = copy.deepcopy(other)
+        else:
+            at[spot[-1]] = copy.deepcopy(random.choice(LEAVES))
+    return tree

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
-from lastgood.checkpointers.stored import NamedTensor, most_bytes, named_tensors, read_blocks, read_layout
+from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
 from lastgood.files import open_new, open_regular, remove_tree, storage_error, sync_directory, temporary_beside
 from lastgood.state import Layout, unflatten
+from lastgood.state.layout_rules import memory_for
 from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -155,15 +156,12 @@ def write_export(
 
 
 def _check_elements(out: Path, to: ExportFormat, tensors: Sequence[NamedTensor], layout: Layout) -> None:
-    """Refuse views whose elements, one by one, are far more than the memory that they look at, or far less.
-
-    A reader of such a file would take memory for what the file says and not for what it has. Raises StateError.
-    """
+    """Refuse views whose elements, one by one, are far more than the memory that they look at. Raises StateError."""
     elements, stored = sum(tensor.nbytes for tensor in tensors), layout.payload_bytes
-    if elements > most_bytes(stored) or (to is ExportFormat.SAFETENSORS and stored > most_bytes(elements)):
+    if elements > memory_for(stored):
         raise StateError(
-            f"{out}: elements of {format_bytes(elements)} in memory of {format_bytes(stored)} (expanded tensors, or "
-            f"pieces of larger ones), and {to.value} keeps elements alone; export to pt, which keeps memory as it is"
+            f"{out}: elements of {format_bytes(elements)} in memory of {format_bytes(stored)} (expanded tensors), and "
+            f"{to.value} writes each of them; export to pt, which keeps memory as it is"
         )
 
 

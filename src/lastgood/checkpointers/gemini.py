@@ -448,7 +448,7 @@ class Gemini(Checkpointer):
                 raise
         where = f"{held.address}, step {held.step}"
         data_bytes = held.nbytes - held.meta_bytes
-        layout = Layout.from_json(memory[data_bytes:].numpy().tobytes(), where)
+        layout = Layout.from_json(memory[data_bytes:].numpy().tobytes(), where, held.nbytes)
         if layout.stream_bytes != data_bytes:
             raise CorruptCheckpoint(f"{where}: {data_bytes} bytes, where its layout needs {layout.stream_bytes}")
         blocks = [memory[at : at + count] for at, count in zip(layout.block_offsets(), layout.block_bytes, strict=True)]

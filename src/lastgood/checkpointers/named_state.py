@@ -104,7 +104,7 @@ def read_tree(
         raise CorruptCheckpoint(f"{checkpoint}: a layout of {layout_bytes} bytes in files of {nbytes}")
     text = torch.empty(layout_bytes, dtype=torch.uint8, device="cpu")
     load({LAYOUT_NAME: text})
-    layout = Layout.from_json(text.numpy().tobytes(), str(checkpoint))
+    layout = Layout.from_json(text.numpy().tobytes(), str(checkpoint), nbytes)
     # A block begins at a multiple of 16 bytes of its memory, so it may hold that much that is nobody's.
     if layout.payload_bytes > nbytes + 16 * len(layout.block_bytes):
         raise CorruptCheckpoint(f"{checkpoint}: its layout is of {layout.payload_bytes} bytes, its files of {nbytes}")

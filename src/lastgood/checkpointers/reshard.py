@@ -18,13 +18,13 @@ from lastgood.checkpointers.boxes import Overlap, full_runs
 from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
 from lastgood.checkpointers.rank_parts import RankParts, differences, used_blocks
 from lastgood.checkpointers.ranks import Buffers, whole_checkpoints
-from lastgood.checkpointers.stored import NamedTensor, most_bytes
+from lastgood.checkpointers.stored import NamedTensor
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError, WaitTimeout
 from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
-from lastgood.state.layout_rules import dtype_named
+from lastgood.state.layout_rules import dtype_named, memory_for
 from lastgood.state.shards import Runs, describe_shard, wrap
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class FromRanks:
         sizes = tuple(sum(run[1] for run in runs) for runs in wanted)
         as_stored = like is None and tensor.shard is None and 0 not in tensor.shape
         extent = tensor.extent if as_stored else prod(sizes) * tensor.itemsize
-        if extent > most_bytes(self._parts.held_bytes):
+        if extent > memory_for(self._parts.held_bytes):
             raise CorruptCheckpoint(
                 f"{self._where}: {tensor.name} takes {extent} bytes, and all parts together {self._parts.held_bytes}"
             )

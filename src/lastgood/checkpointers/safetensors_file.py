@@ -237,7 +237,7 @@ def load_safetensors(path: Path) -> dict[str, Any]:
     """The tree of a checkpoint that was exported. Raises CorruptCheckpoint, MismatchError, StorageError."""
     with _opened(path) as file:
         facts = file.facts()
-        layout = Layout.from_json(facts["layout"].encode(), str(path))
+        layout = Layout.from_json(facts["layout"].encode(), str(path), path.stat().st_size)
         file.budget.take(layout.payload_bytes)
         tensors = named_tensors(layout, str(path))
         aliases = _aliases(tensors)

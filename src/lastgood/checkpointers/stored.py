@@ -15,9 +15,8 @@ from lastgood.checkpointers.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES, RANKS_VERSION, Node
-from lastgood.state.layout_rules import dtype_named, numpy_dtype
+from lastgood.state.layout_rules import dtype_named, memory_for, numpy_dtype
 from lastgood.state.shards import Shard
-from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,6 @@ __all__ = [
     "find_sharing",
     "layout_in",
     "look_at_slots",
-    "most_bytes",
     "named_tensors",
     "named_values",
     "read_blocks",
@@ -50,9 +48,6 @@ _LOOKED_AT = 64
 """Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
 _MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What walking a layout raises that is JSON, but no layout."""
-_TIMES = 4
-_BESIDE_BYTES = 64 * MIB
-"""Memory follows what a file has, not what it says: at most so many times its size, and this."""
 _RESERVED = "__metadata__"
 """safetensors keeps this name for itself."""
 
@@ -219,7 +214,7 @@ def read_meta(view: SlotView, info: SlotInfo) -> bytes:
 def layout_in(meta: bytes, info: SlotInfo) -> Layout:
     """The layout that a checkpoint's meta data are, checked against its commit record. Raises as `read_layout`."""
     where = f"{info.path}: step {info.step}"
-    layout = Layout.from_json(meta, where)
+    layout = Layout.from_json(meta, where, info.stream_bytes)
     try:
         digest = layout.digest()
     except _MALFORMED as error:
@@ -325,16 +320,11 @@ def check_dense(tensor: NamedTensor, held_bytes: int, where: str) -> None:
     Raises CorruptCheckpoint.
     """
     nbytes = math.prod(tensor.whole_shape) * tensor.itemsize
-    if nbytes > most_bytes(held_bytes):
+    if nbytes > memory_for(held_bytes):
         raise CorruptCheckpoint(
             f"{where}: {tensor.name} has elements of {nbytes} bytes in a checkpoint of {held_bytes}; only a restore "
             "into the memory that repeats them, as it was, and an export to pt can keep it"
         )
-
-
-def most_bytes(held_bytes: int) -> int:
-    """The most memory that is taken for what a file of so many bytes says."""
-    return _TIMES * held_bytes + _BESIDE_BYTES
 
 
 def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:

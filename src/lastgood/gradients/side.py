@@ -136,7 +136,7 @@ def _open_piece(record: bytearray, at: int, where: str) -> tuple[dict[str, Any],
     if len(record) < begin or size > min(len(record) - begin, MAX_LAYOUT_BYTES):
         raise CorruptCheckpoint(f"{where}: a side record of {len(record)} bytes declares a layout of {size} at {at}")
     begin += size
-    layout = Layout.from_json(bytes(record[begin - size : begin]), where)
+    layout = Layout.from_json(bytes(record[begin - size : begin]), where, len(record))
     end = begin + layout.stream_bytes
     if end > len(record):
         raise CorruptCheckpoint(

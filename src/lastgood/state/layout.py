@@ -46,8 +46,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
-from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_layout
+from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_layout, memory_for
 from lastgood.text import parse_json
+from lastgood.units import format_bytes
 
 __all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node"]
 
@@ -111,17 +112,22 @@ class Layout:
             text = json.dumps(document, separators=(",", ":")).encode()
             if len(text) > MAX_LAYOUT_BYTES:
                 raise ValueError(f"its layout has {len(text)} bytes, over the limit of {MAX_LAYOUT_BYTES}")
+            _check_cost(text, self.stream_bytes + len(text))
         except ValueError as error:  # also from json, for a number of very many digits
-            raise StateError(f"the state cannot be stored: {error}; hold its plain values in tensors") from error
+            raise StateError(f"the state cannot be stored: {error}") from error
         return text
 
     @classmethod
-    def from_json(cls, text: bytes, where: str) -> Layout:
-        """Read what `to_json` wrote; `where` names the file in errors.
+    def from_json(cls, text: bytes, where: str, held_bytes: int = 0) -> Layout:
+        """Read what `to_json` wrote; `where` names the file in errors, which has `held_bytes` in all.
 
         What comes back holds the rules of `lastgood.state.layout_rules`, so that its readers need not check them again.
         Raises MismatchError for another version, CorruptCheckpoint for anything that is not a layout.
         """
+        try:
+            _check_cost(text, max(held_bytes, len(text)))
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error}") from error
         document = parse_json(
             text,
             f"{where}: the layout",
@@ -160,6 +166,22 @@ class Layout:
         hasher = hashlib.sha256(f"layout {self.version} {self.deferred_blocks} {self.block_bytes}".encode())
         _hash_structure(self.tree, hasher)
         return hasher.digest()
+
+
+def _check_cost(text: bytes, held_bytes: int) -> None:
+    """Raise ValueError where a layout's values take far more memory than the file that holds them has bytes.
+
+    An upper bound of what Python makes of a text, and of the state that is built of it: a node of six bytes becomes a
+    list of eighty, and a container once more.
+    """
+    nodes, commas, quotes = text.count(b"["), text.count(b","), text.count(b'"')
+    containers = sum(text.count(b'["%c",' % tag) for tag in b"lteEdoC")
+    cost = len(text) + 72 * (nodes + text.count(b"{")) + 40 * commas + 28 * quotes + 100 * containers
+    if cost > memory_for(held_bytes):
+        raise ValueError(
+            f"plain values that take {format_bytes(cost)} of memory in a checkpoint of {format_bytes(held_bytes)}; "
+            "long lists of numbers belong into tensors or numpy arrays"
+        )
 
 
 def _aligned(size: int) -> int:

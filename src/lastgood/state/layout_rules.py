@@ -15,13 +15,22 @@ import numpy as np
 
 from lastgood._lazy import lazy_module
 from lastgood.state.shards import Shard
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_module("torch")
 
-__all__ = ["MAX_DEPTH", "MAX_DIMENSIONS", "MAX_NUMBER", "check_tree_of_layout", "dtype_named", "numpy_dtype"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_DIMENSIONS",
+    "MAX_NUMBER",
+    "check_tree_of_layout",
+    "dtype_named",
+    "memory_for",
+    "numpy_dtype",
+]
 
 MAX_DEPTH = 100
 """Of containers inside each other."""
@@ -32,9 +41,15 @@ MAX_NUMBER = 1 << 62
 MAX_RANKS = 1 << 20
 _FLOAT_DIGITS = 16
 _LONGEST_NAME = 64
+_MOST_ALIKE = 1000
 _KEYS = frozenset("nbifsyt")
 _HASHABLE = frozenset("nbifcsytESDVNTHR")
 """Tags of what may be in a set."""
+
+
+def memory_for(held_bytes: int) -> int:
+    """The most memory, in bytes, that is taken for what a file of so many bytes says: it follows what the file has."""
+    return 4 * held_bytes + 64 * MIB
 
 
 def check_tree_of_layout(tree: Any, block_bytes: Sequence[int], *, of_ranks: bool) -> None:
@@ -173,25 +188,27 @@ class _Walk:
         self._sequence(node, depth)
         for item in node[1]:
             _check_hashable(item)
+        _check_hashes([_key(item) for item in node[1] if item[0] in _KEYS])
 
     def _mapping(self, node: list[Any], depth: int) -> None:
         deeper = self._deeper(depth)
-        keys = set()
+        keys: list[Any] = []
         pairs = self._items(node)
         for pair in pairs:
             if type(pair) is not list or len(pair) != 2:
                 raise ValueError(f"{pair!r:.80} is no pair of a key and a value")
             key, value = pair
             if type(key) is list and len(key) == 2 and key[0] == "s" and type(key[1]) is str:
-                keys.add(key[1])
+                keys.append(key[1])
                 self._path.append(key[1][:_LONGEST_NAME])
             else:
                 self._node(key, deeper)
-                keys.add(_key(key))
+                keys.append(_key(key))
                 self._path.append(f"{key!r:.60}")
             self._node(value, deeper)
             self._path.pop()
-        if len(keys) != len(pairs):
+        _check_hashes(keys)
+        if len(set(keys)) != len(pairs):
             raise ValueError("a mapping has a key twice")
 
     def _stateful(self, node: list[Any], depth: int) -> None:
@@ -322,6 +339,12 @@ def _check_hashable(node: list[Any]) -> None:
     if node[0] == "t":
         for item in node[1]:
             _check_hashable(item)
+
+
+def _check_hashes(keys: Sequence[Any]) -> None:
+    """Refuse keys that were made to have one hash: a dict of them takes for ever. Integers beyond 61 bits may."""
+    if len(keys) - len({hash(key) for key in keys}) > _MOST_ALIKE:
+        raise ValueError(f"more than {_MOST_ALIKE} keys of one hash")
 
 
 def _key(node: list[Any]) -> Any:
