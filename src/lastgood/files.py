@@ -28,6 +28,7 @@ __all__ = [
     "TEMPORARY_SUFFIX",
     "ReadableBy",
     "check_regular",
+    "entries_of",
     "local_path",
     "make_directory",
     "open_log",
@@ -214,6 +215,19 @@ def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None
             removed.append(path)
         return removed
     return []
+
+
+def entries_of(directory: Path) -> list[Path]:
+    """What lies in a directory; nothing where there is none.
+
+    Raises StorageError where it cannot be read, or is none.
+    """
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error(error, directory, "reading the directory") from error
 
 
 def remove_tree(path: Path) -> None:

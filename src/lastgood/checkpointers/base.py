@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.step_hooks import see_steps
 from lastgood.checkpointers.update_steps import UpdateSteps
-from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
 from lastgood.state.optimizers import optimizers_beneath
@@ -247,7 +248,8 @@ class Checkpointer(ABC):
         loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
 
         Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is whole),
-        MismatchError (parts of other names, shapes or dtypes; another job or world), LockHeld, ConfigError.
+        MismatchError (parts of other names, shapes or dtypes; another job or world; checkpoints of another system or
+        number of ranks in the directory), LockHeld, ConfigError.
         """
         from lastgood.checkpointers.attachment import Attachment
 
@@ -259,12 +261,14 @@ class Checkpointer(ABC):
             raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
         attachment = Attachment(self.name, parts, data, data_changed)
         try:
+            self._refuse_layout()
             self._hold_directory()
             try:
                 self._resume(attachment.state, resume_step)
             except NoCheckpoint:
                 if resume_step is not None:
                     raise
+                self._refuse_beside()
             # Looking at the state may draw from generators: a loader of torchdata's does when it is asked for its own.
             with generators_kept():
                 self.start(attachment.state)
@@ -337,6 +341,31 @@ class Checkpointer(ABC):
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         """Restore what a new life begins with. Raises NoCheckpoint where it begins from nothing."""
         self.restore(state, step)
+
+    def _world(self) -> tuple[int, int]:
+        """(rank, number of ranks) of this training."""
+        return world_of_torch()
+
+    def _against_layout(self) -> str:
+        """Why this training must not use its directory: what lies there is of another number of ranks. "" if nothing.
+
+        Raises StorageError.
+        """
+        from lastgood.checkpointers.found_here import words_on_layout
+
+        return words_on_layout(self.directory, *self._world(), parted=False)
+
+    def _refuse_layout(self) -> None:
+        """Raise MismatchError if something is against the layout of the directory."""
+        why = self._against_layout()
+        if why:
+            raise MismatchError(why)
+
+    def _refuse_beside(self) -> None:
+        """There is nothing to resume from: raise MismatchError if that is since the directory holds something else."""
+        from lastgood.checkpointers.found_here import refuse_beside
+
+        refuse_beside(self.directory, self.name, self._world()[1])
 
     def _begun(self) -> None:  # noqa: B027 - most systems count no restarts
         """Called by `attach` once all is ready: from here on what fails is the training."""

@@ -18,6 +18,7 @@ from lastgood import _native
 from lastgood.errors import CorruptCheckpoint, StorageError
 from lastgood.files import (
     ReadableBy,
+    entries_of,
     make_directory,
     open_new,
     open_regular,
@@ -100,10 +101,8 @@ class CheckpointDirectories:
         remove_tree(temporary)
 
     def found(self) -> list[tuple[int, int, Path]]:
-        """Sequence, step and path of every checkpoint, newest first."""
-        if not self.directory.is_dir():
-            return []
-        matches = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        """Sequence, step and path of every checkpoint, newest first. Raises StorageError."""
+        matches = ((_NAME.fullmatch(path.name), path) for path in entries_of(self.directory))
         return sorted(((int(match[1]), int(match[2]), path) for match, path in matches if match), reverse=True)
 
     def _drop_old(self) -> None:

@@ -141,6 +141,7 @@ class PCcheck(Checkpointer):
             job_id=job_id,
             rank=rank,
             world_size=world_size,
+            agrees=self._agrees if world_size > 1 else None,
             medium=self.knobs.medium,
             writer_cpus=self.knobs.writer_cpus,
             readable_by=self.readable_by,
@@ -167,9 +168,21 @@ class PCcheck(Checkpointer):
         def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
             return self._recovery().read(store, info, {} if state is None else state)
 
-        self._store, info = job.begin(self._make_store, read, wanted)
+        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout())
         self._job = job
         return info
+
+    def _against_layout(self) -> str:
+        from lastgood.checkpointers.found_here import words_on_control, words_on_layout
+
+        own = self._of_rank(self.directory)
+        return words_on_layout(self.directory, *self._world(), parted=self._agrees) or words_on_control(
+            own, self._world()[1], agrees=self._agrees
+        )
+
+    def _refuse_layout(self) -> None:
+        if not self._agrees:  # else all ranks are told, and raise it together
+            super()._refuse_layout()
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         limit = self.knobs.max_failed_restarts

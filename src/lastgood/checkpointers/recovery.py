@@ -172,3 +172,10 @@ class Recovery:
                 f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
                 "a copy back, or move the directory away to begin anew"
             )
+        book = view.book()
+        if book.restarts or book.reached >= 0:
+            raise CorruptCheckpoint(
+                f"{self.directory}: no slot holds a checkpoint, and training has gone on from one here (of step "
+                f"{max(book.reached, *(one.step for one in book.restarts.values()), 0)} at most): they were emptied or "
+                "removed; bring a copy back, or move the directory away to begin anew"
+            )

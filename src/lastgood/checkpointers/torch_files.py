@@ -23,6 +23,7 @@ from lastgood.checkpointers.torch_archive import check_proportion, read_torch_fi
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
 from lastgood.files import (
     ReadableBy,
+    entries_of,
     make_directory,
     open_new,
     open_regular,
@@ -128,10 +129,8 @@ class TorchFiles:
         return [step for _, step, _ in self._files()]
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """Sequence, step and path of every file, newest first."""
-        if not self.directory.is_dir():
-            return []
-        found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
+        """Sequence, step and path of every file, newest first. Raises StorageError."""
+        found = ((_NAME.fullmatch(path.name), path) for path in entries_of(self.directory))
         return sorted(((int(match[1]), int(match[2]), path) for match, path in found if match), reverse=True)
 
     def read(self, step: int | None) -> tuple[int, dict[str, Any], str, frozenset[Keys] | None]:

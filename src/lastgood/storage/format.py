@@ -39,6 +39,7 @@ __all__ = [
     "RecordKind",
     "SlotHeader",
     "align_up",
+    "decode_agrees",
     "decode_job",
     "encode_job",
     "seal_json",
@@ -281,8 +282,8 @@ def slot_number(path: Path) -> int | None:
     return int(match[1]) if match and slot_name(int(match[1])) == path.name else None
 
 
-def encode_job(job: Job) -> bytes:
-    """The content of job.json."""
+def encode_job(job: Job, agrees: bool | None = None) -> bytes:
+    """The content of job.json; `agrees`, if it is known: whether checkpoints count only once all ranks have them."""
     described = {
         "format": "lastgood-slots",
         "version": FORMAT_VERSION,
@@ -290,7 +291,15 @@ def encode_job(job: Job) -> bytes:
         "rank": job.rank,
         "world_size": job.world_size,
     }
+    if agrees is not None:
+        described["agrees"] = agrees
     return seal_json(described)
+
+
+def decode_agrees(content: bytes) -> bool | None:
+    """Whether the ranks of a job agree, by its job.json; None if that does not say. Raises as `decode_job`."""
+    found = unseal_json(content).get("agrees")
+    return found if isinstance(found, bool) else None
 
 
 def decode_job(content: bytes) -> Job:

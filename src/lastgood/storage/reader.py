@@ -20,7 +20,7 @@ from lastgood.files import local_path, open_regular, read_bounded, storage_error
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block
-from lastgood.storage.marks import GlobalMark, read_mark
+from lastgood.storage.marks import GLOBAL_FILE, GlobalMark, read_mark
 from lastgood.storage.verdicts import VerdictBook
 
 if TYPE_CHECKING:
@@ -139,6 +139,16 @@ def read_job(directory: Path) -> fmt.Job | None:
         raise MismatchError(f"{path}: {error}") from error
     except OSError as error:
         raise storage_error(error, path, "reading") from error
+
+
+def written_by_agreement(directory: Path) -> bool | None:
+    """Whether the ranks of the job that wrote here agree on their checkpoints; None if nothing says so."""
+    path = directory / fmt.JOB_FILE
+    try:
+        found = fmt.decode_agrees(read_bounded(path, fmt.MOST_JOB_BYTES, too_large=fmt.RecordError))
+    except (fmt.RecordError, fmt.OtherVersionError, OSError):
+        found = None  # `read_job` says what is wrong with it
+    return True if found is None and (directory / GLOBAL_FILE).exists() else found
 
 
 def job_of_slots(statuses: Sequence[SlotStatus]) -> fmt.Job | None:

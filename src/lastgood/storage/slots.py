@@ -55,6 +55,7 @@ class SlotStore(KeptSlots):
         pool_bytes: size of that pool; it may be smaller than the state.
         job_id: 16 bytes that this directory must belong to; by default whatever it belongs to, or a new random one.
         rank, world_size: whose part of a job of several ranks the directory holds; each rank has one of its own.
+        agrees: whether a checkpoint of these ranks counts only once all have it, for job.json; None: that is not known.
         medium: how slots are written (`lastgood.storage.medium`).
         writer_cpus: CPUs that writer threads stay on, in turn; none: wherever the kernel likes.
         crc32c_variant: how checksums are computed; by default the fastest way that this CPU has.
@@ -80,6 +81,7 @@ class SlotStore(KeptSlots):
         job_id: bytes | None = None,
         rank: int = 0,
         world_size: int = 1,
+        agrees: bool | None = None,
         medium: Medium = "file",
         writer_cpus: Sequence[int] = (),
         crc32c_variant: str = "",
@@ -108,7 +110,7 @@ class SlotStore(KeptSlots):
             mode=readable_by.file_mode,
         )
         try:
-            self._open(job_id, rank, world_size)
+            self._open(job_id, rank, world_size, agrees)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
@@ -288,7 +290,7 @@ class SlotStore(KeptSlots):
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _open(self, job_id: bytes | None, rank: int, world_size: int) -> None:
+    def _open(self, job_id: bytes | None, rank: int, world_size: int, agrees: bool | None) -> None:
         make_directory(self.directory, self.readable_by.directory_mode)
         self._lock.acquire()
         for path in remove_temporary_files(self.directory, fmt.OLDER_TEMPORARY_FILES):
@@ -296,7 +298,7 @@ class SlotStore(KeptSlots):
         self.direct_io = files.direct_io_works(self.directory)
         if not self.direct_io:
             log.warning("%s: this file system has no direct I/O; writing through the page cache", self.directory)
-        self.job = self._take_job(job_id, rank, world_size)
+        self.job = self._take_job(job_id, rank, world_size, agrees)
         found = reader.find_slots(self.directory)
         # A process that was killed may have left names and records that one can read and a power cut would still take:
         # nothing may be overwritten in reliance on them before they are durable.
@@ -330,7 +332,7 @@ class SlotStore(KeptSlots):
                 )
                 log.log(level, "%s: not a whole checkpoint: %s", status.path, status.detail)
 
-    def _take_job(self, job_id: bytes | None, rank: int, world_size: int) -> fmt.Job:
+    def _take_job(self, job_id: bytes | None, rank: int, world_size: int, agrees: bool | None) -> fmt.Job:
         path = self.directory / fmt.JOB_FILE
         found = reader.read_job(self.directory)
         if found is None:
@@ -346,8 +348,8 @@ class SlotStore(KeptSlots):
                 f"{self.directory} belongs to {found}, and {wanted} was asked for; use a directory of its own for each "
                 "job and rank, and as many ranks as before (or a new job, and this one as its resume_from)"
             )
-        if not described:
-            write_atomically(path, fmt.encode_job(wanted), mode=self.readable_by.file_mode)
+        if not described or (agrees is not None and reader.written_by_agreement(self.directory) is not agrees):
+            write_atomically(path, fmt.encode_job(wanted, agrees), mode=self.readable_by.file_mode)
         return wanted
 
     def _begin(self, step: int, stream_bytes: int, timeout_s: float, later: bool) -> SlotWrite | None:

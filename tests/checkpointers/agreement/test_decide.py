@@ -18,11 +18,27 @@ JOB = "ab" * 16
 OTHER = "cd" * 16
 
 
-def report(rank, world, held=(), *, job=JOB, mark=None, highest=None, damaged=(), **wanted):
+def report(
+    rank, world, held=(), *, job=JOB, mark=None, highest=None, damaged=(), reached=-1, wrote=None, beside="", **wanted
+):
     held = tuple(one if isinstance(one, Held) else Held(*one) for one in held)
     if highest is None:
         highest = max((one.identity for one in held), default=(0, 0))
-    return Report(rank, world, f"host{rank}", f"/d/{rank}", job, highest, held, damaged, mark, Wanted(**wanted))
+    return Report(
+        rank,
+        world,
+        f"host{rank}",
+        f"/d/{rank}",
+        job,
+        highest,
+        held,
+        damaged,
+        mark,
+        Wanted(**wanted),
+        reached,
+        wrote,
+        beside,
+    )
 
 
 # -- the tally ---------------------------------------------------------------------------------------------------------
@@ -167,6 +183,13 @@ def test_a_job_that_never_had_a_whole_checkpoint_begins_anew_and_says_so():
         ([report(0, 2, [(1, 10)]), report(1, 2, job=None)], MismatchError, r"rank 1 on host1 \(/d/1\): nothing is"),
         ([report(0, 2, [(1, 10)]), report(1, 2, [(1, 10)], job=OTHER)], MismatchError, "several jobs: rank 0.*rank 1"),
         ([report(0, 2), report(1, 3)], MismatchError, "rank 1.*3 ranks.*2"),
+        (
+            [report(0, 3, [(1, 10)], wrote=(0, 2)), report(1, 3, [(1, 10)], wrote=(1, 2)), report(2, 3, job=None)],
+            MismatchError,
+            r"rank 0 on host0 .*of a job of 2 ranks, and this job has 3; .*resume_from",
+        ),
+        ([report(0, 2), report(1, 2, beside="slots lie there")], MismatchError, "rank 1 on host1 .*: slots lie there"),
+        ([report(0, 2), report(1, 2, reached=10)], CorruptCheckpoint, "nothing whole: rank 0.*rank 1"),
         ([report(0, 2, step=10), report(1, 2)], MismatchError, "rank 1.*the newest.*step 10"),
         (
             [report(0, 2, [(1, 10)], mark=(1, 10)), report(1, 2, mark=(1, 10))],

@@ -95,6 +95,10 @@ class Report:
     wanted: Wanted = Wanted()
     reached: int = -1
     """The highest step that this rank knew all ranks to hold, in any life."""
+    wrote: tuple[int, int] | None = None
+    """Whose checkpoints the directory holds: rank, and number of ranks."""
+    beside: str = ""
+    """Why this rank must not begin in its job's directory: what lies there that is not of this layout."""
 
     def __str__(self) -> str:
         """For messages."""
@@ -136,6 +140,16 @@ def begin(reports: Sequence[Report]) -> Beginning:
             raise MismatchError(f"{report} says that there are {report.world_size} ranks, {first} {first.world_size}")
         if report.wanted != first.wanted:
             raise MismatchError(f"{report} asks for {report.wanted}, {first} for {first.wanted}; ask for one thing")
+    for report in reports:
+        if report.wrote is not None and report.wrote != (report.rank, report.world_size):
+            theirs, ranks = report.wrote
+            raise MismatchError(
+                f"{report}: its directory is that of rank {theirs} of a job of {ranks} ranks, and this job has "
+                f"{report.world_size}; start as many ranks as before, or give a new directory and this job's as "
+                "resume_from, or move the directories of all ranks away to begin anew"
+            )
+        if report.beside:
+            raise MismatchError(f"{report}: {report.beside}")
     owners = {report.job_id: report for report in reports if report.job_id is not None}
     if len(owners) > 1:
         named = "; ".join(f"{report} belongs to job {job_id}" for job_id, report in owners.items())
@@ -176,7 +190,7 @@ def _named(reports: Sequence[Report]) -> str:
 def _refuse_loss(reports: Sequence[Report], notes: list[str]) -> None:
     """Nothing is common. Go on only if surely nothing ever was: a job must not begin anew without a word."""
     holders = [report for report in reports if report.held]
-    marked = [report for report in reports if report.mark is not None]
+    marked = [report for report in reports if report.mark is not None or report.reached >= 0]
     fresh = [report for report in reports if report.job_id is None]
     damaged = [report for report in reports if report.damaged]
     if fresh and (holders or marked or damaged):

@@ -94,10 +94,12 @@ class JobOfRanks:
         make_store: Callable[[bytes], SlotStore],
         read: Callable[[SlotStore, SlotInfo], Callable[[], None]],
         wanted: Wanted,
+        beside: str = "",
     ) -> tuple[SlotStore, SlotInfo | None]:
         """Join, open the store under the job's id, and read what all ranks can read; returns what was restored.
 
-        `read` reads a checkpoint and returns what loads it, which is called once all ranks have read theirs. Raises
+        `read` reads a checkpoint and returns what loads it, which is called once all ranks have read theirs; `beside`
+        says what in the job's directory is against this rank's beginning there, and all ranks raise it. Raises
         WaitTimeout (naming ranks that did not come), what `decide.begin` raises, and what opening a store does.
         """
         store: SlotStore | None = None
@@ -106,7 +108,7 @@ class JobOfRanks:
             address, listener = find_address(self._settings.control, self._settings.rank, self._settings.join_timeout_s)
             if listener is not None:
                 self._coordinator = Coordinator(listener, address.token, self._settings.world_size, self._silence_s)
-            report = self._report(wanted)
+            report = self._report(wanted, beside)
             member, offer = self._join(address, report)
             store = make_store(offer.job_id)
             self._check_unchanged(store, report)
@@ -143,7 +145,7 @@ class JobOfRanks:
         assert offer is not None, "no life begins without an offer"
         return member, offer
 
-    def _report(self, wanted: Wanted) -> Report:
+    def _report(self, wanted: Wanted, beside: str) -> Report:
         from lastgood.storage import SlotStore
         from lastgood.storage.format import Job, RecordKind
         from lastgood.storage.reader import SlotState, job_of_slots, newest_first, read_job, refuse_foreign
@@ -195,6 +197,8 @@ class JobOfRanks:
             mark,
             wanted,
             reached,
+            None if job is None else (job.rank, job.world_size),
+            beside,
         )
 
     def _check_unchanged(self, store: SlotStore, report: Report) -> None:

@@ -17,6 +17,7 @@ _MOST_HELD = 160
 """More than a rank can have slots."""
 _MOST_DAMAGED = 8
 _DAMAGED_LETTERS = 200
+_MOST_BESIDE = 1500
 _REASON_LETTERS = 80
 
 
@@ -42,6 +43,7 @@ def said_report(report: Report) -> dict[str, Any]:
         "damaged": [cut(text, _DAMAGED_LETTERS) for text in report.damaged[:_MOST_DAMAGED]],
         "host": cut(report.host, 100),
         "directory": cut(report.directory),
+        "beside": cut(report.beside, _MOST_BESIDE),
     }
 
 
@@ -84,6 +86,8 @@ def report_of(message: dict[str, Any]) -> Report:
             mark=None if message["mark"] is None else identity_of(message["mark"]),
             wanted=Wanted(bool(wanted["restore"]), step, bool(wanted["good_only"]), limit),
             reached=reached_of(message),
+            wrote=None if message.get("wrote") is None else identity_of(message["wrote"]),
+            beside=cut(message.get("beside", ""), _MOST_BESIDE),
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CorruptCheckpoint(f"a report that cannot be read: {error!r:.200}") from error
