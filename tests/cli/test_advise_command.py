@@ -39,7 +39,7 @@ def test_the_answer_comes_first_and_says_where_it_is_from(ceilings: list[str]) -
     text = "\n".join(rest)
     for part in ("sync", "gpm", "checkfreq", "slowdown", "lost per failure", "hours/day", "Ceilings: write 954 MiB/s"):
         assert part in text
-    assert "A failure of the job every 180 min" in text
+    assert "A failure of the job every 3 h 0 min" in text
 
 
 def test_json_holds_all_of_it(ceilings: list[str]) -> None:

@@ -430,10 +430,13 @@ def test_a_child_holds_neither_port_nor_strangers(door: Callable[..., Door]) -> 
     with one.knock() as silent:
         one.until(lambda: one.gate.strangers)
         reading, writing = os.pipe()
+        begun, begins = os.pipe()
         if (child := os.fork()) == 0:
+            os.write(begins, b"x")
             os.read(reading, 1)
             os._exit(0)
         try:
+            assert os.read(begun, 1) == b"x", "what a child closes is closed once fork has returned there"
             one.close()
             assert silent.recv(5, socket.MSG_WAITALL) == b"hello" and silent.recv(1) == b""
             with pytest.raises(OSError, match="refused"):
@@ -441,8 +444,8 @@ def test_a_child_holds_neither_port_nor_strangers(door: Callable[..., Door]) -> 
         finally:
             os.write(writing, b"x")
             os.waitpid(child, 0)
-            os.close(reading)
-            os.close(writing)
+            for end in (reading, writing, begun, begins):
+                os.close(end)
 
 
 def test_what_is_kept_for_forks_goes_with_its_socket() -> None:
