@@ -40,6 +40,7 @@ from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
+from lastgood.state import FlatState, flatten, try_layout
 from lastgood.state.optimizers import optimizers_beneath
 from lastgood.state.rng import generators_kept
 
@@ -199,6 +200,8 @@ class Checkpointer(ABC):
         self._state: Mapping[str, Any] | None = None
         self._hooks = _Hooks()
         self._steps = UpdateSteps()
+        self._tried = b""
+        """Digest of the newest layout that was tried."""
         self._health = SaveHealth(self.name, max_unsaved_s)
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
@@ -392,6 +395,7 @@ class Checkpointer(ABC):
         if self._state is not None:
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
+        self._tried = b""
         self._health.begin()
         try:
             self._hook_optimizers()
@@ -473,6 +477,19 @@ class Checkpointer(ABC):
             del self.events[: -self.events_kept]
         self._hook_optimizers()
         return event
+
+    def _flat(self, *, spread: bool = False) -> FlatState:
+        """The state as it is now, flattened (`lastgood.state.flatten`).
+
+        Raises StateError for what cannot be stored, and, at a layout's first appearance, for what could not be loaded
+        again: what is called durable must be restorable.
+        """
+        flat = flatten(self.state, spread=spread)
+        digest = flat.layout.digest()
+        if digest != self._tried:
+            try_layout(self.state, flat)
+            self._tried = digest
+        return flat
 
     def _hook_optimizers(self) -> None:
         """See the steps of optimizers that are not seen yet: a mapping may be given another one after `start`."""

@@ -22,9 +22,9 @@ from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpoi
 from lastgood.checkpointers.checkfreq_budget import BudgetKeeper
 from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
 from lastgood.checkpointers.still_weights import StillWeights
-from lastgood.checkpointers.torch_files import TorchFiles
+from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
 from lastgood.errors import ConfigError, WaitTimeout
-from lastgood.state import FlatState, apply_tree, flatten, stateful_paths, unflatten
+from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,8 @@ class CheckFreq(Checkpointer):
 
     def _start(self) -> None:
         self._still = StillWeights()
-        self._still.find(flatten(self.state))
+        self._still.find(self._flat())
+        self._files.check(plain_tree(dict(self.state)))
         self._files.prepare()
 
     def _chooses_interval(self) -> bool:
@@ -89,7 +90,7 @@ class CheckFreq(Checkpointer):
 
     def _begun(self) -> None:
         if self._budget is not None:
-            device = next((block.device for block in flatten(self.state).blocks if block.is_cuda), None)
+            device = next((block.device for block in self._flat().blocks if block.is_cuda), None)
             self._keeper = BudgetKeeper(self._budget, device)
 
     def _due(self, step: int) -> bool:
@@ -101,7 +102,7 @@ class CheckFreq(Checkpointer):
             self._keeper.save_begun(event)
         self.drain()
         event.phases.append(("wait", event.requested_s, time.perf_counter()))
-        flat = flatten(self.state)
+        flat = self._flat()
         what = f"checkfreq's snapshot of step {event.step}"
         snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
         worker = threading.Thread(

@@ -33,7 +33,6 @@ from lastgood.gradients.stream import GradientStream
 from lastgood.gradients.tap import BucketTap
 from lastgood.gradients.tracked import Tracked
 from lastgood.gradients.updates import Update
-from lastgood.state import flatten
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +127,7 @@ class Checkmate(Checkpointer):
 
     def _start(self) -> None:
         Tracked(self.state)  # what cannot be followed or stored is said first
-        flatten(self.state, spread=True)
+        self._flat(spread=True)
         self._pending, self._saves = {}, 0
         life = begin_life(
             self.directory,

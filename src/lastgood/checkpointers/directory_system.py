@@ -22,7 +22,7 @@ from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpoi
 from lastgood.checkpointers.directories import CheckpointDirectories, check_files
 from lastgood.checkpointers.named_state import live_tensors
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.state import apply_tree, flatten
+from lastgood.state import apply_tree
 from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DirectorySystem(Checkpointer):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._flat()  # refuses what cannot be stored to the bit before the first step, as every system does
         self._directories.prepare()
 
     def _save(self, event: CheckpointEvent) -> None:
@@ -108,7 +108,7 @@ class DirectorySystem(Checkpointer):
             self.drain()
             self._refuse_late()
             self._directories.make(temporary)
-            future = self._take(event, live_tensors(flatten(self.state)), temporary)
+            future = self._take(event, live_tensors(self._flat()), temporary)
             event.copied_s = time.perf_counter()
             if future is None:
                 self._commit(event, temporary)

@@ -32,7 +32,7 @@ from lastgood.checkpointers.snapshot import HostSnapshot, PinnedMemory
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
-from lastgood.state import FlatState, Layout, apply_tree, flatten, stateful_paths, unflatten
+from lastgood.state import FlatState, Layout, apply_tree, stateful_paths, unflatten
 from lastgood.state.compare import Keys
 from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
 
@@ -160,7 +160,7 @@ class Gemini(Checkpointer):
 
     def _start(self) -> None:
         self._still = StillWeights()
-        self._still.find(flatten(self.state))
+        self._still.find(self._flat())
         together = self._meet()
         fault = ""
         try:
@@ -184,7 +184,7 @@ class Gemini(Checkpointer):
         """Wait for the checkpoint before, then start the snapshot. With own peers all ranks save the same steps."""
         kept = self._kept_by_all()
         self.drain()
-        flat = flatten(self.state)
+        flat = self._flat()
         what = f"gemini's snapshot of step {event.step}"
         snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
         worker = threading.Thread(

@@ -37,7 +37,7 @@ from lastgood.checkpointers.chunks import stream_pieces
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.snapshot import DeviceStreams, PinnedMemory
 from lastgood.errors import CheckpointError
-from lastgood.state import FlatState, flatten
+from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.units import MIB
 
@@ -96,7 +96,7 @@ class GPM(Checkpointer):
     def _start(self) -> None:
         from lastgood.storage.areas import AreaStore
 
-        flat = flatten(self.state)
+        flat = self._flat()
         self._store = AreaStore(
             self.directory,
             chunk_bytes=self.knobs.chunk_bytes,
@@ -130,7 +130,7 @@ class GPM(Checkpointer):
         """Store the state and make it durable; training goes on when it is."""
         if self._store is None:
             raise CheckpointError(f"{self.directory}: not open; call start(state) first")
-        flat = flatten(self.state)
+        flat = self._flat()
         meta = flat.layout.to_json()
         for device in {block.device for block in flat.blocks if block.is_cuda}:
             torch.cuda.synchronize(device)  # training stops

@@ -30,7 +30,7 @@ from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import local_path, make_directory, storage_error
-from lastgood.state import FlatState, flatten
+from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class PCcheck(Checkpointer):
 
     def _start(self) -> None:
         self._open()
-        flat = flatten(self.state, spread=True)
+        flat = self._flat(spread=True)
         self._still = StillWeights()
         self._still.find(flat)
         if self.knobs.replicated != "none" and self._world()[1] > 1:
@@ -285,7 +285,7 @@ class PCcheck(Checkpointer):
 
     def _begin(self, event: CheckpointEvent) -> None:
         store = self._opened()
-        flat = flatten(self.state, spread=True)
+        flat = self._flat(spread=True)
         if self._division is not None:
             flat = self._division.apply(flat)
         meta = flat.layout.to_json()

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
-from lastgood.state import apply_tree, flatten, stateful_paths
+from lastgood.state import apply_tree, stateful_paths
 
 __all__ = ["SyncCheckpointer", "SyncOptions"]
 
@@ -40,12 +40,13 @@ class SyncCheckpointer(Checkpointer):
         self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
 
     def _start(self) -> None:
-        flatten(self.state)  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._flat()  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._files.check(plain_tree(dict(self.state)))
         self._files.prepare()
 
     def _save(self, event: CheckpointEvent) -> None:
         """Write the state; training goes on when it is durable."""
-        objects = stateful_paths(flatten(self.state).layout)  # also refuses what torch.save would write all the same
+        objects = stateful_paths(self._flat().layout)  # also refuses what torch.save would write all the same
         event.bytes_written = self._files.write(event.step, plain_tree(dict(self.state)), event.phases, objects)
         event.copied_s = event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE

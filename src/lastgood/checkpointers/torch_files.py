@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +124,21 @@ class TorchFiles:
                 _log.warning("%s: cannot remove an old checkpoint: %s", old, error)
         return written
 
+    @staticmethod
+    def check(tree: Mapping[str, Any]) -> None:
+        """Raise StateError, naming the place, for what `write` would refuse; nothing is written."""
+        reading_cost(pack_numpy(dict(tree), "state"), "state")
+        dtypes: dict[int, tuple[torch.dtype, str]] = {}
+        for path, tensor in _named_tensors(tree, "state"):
+            if not tensor.numel():
+                continue
+            dtype, other = dtypes.setdefault(tensor.untyped_storage().data_ptr(), (tensor.dtype, path))
+            if dtype != tensor.dtype:
+                raise StateError(
+                    f"{path} and {other} see the same memory as two dtypes, which torch.save does not write; give one "
+                    "of them memory of its own with clone()"
+                )
+
     def steps(self) -> list[int]:
         """Steps that have a file, newest first."""
         return [step for _, step, _ in self._files()]
@@ -234,6 +249,17 @@ def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(function(item) for item in value)
     return value
+
+
+def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_tensors(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _named_tensors(item, f"{path}[{number}]")
 
 
 def _explain(path: Path, tree: Mapping[str, Any], error: BaseException) -> str:

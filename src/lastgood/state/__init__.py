@@ -6,6 +6,7 @@ from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful, stateful_paths, unflatten
 from lastgood.state.layout import Layout
 from lastgood.state.rng import RngState, generators_kept, seed_everything
+from lastgood.state.trial import try_layout
 from lastgood.state.world import NewWorld
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "seed_everything",
     "state_digest",
     "stateful_paths",
+    "try_layout",
     "unflatten",
 ]

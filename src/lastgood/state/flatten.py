@@ -109,8 +109,7 @@ def flatten(state: Mapping[str, Any], *, spread: bool = False) -> FlatState:
 
     Raises StateError, naming the path in the state, for what cannot be stored to the bit and given back (functions,
     open files, sparse or quantised tensors, devices other than CPU and CUDA, containers and arrays of unknown classes,
-    containers that hold themselves, sets of tensors, ints of more than 129 bits), and for objects whose state_dict
-    fails.
+    containers that hold themselves, sets of tensors), and for objects whose state_dict fails.
     """
     unnamed = [name for name in state if type(name) is not str]
     if unnamed:
@@ -282,8 +281,6 @@ class _Walker:
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
         if encode is not None:
-            if type(value) is int and not -_MOST_INT < value < _MOST_INT:
-                raise StateError(f"{path}: an int of {value.bit_length()} bits cannot be stored; store it as bytes")
             return encode(value)
         if isinstance(value, torch.Tensor):
             if self._spread and is_sharded(value):
@@ -425,8 +422,6 @@ _PLAIN: dict[type, Callable[[Any], Node]] = {
     bytes: lambda value: ["y", value.hex()],
     bytearray: lambda value: ["Y", value.hex()],
 }
-_MOST_INT = 10**39
-"""More than 128 bits, and no more digits than a strict reader of JSON takes (`lastgood.text`)."""
 _SEQUENCE_TAGS: dict[type, str] = {list: "l", tuple: "t"}
 _MAPPING_TAGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "C"}
 

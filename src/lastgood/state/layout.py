@@ -43,6 +43,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
@@ -163,6 +164,10 @@ class Layout:
 
         Two saves of one training have one digest as long as nothing changes shape or appears.
         """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         hasher = hashlib.sha256(f"layout {self.version} {self.deferred_blocks} {self.block_bytes}".encode())
         _hash_structure(self.tree, hasher)
         return hasher.digest()
