@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import secrets
 import socket
 import threading
@@ -17,6 +19,7 @@ from lastgood.checkpointers.agreement.channel import open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.peer import Peer
+from lastgood.cluster.launch_board import Board
 from lastgood.experiments.network_peer import PeerClient, PeerServer
 from lastgood.gradients.asking import Asker
 from lastgood.gradients.copies import CopySettings
@@ -165,7 +168,34 @@ def measured(_: Path) -> Iterator[tuple[int, Enter]]:
         yield serving.port, enter
 
 
-LISTENERS = [coordinator, gemini, measured, shadow, metrics, switch, checks]
+@contextlib.contextmanager
+def board(_: Path) -> Iterator[tuple[int, Enter]]:
+    ranks = 100_000
+    serving = Board(TOKEN.hex(), ["here"] * ranks)
+    stop = threading.Event()
+    number = itertools.count()
+
+    def serve() -> None:
+        while not stop.is_set():
+            serving.serve(0.1)
+        serving.close()
+
+    def enter() -> None:
+        rank = next(number)
+        hello = {"token": TOKEN.hex(), "rank": rank, "world": ranks, "port": 1, "slurm_job": None}
+        with socket.create_connection(("127.0.0.1", serving.port), WAIT_S) as line:
+            line.sendall(json.dumps(hello).encode() + b"\n")
+            assert b"greeting" in line.recv(1000)
+            deadline = time.monotonic() + WAIT_S
+            while serving.ranks[rank]._hello is None:
+                assert time.monotonic() < deadline and not serving.ranks[rank].over
+                time.sleep(0.001)
+
+    with running(serve, stop.set):
+        yield serving.port, enter
+
+
+LISTENERS = [board, coordinator, gemini, measured, shadow, metrics, switch, checks]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import math
 import os
 import secrets
 import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,6 +25,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lastgood.cluster import launch_board
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch_board import Board
 from lastgood.cluster.launch_ticket import How, Ticket, check_env, greeting
@@ -197,6 +202,130 @@ def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first
         for line in lines:
             line.close()
         board.close()
+
+
+# -- whatever comes ----------------------------------------------------------------------------------------------------
+
+HELLO = {"token": "t", "rank": 0, "world": 2, "port": 5, "slurm_job": None}
+
+
+@contextlib.contextmanager
+def serving_board(world: int = 2) -> Iterator[tuple[Board, Callable[[str, Callable[[], object]], None]]]:
+    board = Board("t", ["here"] * world)
+
+    def until(what: str, found: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not found():
+            assert time.monotonic() < deadline, f"no {what}: {board.ranks}"
+            board.serve(0.02)
+
+    try:
+        yield board, until
+    finally:
+        board.close()
+
+
+def comes_in(board: Board, rank: int, world: int = 2) -> socket.socket:
+    line = socket.create_connection(("127.0.0.1", board.port), timeout=60)
+    line.sendall(json.dumps({**HELLO, "rank": rank, "world": world}).encode() + b"\n")
+    return line
+
+
+ODD_LINES = {
+    "deep": b"[" * 60_000,
+    "short of fields": b'{"rank": 0}',
+    "no text": b"\xff\xfe",
+    "a list": b"[]",
+    "a number": b"5",
+    "a text": b'"x"',
+    "infinite": json.dumps({**HELLO, "port": math.inf}).encode(),
+    "too large": json.dumps(HELLO).replace("5", "1e999").encode(),
+    "many digits": json.dumps(HELLO).replace("5", "9" * 5000).encode(),
+    "endless": b"x" * 200_000,
+    "a true rank": json.dumps({**HELLO, "rank": True}).encode(),
+    "a rank that nobody has": json.dumps({**HELLO, "rank": 7}).encode(),
+    "another token": json.dumps({**HELLO, "token": "u"}).encode(),
+    "a token of another kind": json.dumps({**HELLO, "token": 5}).encode(),
+    "half a character": json.dumps({**HELLO, "token": "\ud800"}).encode(),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
+def test_no_line_of_a_stranger_ends_a_launch(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with serving_board() as (board, until):
+        with socket.create_connection(("127.0.0.1", board.port), timeout=60) as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(line + b"\n")
+            until("line in the log", lambda: "the launch's port" in caplog.text)
+        with comes_in(board, 0), comes_in(board, 1):
+            until("ranks", lambda: not board.missing)
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b"\xff",
+        b"[1]",
+        b'{"started": "x"}',
+        b'{"started": 1e999}',
+        b'{"ended": 99999999999999999999}',
+        b'{"ended": 0}',
+        b"x" * 200_000,
+    ],
+    ids=lambda line: repr(line[:30]),
+)
+def test_no_line_of_a_rank_ends_a_launch(line: bytes) -> None:
+    with serving_board() as (board, until), comes_in(board, 0) as bad, comes_in(board, 1) as good:
+        until("ranks", lambda: board.connected == 2)
+        with contextlib.suppress(OSError):
+            bad.sendall(line + b"\n")
+        until("the loss", lambda: board.ranks[0].over)
+        assert "no message" in (board.ranks[0].fault or "") or "a line of more than" in (board.ranks[0].fault or "")
+        good.sendall(b'{"ended": 0, "tail": ""}\n')
+        until("the end", lambda: board.all_over)
+        assert board.ranks[1].status == 0
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("first", [b"", b"x", json.dumps(HELLO).encode() + b"\n"], ids=["silent", "half", "hello"])
+def test_a_connection_that_is_reset_ends_no_launch(first: bytes, turns: int) -> None:
+    with serving_board() as (board, until):
+        for _ in range(5):
+            dying = socket.create_connection(("127.0.0.1", board.port), timeout=60)
+            for _ in range(turns):
+                board.serve(0.005)
+            dying.sendall(first)
+            dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            dying.close()
+            board.serve(0.02)
+        with comes_in(board, 1):
+            until("rank 1", lambda: board.ranks[1]._hello)
+            if board.ranks[0]._hello:  # it may have gone with its connection
+                until("the loss of rank 0", lambda: board.ranks[0].over)
+
+
+def test_a_rank_that_is_gone_right_behind_its_hello_is_lost_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: socket.socket) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with serving_board() as (board, until):
+        with monkeypatch.context() as patched, comes_in(board, 0):
+            patched.setattr(launch_board, "keep_alive", no_more)
+            until("the loss", lambda: board.ranks[0].over)
+        assert "not connected" in (board.ranks[0].fault or "")
+        with comes_in(board, 1):
+            until("rank 1", lambda: board.ranks[1]._hello)
+
+
+def test_a_launch_on_this_machine_listens_on_loopback_only() -> None:
+    with serving_board() as (board, _):
+        assert board._gate._listener.getsockname()[0] == "127.0.0.1"
+    board = Board("t", ["there"], listen="")
+    assert board._gate._listener.getsockname()[0] in ("::", "0.0.0.0")
+    board.close()
 
 
 def test_a_killed_program_is_told_by_its_signal(job: Callable[[int], Job]) -> None:

@@ -25,6 +25,7 @@ from lastgood.cluster.remote import Completed, Remote
 from lastgood.errors import ConfigError, HostError, LaunchError, StorageError
 from lastgood.files import read_end
 from lastgood.text import is_whole, parse_json
+from lastgood.wire.gate import LOOPBACK
 
 __all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
 
@@ -126,7 +127,9 @@ def launch(
     addresses, address, port = _find_ways(how, hosts, remote, python, master_port)
     token = secrets.token_hex(16)
     names = [host.name for host in hosts.hosts for _ in range(host.slots)]
-    board = Board(token, names, address=master_addr, port=master_port)
+    # Only ranks on this machine reach loopback.
+    listen = LOOPBACK if all(one.startswith("127.") for one in addresses) else ""
+    board = Board(token, names, address=master_addr, port=master_port, listen=listen)
     started: list[Started] = []
     try:
         ticket = Ticket(

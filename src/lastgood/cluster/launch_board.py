@@ -7,21 +7,28 @@ its process ends, and probes find a host that is lost, so ranks end with their l
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import logging
 import selectors
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, greeting
-from lastgood.errors import LaunchError
-from lastgood.text import parse_json
+from lastgood.errors import LaunchError, MismatchError
+from lastgood.text import is_whole, parse_json
+from lastgood.wire.gate import LOOPBACK, Gate, Guest, Handshake, Line, open_listener
 
 __all__ = ["Board", "RankState", "keep_alive", "plain_address", "was_killed"]
 
-_MAX_STRANGERS: Final = 256
+_log = logging.getLogger("lastgood")
+_MAX_HELLO_BYTES: Final = 4096
+_MAX_WORLD: Final = 1 << 20
+_MAX_PID: Final = 1 << 22
+_MAX_STATUS: Final = 255
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
 
 
@@ -40,7 +47,7 @@ class RankState:
     fault: str | None = None
     """Why it cannot be heard of any more, or could not be started."""
     slurm_job: str | None = None
-    _hello: dict[str, Any] = field(default_factory=dict, repr=False)
+    _hello: _Hello | None = field(default=None, repr=False)
     _local: str = ""
     _peer: str = ""
 
@@ -51,21 +58,40 @@ class RankState:
 
 
 class _Line:
-    """One connection and what has come over it so far."""
+    """The lifeline of a rank and what has come over it so far."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, rank: int, rest: bytes) -> None:
         self.connection = connection
-        self.buffer = bytearray()
-        self.rank: int | None = None
+        self.rank = rank
+        self.buffer = bytearray(rest)
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """Who a rank is, which has shown that it knows the token."""
+
+    rank: int
+    world: int
+    port: int
+    slurm_job: str | None
 
 
 class Board:
     """Listens for the ranks of one launch. `hosts` names the host of each rank. Close it at the end.
 
     Ranks are told to meet at `address` and `port`; where they are not given, where rank 0 is, at a port that it chose.
+    It listens on `listen`, ``""`` for all addresses of this machine. Whatever one connection brings ends that one.
     """
 
-    def __init__(self, token: str, hosts: Sequence[str], address: str | None = None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        hosts: Sequence[str],
+        address: str | None = None,
+        port: int | None = None,
+        *,
+        listen: str = LOOPBACK,
+    ) -> None:
         self.ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
         self.first_failure: RankState | None = None
         self._token = token
@@ -74,22 +100,16 @@ class Board:
         self._gone = False
         self._selector = selectors.DefaultSelector()
         self._lines: set[_Line] = set()
-        if socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        else:
-            self._server = socket.create_server(("", 0), backlog=1024)
-        self._server.setblocking(False)
-        self._selector.register(self._server, selectors.EVENT_READ)
-
-    @property
-    def port(self) -> int:
+        server = open_listener(listen)
+        self.port = int(server.getsockname()[1])
         """Where ranks connect to."""
-        return int(self._server.getsockname()[1])
+        self._gate = Gate(server, lambda other: _hear_hello(other, token), "the launch's port", _log.warning)
+        self._selector.register(self._gate, selectors.EVENT_READ)
 
     @property
     def missing(self) -> list[RankState]:
         """Ranks that have not reported yet."""
-        return [state for state in self.ranks if not state._hello and not state.over]
+        return [state for state in self.ranks if state._hello is None and not state.over]
 
     @property
     def all_over(self) -> bool:
@@ -99,22 +119,21 @@ class Board:
     @property
     def connected(self) -> int:
         """Ranks whose lifeline is open."""
-        return sum(line.rank is not None for line in self._lines)
+        return len(self._lines)
 
     def serve(self, timeout_s: float) -> None:
         """Handle what comes within `timeout_s`, at least once; returns after the first batch of events."""
-        for key, _ in self._selector.select(max(0.0, timeout_s)):
-            if key.data is None:
-                self._accept()
-            else:
-                self._read(key.data)
+        for key, _ in self._selector.select(self._gate.patience(timeout_s)):
+            if key.data in self._lines:
+                self._guarded(key.data, self._read)
+        for guest in self._gate.step(0.0):
+            self._welcome(guest)
 
     def stop(self) -> None:
         """Tell all ranks to end their programs, now and when they come later."""
         self._stopped = True
         for line in list(self._lines):
-            if line.rank is not None:
-                self._send(line, {"stop": True})
+            self._send(line, {"stop": True})
 
     def lose(self, states: Sequence[RankState], fault: str) -> None:
         """Give up on ranks of which nothing more can come."""
@@ -127,26 +146,19 @@ class Board:
         """Close all connections; ranks that still live end by that."""
         for line in list(self._lines):
             self._drop(line)
-        self._selector.unregister(self._server)
-        self._server.close()
+        self._gate.close()
         self._selector.close()
 
     # -- one connection ------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _guarded(self, line: _Line, act: Callable[[_Line], None]) -> None:
+        """Whatever happens with a rank's connection, it is the end of that one, and of no other."""
         try:
-            connection, _ = self._server.accept()
-        except OSError:
-            return  # it went away before we came to it
-        if sum(line.rank is None for line in self._lines) >= _MAX_STRANGERS:
-            connection.close()
-            return
-        connection.setblocking(False)
-        keep_alive(connection)
-        line = _Line(connection)
-        self._lines.add(line)
-        self._selector.register(connection, selectors.EVENT_READ, line)
-        self._send(line, {"greeting": greeting(self._token)})
+            act(line)
+        except Exception as error:  # see above
+            what = "it sent something that is no message"
+            self._gate.lines(f"rank {line.rank}: {what}: {error or repr(error)}")
+            self._drop(line, what)
 
     def _read(self, line: _Line) -> None:
         try:
@@ -160,6 +172,9 @@ class Board:
             self._drop(line, "its connection closed without a word: its wrapper was killed, or its host went down")
             return
         line.buffer += part
+        self._take_lines(line)
+
+    def _take_lines(self, line: _Line) -> None:
         while line in self._lines and (end := line.buffer.find(b"\n")) >= 0:
             text = bytes(line.buffer[:end])
             del line.buffer[: end + 1]
@@ -168,51 +183,57 @@ class Board:
             self._drop(line, f"it sent a line of more than {MAX_MESSAGE_BYTES >> 10} KiB")
 
     def _take(self, line: _Line, text: bytes) -> None:
-        try:
-            message = parse_json(text, "a line", most_bytes=MAX_MESSAGE_BYTES, error=LaunchError)
-            if line.rank is None:
-                self._welcome(line, message)
-                return
-            state = self.ranks[line.rank]
-            if "started" in message:
-                state.pid = int(message["started"])
-            elif "ended" in message and not state.over:
-                state.status = int(message["ended"])
-                state.tail = str(message["tail"])
-                self._note(state)
-            elif "fault" in message and not state.over:
-                state.fault = str(message["fault"])
-                self._note(state)
-        except (LaunchError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            self._drop(line, "it sent something that is no message")
+        message = _parse(text, "a rank's message", MAX_MESSAGE_BYTES)
+        state = self.ranks[line.rank]
+        if "started" in message:
+            state.pid = _number(message, "started", 1, _MAX_PID)
+        elif "ended" in message and not state.over:
+            status, tail = _number(message, "ended", -_MAX_STATUS, _MAX_STATUS), str(message["tail"])
+            state.status, state.tail = status, tail
+            self._note(state)
+        elif "fault" in message and not state.over:
+            state.fault = str(message["fault"])
+            self._note(state)
 
-    def _welcome(self, line: _Line, message: dict[str, Any]) -> None:
-        rank = message["rank"]
-        if message["token"] != self._token or not isinstance(rank, int) or not 0 <= rank < len(self.ranks):
-            self._drop(line)
+    def _welcome(self, guest: Guest[_Hello]) -> None:
+        hello = guest.known
+        if hello.rank >= len(self.ranks):
+            self._gate.lines(f"{guest.other}: it calls itself rank {hello.rank} of {len(self.ranks)}")
+            guest.connection.close()
             return
-        state = self.ranks[rank]
-        if message["world"] != len(self.ranks) or state._hello:
-            self.lose([state], f"it calls itself rank {rank} of {message['world']}; {len(self.ranks)} were asked for")
-            self._drop(line)
+        state = self.ranks[hello.rank]
+        if hello.world != len(self.ranks) or state._hello is not None:
+            fault = f"it calls itself rank {hello.rank} of {hello.world}; {len(self.ranks)} were asked for"
+            self.lose([state], fault)
+            guest.connection.close()
             return
-        line.rank = rank
-        job = message["slurm_job"]
-        state.slurm_job = None if job is None else str(job)
-        state._local = plain_address(line.connection.getsockname()[0])
-        state._peer = plain_address(line.connection.getpeername()[0])
-        state._hello = {"port": int(message["port"])}
+        line = _Line(guest.connection, hello.rank, guest.rest)
+        try:
+            local = line.connection.getsockname()[0]
+            keep_alive(line.connection)
+            self._selector.register(line.connection, selectors.EVENT_READ, line)
+        except (OSError, ValueError) as error:  # it was reset just behind its hello
+            guest.connection.close()
+            self.lose([state], f"its connection failed: {error}")
+            return
+        self._lines.add(line)
+        state.slurm_job = hello.slurm_job
+        state._local, state._peer = plain_address(local), plain_address(guest.other.rpartition(":")[0])
+        state._hello = hello
+        self._greet(line)
+        self._guarded(line, self._take_lines)
+
+    def _greet(self, line: _Line) -> None:
         if self._stopped:
             self._send(line, {"stop": True})
-        elif not self.missing and not self._gone:
+            return
+        # A rank that was lost before it came does not come any more: then nobody begins.
+        first = self.ranks[0]._hello
+        if first is not None and not self._gone and all(state._hello is not None for state in self.ranks):
             self._gone = True
-            go = {
-                "address": self._address or self._meeting_address(),
-                "port": self._port or self.ranks[0]._hello["port"],
-            }
+            go = {"address": self._address or self._meeting_address(), "port": self._port or first.port}
             for other in list(self._lines):
-                if other.rank is not None:
-                    self._send(other, {"go": go})
+                self._send(other, {"go": go})
 
     def _meeting_address(self) -> str:
         """Where the other hosts reach rank 0: as we see it, or, if it is on this machine, as others see us."""
@@ -228,10 +249,12 @@ class Board:
             line.connection.send(json.dumps(message).encode() + b"\n")
 
     def _drop(self, line: _Line, fault: str | None = None) -> None:
+        if line not in self._lines:
+            return
         self._lines.discard(line)
         self._selector.unregister(line.connection)
         line.connection.close()
-        if line.rank is not None and fault is not None:
+        if fault is not None:
             self.lose([self.ranks[line.rank]], fault)
 
     def _note(self, state: RankState) -> None:
@@ -242,6 +265,36 @@ class Board:
         # Of several that are heard of together one that was killed is the cause: the others have lost touch with it.
         if self.first_failure is None or (was_killed(state.status) and not was_killed(self.first_failure.status)):
             self.first_failure = state
+
+
+def _hear_hello(other: str, token: str) -> Handshake[_Hello]:
+    """The launch's side of the proof: what it says first, so that a rank tells no stranger its token, and the hello."""
+    yield json.dumps({"greeting": greeting(token)}).encode() + b"\n"
+    message = _parse((yield Line(b"\n", _MAX_HELLO_BYTES)), other, _MAX_HELLO_BYTES)
+    shown = message.get("token")
+    if not isinstance(shown, str) or not hmac.compare_digest(shown.encode(), token.encode()):
+        raise MismatchError(f"{other}: it does not know the launch's token")
+    job = message.get("slurm_job")
+    return _Hello(
+        _number(message, "rank", 0, _MAX_WORLD),
+        _number(message, "world", 1, _MAX_WORLD),
+        _number(message, "port", 0, 65535),
+        None if job is None else str(job)[:100],
+    )
+
+
+def _parse(text: bytes, what: str, most_bytes: int) -> dict[str, Any]:
+    message = parse_json(text, what, most_bytes=most_bytes, error=LaunchError)
+    if not isinstance(message, dict):
+        raise LaunchError(f"{what}: not a JSON object")
+    return message
+
+
+def _number(message: dict[str, Any], key: str, least: int, most: int) -> int:
+    value: Any = message.get(key)
+    if not is_whole(value, least, most):
+        raise LaunchError(f"{key} is {value!r:.40}, and no number from {least} to {most}")
+    return int(value)
 
 
 def was_killed(status: int | None) -> bool:
