@@ -17,7 +17,9 @@ __all__ = [
     "Budget",
     "Refused",
     "hashable",
+    "json_cost",
     "key_cost",
+    "memory_for",
     "require",
     "tree_cost",
 ]
@@ -27,8 +29,13 @@ MOST_DEPTH = 100
 MOST_INT_BYTES = 1024
 """Of one integer: Python writes no more than 4,300 digits."""
 _MOST_KEY_ITEMS = 1000
-_SLACK = 56 * MIB
-"""With the buffers of a reader, 64 MiB."""
+_TIMES = 4
+_BESIDE_BYTES = 64 * MIB
+"""So many times its size, and this."""
+_BYTES_FOR_A_SIGN = 45
+"""Of memory, for each comma and bracket of a JSON text."""
+_BUFFERS = 8 * MIB
+"""Of a reader."""
 _WIDE_KEY = 64 << 10
 """Charged for a key of more than 61 bits: thousands of them may have one hash, and a dict of those takes for ever."""
 _SMALL = 61
@@ -52,11 +59,16 @@ def require(holds: bool, reason: str) -> None:
         raise Refused(reason)
 
 
+def memory_for(held_bytes: int) -> int:
+    """The most memory, in bytes, that is taken for what a file of so many bytes says: it follows what the file has."""
+    return _TIMES * held_bytes + _BESIDE_BYTES
+
+
 class Budget:
-    """What reading a file may take beside the bytes of its tensors: four times its size and 64 MiB in all."""
+    """What reading a file may take beside the bytes of its tensors, so that `memory_for` it is enough for all."""
 
     def __init__(self, file_bytes: int) -> None:
-        self.most = 3 * file_bytes + _SLACK
+        self.most = memory_for(file_bytes) - file_bytes - _BUFFERS
         self.taken = 0
 
     def take(self, nbytes: int) -> None:
@@ -64,6 +76,11 @@ class Budget:
         self.taken += nbytes
         if self.taken > self.most:
             raise Refused(f"it would take more than {format_bytes(self.most)} of memory, out of proportion to its file")
+
+
+def json_cost(text: bytes) -> int:
+    """An upper bound of the memory that a JSON text and its value take."""
+    return 2 * len(text) + _BYTES_FOR_A_SIGN * sum(map(text.count, (b",", b"[", b"{")))
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

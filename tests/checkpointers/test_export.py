@@ -411,6 +411,15 @@ def test_small_parts_of_large_memory_are_refused_by_safetensors_and_kept_by_pt(t
     assert load_exported(tmp_path / "out")["a"].stride() == (64, 1)
 
 
+def test_more_plain_values_than_a_file_accounts_for_are_refused_by_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setattr("lastgood.bounds._BESIDE_BYTES", 10 << 20)
+    stored_state(tmp_path / "job", {"order": list(range(30_000))})
+    with pytest.raises(StateError, match=r"long lists of plain values.*export to pt"):
+        export(tmp_path / "job", tmp_path / "out", SAFETENSORS)
+    export(tmp_path / "job", tmp_path / "out", PT)
+    assert load_exported(tmp_path / "out")["order"][-1] == 29_999
+
+
 def test_files_of_others_are_refused(tmp_path):
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "foreign")
     torch.save([1, 2], tmp_path / "foreign.pt")

@@ -148,8 +148,8 @@ def test_an_enum_with_other_bases_makes_no_tensor_of_bytes_and_runs_nothing(tmp_
     rebased = enum + of((None, {"__bases__": both})) + b"b"
     index = call(named(METADATA, "MetadataIndex"), "lastgood.layout")
     info = call(named("torch.distributed.checkpoint.filesystem", "_StorageInfo"), "__0_0.distcp", 0, len(payload))
-    body = member + of((None, state)) + b"b" + b"q\x01" + b"0" + rebased + b"0"
-    body += call(named(METADATA, "Metadata"), {"lastgood.layout": b"h\x01"}, None, {index: info})
+    body = member + of((None, state)) + b"b" + b"q\x00" + b"0" + rebased + b"0"
+    body += call(named(METADATA, "Metadata"), {"lastgood.layout": b"h\x00"}, None, {index: info})
     # In a process of its own: where it works, torch's class is another one ever after.
     dcp_checkpoint(tmp_path / "job", pickled(body), payload)
     code = (

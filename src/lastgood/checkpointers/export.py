@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import memory_for
 from lastgood.checkpointers.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_archive import check_proportion, is_zip, read_torch_file, reading_cost
@@ -26,7 +27,6 @@ from lastgood.checkpointers.torch_files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
 from lastgood.files import open_new, open_regular, remove_tree, storage_error, sync_directory, temporary_beside
 from lastgood.state import Layout, unflatten
-from lastgood.state.layout_rules import memory_for
 from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import memory_for
 from lastgood.checkpointers.boxes import Overlap, full_runs
 from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors
 from lastgood.checkpointers.rank_parts import RankParts, differences, used_blocks
@@ -24,7 +25,7 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGo
 from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
-from lastgood.state.layout_rules import dtype_named, memory_for
+from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
 
 if TYPE_CHECKING:

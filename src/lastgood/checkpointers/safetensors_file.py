@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
-from lastgood.bounds import DAMAGE, Budget, require
+from lastgood.bounds import DAMAGE, Budget, json_cost, require
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.files import open_new, open_regular, storage_error
 from lastgood.state import Layout, unflatten
+from lastgood.state.layout import check_cost
 from lastgood.storage.files import flush
 from lastgood.text import parse_json
-from lastgood.units import MIB, format_bytes
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +87,6 @@ _ALIASES = "lastgood.aliases"
 _CHECKSUMS = "lastgood.crc32c"
 _OF_FACTS = "__metadata__"
 """Stands for all other metadata among the checksums; no tensor has this name."""
-_BYTES_FOR_A_SIGN = 100
-"""Of memory, for each value of a JSON text."""
 
 
 class SafetensorsPlan:
@@ -116,22 +115,27 @@ class SafetensorsPlan:
         for tensor in self.tensors:
             self.begins[tensor.name] = position
             position += tensor.nbytes
+        text = layout.to_json()
         self._facts = {
             "format": "pt",  # what readers of safetensors expect to be told
             "lastgood.step": str(info.step),
             "lastgood.incarnation": str(info.incarnation),
             "lastgood.sequence": str(info.sequence),
             "lastgood.job_id": info.record.job_id.hex(),
-            _LAYOUT: layout.to_json().decode(),
+            _LAYOUT: text.decode(),
             _ALIASES: json.dumps(self.aliases),
         }
-        if layout.payload_bytes > Budget(position).most:
-            raise StateError(
-                f"{info.path}: step {info.step}: its tensors are small parts of {format_bytes(layout.payload_bytes)} "
-                "of memory, which a safetensors file of them does not account for; export to pt, which keeps the memory"
-            )
-        self.data_begin = len(self.header({}))
+        header = self.header({})
+        self.data_begin = len(header)
         self.file_bytes = self.data_begin + position
+        try:
+            check_cost(text, self.file_bytes)
+            Budget(self.file_bytes).take(_reading_cost(header, layout.payload_bytes))
+        except ValueError as error:
+            raise StateError(
+                f"{info.path}: step {info.step}: a safetensors file of it could not be read again: {error} (long lists "
+                "of plain values, or small parts of large memory); export to pt, or keep such lists as tensors"
+            ) from error
         if self.data_begin > _MAX_HEADER_BYTES:
             raise StateError(
                 f"{info.path}: step {info.step}: a safetensors header of {self.data_begin} bytes is over the limit of "
@@ -153,6 +157,11 @@ class SafetensorsPlan:
         text = json.dumps(document, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+
+
+def _reading_cost(header: bytes, payload_bytes: int) -> int:
+    """An upper bound of the memory that reading a file takes beside its tensors; the layout is a text in the header."""
+    return payload_bytes + len(header) + json_cost(header)
 
 
 def _facts_checksum(metadata: Mapping[str, str]) -> int:
@@ -302,8 +311,7 @@ class _File:
         require(2 <= length <= min(nbytes - 8, _MAX_HEADER_BYTES), f"its header is said to be of {length} bytes")
         text = os.pread(descriptor, length, 8)
         require(len(text) == length, "it became shorter while it was read")
-        # The layout is a text in it, and is read in its turn.
-        self.budget.take(3 * length + 2 * _BYTES_FOR_A_SIGN * sum(map(text.count, (b",", b"[", b"{"))))
+        self.budget.take(_reading_cost(text, 0))
         header = parse_json(text, f"{path}: its header", most_bytes=_MAX_HEADER_BYTES)
         require(type(header) is dict, "its header is no mapping")
         self.metadata: dict[str, str] = header.pop("__metadata__", {})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lastgood._lazy import lazy_module
-from lastgood.bounds import MOST_DEPTH
+from lastgood.bounds import MOST_DEPTH, require
 from lastgood.checkpointers.torch_archive import check_proportion, read_torch_file, reading_cost
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
 from lastgood.files import (
@@ -228,7 +228,8 @@ def unpack_numpy(value: Any, where: str) -> Any:
     if type(value) not in (dict, OrderedDict) or _NUMPY not in value:
         return _map_containers(lambda item: unpack_numpy(item, where), value)
     try:
-        return _numpy_value(**{"description" if key == _NUMPY else key: item for key, item in value.items()})
+        require(value.keys() == {_NUMPY, "shape", "data"}, "it has other entries")
+        return _numpy_value(value[_NUMPY], value["shape"], value["data"])
     except (TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: a value of numpy's in it is damaged: {error}") from error
 

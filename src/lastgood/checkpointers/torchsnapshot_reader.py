@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.bounds import DAMAGE, Budget, require
+from lastgood.bounds import DAMAGE, Budget, json_cost, require
 from lastgood.checkpointers.torch_archive import TorchFile, dtype_names
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded, storage_error
@@ -29,8 +29,6 @@ __all__ = ["StoredSnapshot"]
 
 _METADATA = ".snapshot_metadata"
 _MOST_AXES = 64
-_BYTES_FOR_A_SIGN = 100
-"""Of memory, for each value of the manifest's JSON."""
 
 
 class StoredSnapshot:
@@ -42,7 +40,7 @@ class StoredSnapshot:
         self._prefix = f"0/{part}/"
         with self._reading(_METADATA):
             text = read_bounded(checkpoint / _METADATA, nbytes)
-            Budget(nbytes).take(len(text) + _BYTES_FOR_A_SIGN * sum(text.count(sign) for sign in (b",", b"[", b"{")))
+            Budget(nbytes).take(json_cost(text))
             document = parse_json(text, str(checkpoint / _METADATA), most_bytes=nbytes)
             manifest: Any = document.get("manifest") if type(document) is dict else None
             require(type(manifest) is dict, "it has no manifest")

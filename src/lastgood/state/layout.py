@@ -46,12 +46,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lastgood.bounds import memory_for
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
-from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_layout, memory_for
+from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_layout
 from lastgood.text import parse_json
 from lastgood.units import format_bytes
 
-__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node"]
+__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node", "check_cost"]
 
 LAYOUT_VERSION = 1
 RANKS_VERSION = 2
@@ -113,7 +114,7 @@ class Layout:
             text = json.dumps(document, separators=(",", ":")).encode()
             if len(text) > MAX_LAYOUT_BYTES:
                 raise ValueError(f"its layout has {len(text)} bytes, over the limit of {MAX_LAYOUT_BYTES}")
-            _check_cost(text, self.stream_bytes + len(text))
+            check_cost(text, self.stream_bytes + len(text))
         except ValueError as error:  # also from json, for a number of very many digits
             raise StateError(f"the state cannot be stored: {error}") from error
         return text
@@ -126,7 +127,7 @@ class Layout:
         Raises MismatchError for another version, CorruptCheckpoint for anything that is not a layout.
         """
         try:
-            _check_cost(text, max(held_bytes, len(text)))
+            check_cost(text, max(held_bytes, len(text)))
         except ValueError as error:
             raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error}") from error
         document = parse_json(
@@ -173,8 +174,8 @@ class Layout:
         return hasher.digest()
 
 
-def _check_cost(text: bytes, held_bytes: int) -> None:
-    """Raise ValueError where a layout's values take far more memory than the file that holds them has bytes.
+def check_cost(text: bytes, held_bytes: int) -> None:
+    """Raise ValueError if a layout's values take far more memory than the file that holds them has bytes.
 
     An upper bound of what Python makes of a text, and of the state that is built of it: a node of six bytes becomes a
     list of eighty, and a container once more.

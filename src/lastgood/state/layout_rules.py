@@ -15,7 +15,6 @@ import numpy as np
 
 from lastgood._lazy import lazy_module
 from lastgood.state.shards import Shard
-from lastgood.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,6 @@ __all__ = [
     "MAX_NUMBER",
     "check_tree_of_layout",
     "dtype_named",
-    "memory_for",
     "numpy_dtype",
 ]
 
@@ -45,11 +43,6 @@ _MOST_ALIKE = 1000
 _KEYS = frozenset("nbifsyt")
 _HASHABLE = frozenset("nbifcsytESDVNTHR")
 """Tags of what may be in a set."""
-
-
-def memory_for(held_bytes: int) -> int:
-    """The most memory, in bytes, that is taken for what a file of so many bytes says: it follows what the file has."""
-    return 4 * held_bytes + 64 * MIB
 
 
 def check_tree_of_layout(tree: Any, block_bytes: Sequence[int], *, of_ranks: bool) -> None:
