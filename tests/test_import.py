@@ -14,7 +14,7 @@ import lastgood
 ROOT = Path(lastgood.__file__).parent
 FLOORS = [
     {"errors", "units", "text", "files", "tokens", "addresses", "bounds", "pickles", "locks", "processes"}
-    | {"ports", "host_memory", "_lazy", "_native"},
+    | {"ports", "notices", "host_memory", "_lazy", "_native"},
     {"state", "storage", "optim", "wire"},
     {"checkpointers", "gradients", "mirror", "sparse", "cluster"},
     {"training", "workloads", "integrations"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import time
 import weakref
@@ -47,6 +48,8 @@ class FileLock:
         self._mode = mode
         self._on_directory = on_directory
         self._descriptor: int | None = None
+        self._dropped: weakref.finalize[[int], FileLock] | None = None
+        """Gives the lock back when this object is dropped without `release`."""
 
     def acquire(self, timeout_s: float = 0.0, on_wait: Callable[[str], None] | None = None) -> None:
         """Take the lock, waiting up to `timeout_s`; `on_wait` is told once, and at each change, who holds it.
@@ -62,9 +65,15 @@ class FileLock:
             raise storage_error(error, self.path, "opening the lock file") from error
         deadline = time.monotonic() + timeout_s
         told = ""
+        collected = False
         try:
             while not _try_flock(descriptor):
-                holder = " and ".join(describe_process(pid) for pid in lock_holders(descriptor)) or "another process"
+                holders = lock_holders(descriptor)
+                if os.getpid() in holders and not collected:
+                    collected = True
+                    gc.collect()  # what was dropped in this process gives its lock back, perhaps only now
+                    continue
+                holder = " and ".join(map(describe_process, holders)) or "another process"
                 if time.monotonic() >= deadline:
                     waited = f" (waited {timeout_s:.0f} s)" if timeout_s else ""
                     raise LockHeld(f"{self.purpose} is held by {holder}{waited}; lock file {self.path}")
@@ -76,6 +85,8 @@ class FileLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        self._dropped = weakref.finalize(self, os.close, descriptor)
+        self._dropped.atexit = False  # the kernel does it then
         if not self._shared:
             _not_shared.add(self)
 
@@ -83,7 +94,8 @@ class FileLock:
         """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
         if self._descriptor is not None:
             _not_shared.discard(self)
-            os.close(self._descriptor)
+            if self._dropped is not None:
+                self._dropped()
             self._descriptor = None
 
     def _open(self) -> int:
@@ -156,6 +168,11 @@ def lock_holders(descriptor: int) -> list[int]:
 
 def describe_process(pid: int) -> str:
     """``process 123 (lastgood run ..., in /folder)``, as far as this user may know it."""
+    if pid == os.getpid():
+        return (
+            f"this very process ({pid}), by an object that was not closed (in a notebook, the checkpointer of a cell "
+            "that ran before); call its close()"
+        )
     folder = Path("/proc", str(pid))
     try:
         command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -319,7 +319,7 @@ def test_misuse_is_refused_with_what_to_do(tmp_path):
         PCcheck(tmp_path, interval_steps=1).attach(model=None)
     with pytest.raises(ConfigError, match=r"\['rng'\]"):
         PCcheck(tmp_path, interval_steps=1).attach(model=model, rng=3)
-    with pytest.raises(ConfigError, match=r"writer_thread: Extra inputs .*knobs: max_in_flight"):
+    with pytest.raises(ConfigError, match=r"no such option; did you mean writer_threads.*max_in_flight"):
         PCcheck(tmp_path, writer_thread=3)
     with pytest.raises(ConfigError, match="not both"):
         PCcheck(tmp_path, PCcheck.Options(), keep=3)

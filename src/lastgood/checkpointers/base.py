@@ -19,6 +19,7 @@ counts and saves.
 
 from __future__ import annotations
 
+import difflib
 import enum
 import logging
 import time
@@ -27,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -116,9 +117,20 @@ class BaseOptions(BaseModel):
         return 0
 
 
+def _problem(found: Any, known: list[str]) -> str:
+    """One thing that options' validation found, and what may be meant by a name that there is none of."""
+    name = ".".join(map(str, found["loc"]))
+    if found["type"] != "extra_forbidden":
+        return f"{name}: {found['msg']}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"{name}: there is no such option" + (f"; did you mean {close[0]}?" if close else "")
+
+
 @dataclass
 class _Hooks:
     handles: list[Any] = field(default_factory=list)
+    updates: int = 0
+    """Steps of optimizers that began."""
     optimizers: list[Any] = field(default_factory=list)
     stall_s: float = 0.0
     kept: list[tuple[float, float]] | None = None
@@ -174,9 +186,16 @@ class Checkpointer(ABC):
         **knobs: Any,
     ) -> None:
         if options is not None and knobs:
-            raise ConfigError(f"{self.name}: give either options or single knobs, not both: {sorted(knobs)}")
+            values = ", ".join(f"{name}={value!r}" for name, value in sorted(knobs.items()))
+            raise ConfigError(
+                f"{self.name}: give either an object of options or single ones, not both; put all into one, as "
+                f"{type(self).__name__}.Options({values})"
+            )
         if interval_steps is not None and interval_steps < 0:
-            raise ConfigError(f"{self.name}: interval_steps must not be negative: {interval_steps}")
+            raise ConfigError(
+                f"{self.name}: interval_steps must not be negative: {interval_steps}; with interval_steps=0 only "
+                "save(step) saves"
+            )
         if max_unsaved_s is not None and not max_unsaved_s > 0:
             raise ConfigError(f"{self.name}: max_unsaved_s must be a number of seconds above 0: {max_unsaved_s}")
         self.directory = local_path(directory)
@@ -189,7 +208,13 @@ class Checkpointer(ABC):
             mode=self.readable_by.file_mode,
         )
         if options is not None and not isinstance(options, self.Options):
-            raise ConfigError(f"{self.name}: options are {type(options).__name__}, not {self.Options.__name__}")
+            kind = type(self).__name__
+            meant = (
+                f"; an interval is given by name, as {kind}({str(directory)!r}, interval_steps={options})"
+                if isinstance(options, int)
+                else f"; make them with {kind}.Options()"
+            )
+            raise ConfigError(f"{self.name}: options are {type(options).__name__}, not {self.Options.__name__}{meant}")
         options = self._validated(knobs) if options is None else options
         given = {name: getattr(options, name) for name in options.path_options}
         absolute = {name: str(local_path(path)) for name, path in given.items() if path is not None}
@@ -222,9 +247,9 @@ class Checkpointer(ABC):
         try:
             return cls.Options.model_validate(knobs)
         except ValidationError as error:
-            what = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-            known = ", ".join(cls.Options.model_fields)
-            raise ConfigError(f"{cls.name}: {what} (knobs: {known or 'none'})") from error
+            known = ["interval_steps", "readable_by", "max_unsaved_s", *cls.Options.model_fields]
+            what = "; ".join(_problem(item, known) for item in error.errors())
+            raise ConfigError(f"{cls.name}: {what} (options: {', '.join(known)})") from error
 
     # -- in a user's own loop --------------------------------------------------------------------------------------
 
@@ -234,6 +259,7 @@ class Checkpointer(ABC):
         data: Iterable[Any] | None = None,
         resume_step: int | None = None,
         data_changed: DataChanged = "refuse",
+        unattached: Literal["refuse", "allow"] = "refuse",
         **parts: Any,
     ) -> int:
         """Take charge of a training, resume it if there is something to resume from, and return its step (else 0).
@@ -247,6 +273,9 @@ class Checkpointer(ABC):
         batch size or other data now: raise MismatchError, or go on after the same number of ``"samples"``, or begin the
         next ``"epoch"``; what that skips or repeats is logged.
 
+        What an optimizer trains and no part holds would begin anew after a restart: that is refused, unless
+        `unattached` is ``"allow"``.
+
         `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
         loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
 
@@ -258,7 +287,8 @@ class Checkpointer(ABC):
 
         if self.interval_steps is None and not self._chooses_interval():
             raise ConfigError(
-                f"{self.name}: attach() needs interval_steps, for instance {type(self).__name__}(..., 10)"
+                f"{self.name}: attach() needs interval_steps, for instance "
+                f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
         if self._state is not None:
             raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
@@ -266,14 +296,18 @@ class Checkpointer(ABC):
         try:
             self._refuse_layout()
             self._hold_directory()
+            resumed = True
             try:
                 self._resume(attachment.state, resume_step)
             except NoCheckpoint:
                 if resume_step is not None:
                     raise
                 self._refuse_beside()
+                resumed = False
             # Looking at the state may draw from generators: a loader of torchdata's does when it is asked for its own.
             with generators_kept():
+                if unattached == "refuse":
+                    attachment.trained.refuse_forgotten(attachment.state)
                 self.start(attachment.state)
         except BaseException:
             self.close()
@@ -282,6 +316,8 @@ class Checkpointer(ABC):
         with generators_kept():
             self._begun()
         self._attachment = attachment
+        if self._rank() == 0:  # all ranks of a job go on together
+            attachment.tell_beginning(self.name, self._place_of(attachment.progress.step), resumed=resumed)
         return attachment.progress.step
 
     def step(self, loss: Any = None) -> int:
@@ -294,7 +330,16 @@ class Checkpointer(ABC):
         """
         attachment = self._attached()
         number = attachment.step_finished()
-        if self._due(number):
+        saves = self._due(number)
+        if attachment.trained.loses_gradients(self._hooks.updates, saves=saves):
+            _log.warning(
+                "%s: the checkpoint of step %d lies between two optimizer steps: gradients accumulated since the last "
+                "one are in no checkpoint, and a restart goes on without them; call step() of the checkpointer once "
+                "after each optimizer.step(), not after each micro-batch",
+                self.name,
+                number,
+            )
+        if saves:
             self.save(number)
         if loss is not None:
             self._observe_loss(number, loss)
@@ -310,7 +355,9 @@ class Checkpointer(ABC):
         """The attached loader, counting; iterate over this one."""
         data = self._attached().data
         if data is None:
-            raise CheckpointError(f"{self.name}: attach() was given no data")
+            raise CheckpointError(
+                f"{self.name}: attach() was given no data; pass the loader, as attach(..., data=loader)"
+            )
         return data
 
     def end(self) -> None:
@@ -330,8 +377,19 @@ class Checkpointer(ABC):
 
     def _attached(self) -> Attachment:
         if self._attachment is None:
-            raise CheckpointError(f"{self.name}: attach(...) must be called first")
+            raise CheckpointError(f"{self.name}: attach(...) must be called first, as attach(model=model)")
         return self._attachment
+
+    def _rank(self) -> int:
+        """This process's number among those of its training."""
+        from lastgood.checkpointers.agreement.address import world_of_torch
+
+        return world_of_torch()[0]
+
+    def _place_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, for people."""
+        del step
+        return self.directory
 
     def _chooses_interval(self) -> bool:
         """Whether this system decides by itself when to save, so that `attach` needs no interval_steps."""
@@ -517,6 +575,7 @@ class Checkpointer(ABC):
                 f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
                 "capture before start(), and call before_update() yourself before each replay"
             )
+        self._hooks.updates += 1
         before = time.perf_counter()
         self._steps.begin(optimizer, frame, DEFAULT_TIMEOUT_S)
         try:

@@ -132,6 +132,9 @@ class CheckFreq(Checkpointer):
         self.drain(self._close_s)
         self._buffers = []
 
+    def _place_of(self, step: int) -> Path:
+        return self._files.path_of(step) or self.directory
+
     def latest(self) -> int | None:
         """The newest file's step."""
         return next(iter(self._files.steps()), None)

@@ -180,6 +180,9 @@ class DirectorySystem(Checkpointer):
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
+    def _place_of(self, step: int) -> Path:
+        return next((path for _, found, path in self._directories.found() if found == step), self.directory)
+
     def latest(self) -> int | None:
         """The newest checkpoint's step."""
         return next((step for _, step, _ in self._directories.found()), None)

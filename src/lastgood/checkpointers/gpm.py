@@ -35,8 +35,10 @@ from lastgood.checkpointers.area_copies import (
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import stream_pieces
 from lastgood.checkpointers.recovery import Recovery
+from lastgood.checkpointers.room import room_for
 from lastgood.checkpointers.snapshot import DeviceStreams, PinnedMemory
 from lastgood.errors import CheckpointError
+from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.units import MIB
@@ -151,7 +153,8 @@ class GPM(Checkpointer):
         if needed > capacity:
             # Plain values change the length of the layout from save to save; a little room spares a second round.
             capacity = needed + max(64 * 1024, meta_bytes // 4)
-        store.reserve(capacity)
+        with told_if_slow(*room_for(self.directory, 2 * capacity)):
+            store.reserve(capacity)
         self._capacity = capacity
 
     def _copy(self, write: AreaWrite, flat: FlatState, meta: bytes) -> list[int]:
@@ -180,6 +183,10 @@ class GPM(Checkpointer):
         """Nothing is ever under way here."""
 
     # -- restoring -------------------------------------------------------------------------------------------------
+
+    def _place_of(self, step: int) -> Path:
+        del step
+        return self.directory if self._restored is None else self._restored.path
 
     def latest(self) -> int | None:
         """Step of the newest area with a sound commit record."""

@@ -26,10 +26,12 @@ from lastgood.checkpointers.pccheck_flight import Flight, Flights
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.checkpointers.ranked import RankedJob
 from lastgood.checkpointers.recovery import Recovery
+from lastgood.checkpointers.room import room_for
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import local_path, make_directory, storage_error
+from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 
@@ -201,6 +203,14 @@ class PCcheck(Checkpointer):
             self._ranked().restore(state, self._read_threads, step)
         elif not self._agrees:
             self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
+
+    def _rank(self) -> int:
+        return self._world()[0]
+
+    def _place_of(self, step: int) -> Path:
+        if self._began_at is not None:
+            return self._began_at.path
+        return self.directory if step == 0 or self.knobs.resume_from is None else Path(self.knobs.resume_from)
 
     def _begun(self) -> None:
         if self._began_at is not None and self._store is not None:
@@ -431,7 +441,8 @@ class PCcheck(Checkpointer):
         store = self._opened()
         # Plain values change the length of the layout from save to save; a little room spares a second round.
         capacity = needed + max(64 * 1024, meta_bytes // 4)
-        store.reserve(capacity)
+        with told_if_slow(*room_for(store.directory, self.knobs.slots * store.slot_file_bytes(capacity))):
+            store.reserve(capacity)
         chunk = self.knobs.chunk_bytes
         least = (self.knobs.writer_threads + 1) * chunk
         chunks = -(-max(self.knobs.pool_bytes or capacity, least) // chunk)

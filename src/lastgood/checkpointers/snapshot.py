@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,13 +66,17 @@ class PinnedMemory:
                 f"page-locking {size} bytes of host memory failed: {torch.cuda.cudart().cudaGetErrorString(error)}; "
                 "set pool_bytes to less"
             )
-        self._registered = True
+        # It holds the memory as long as the pages are locked, also when this object is dropped without `release`.
+        self._unlock = weakref.finalize(self, _unlock_pages, self.tensor)
+        self._unlock.atexit = False
 
     def release(self) -> None:
         """Unlock the pages. Safe to call twice."""
-        if self._registered:
-            self._registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        self._unlock()
+
+
+def _unlock_pages(tensor: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

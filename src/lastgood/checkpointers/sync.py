@@ -57,6 +57,9 @@ class SyncCheckpointer(Checkpointer):
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Nothing is ever under way here."""
 
+    def _place_of(self, step: int) -> Path:
+        return self._files.path_of(step) or self.directory
+
     def latest(self) -> int | None:
         """The newest file's step."""
         return next(iter(self._files.steps()), None)

@@ -139,6 +139,10 @@ class TorchFiles:
                     "of them memory of its own with clone()"
                 )
 
+    def path_of(self, step: int) -> Path | None:
+        """The newest file of a step."""
+        return next((path for _, found, path in self._files() if found == step), None)
+
     def steps(self) -> list[int]:
         """Steps that have a file, newest first."""
         return [step for _, step, _ in self._files()]
