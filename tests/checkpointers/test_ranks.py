@@ -408,3 +408,48 @@ def test_inspect_lists_ranks_and_export_writes_the_job(tmp_path, capsys):
     shutil.rmtree(rank_directory(tmp_path / "job", 1))
     with pytest.raises(CheckpointError, match="rank-00001"):
         inspect(tmp_path / "job", False, None, json=True)
+
+
+class Merges:
+    """Goes on from the states of all ranks, if they are what it returned."""
+
+    def state_dict(self):
+        return {"count": 1}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def load_from_ranks(self, states, world):
+        self.count = sum(state["count"] for state in states)
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "words"),
+    [(5, MismatchError, "x: the state holds an object"), ({"a": 1}, MismatchError, "x: the")],
+)
+def test_a_part_that_merges_ranks_gets_nothing_of_another_kind(saved, error, words, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    old = PCcheck(tmp_path / "old")
+    old.start({"model": model, "x": saved})
+    old.save(1)
+    old.close()
+    fresh = torch.nn.Linear(2, 2)
+    before = state_digest({"model": fresh})
+    new = PCcheck(tmp_path / "new", rank=0, world_size=2, control="off", resume_from=str(tmp_path / "old"))
+    with pytest.raises(error, match=words):
+        new.restore({"model": fresh, "x": Merges()})
+    assert state_digest({"model": fresh}) == before
+
+
+def test_what_a_merge_of_ranks_raises_names_the_part(tmp_path):
+    class Other(Merges):
+        def state_dict(self):
+            return {"other": 1}
+
+    old = PCcheck(tmp_path / "old")
+    old.start({"model": torch.nn.Linear(2, 2), "x": Other()})
+    old.save(1)
+    old.close()
+    new = PCcheck(tmp_path / "new", rank=0, world_size=2, control="off", resume_from=str(tmp_path / "old"))
+    with pytest.raises(CheckpointError, match=r"x: Merges could not be loaded: KeyError: 'count'"):
+        new.restore({"model": torch.nn.Linear(2, 2), "x": Merges()})

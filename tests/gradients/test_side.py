@@ -12,12 +12,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lastgood.errors import CorruptCheckpoint
+from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients import side_pieces
 from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.side import Arrival, SideRecords, open_side
+from lastgood.gradients.side import Arrival, SideRecords, open_side, restored_tree
 from lastgood.gradients.tracked import Tracked
-from lastgood.state import flatten
+from lastgood.state import check_tree, flatten
 
 
 class Event:
@@ -286,3 +286,17 @@ def test_a_torn_record_is_refused(harm: Callable[[bytes], bytes], words: str) ->
     record, _ = records_of({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}).take()
     with pytest.raises(CorruptCheckpoint, match=f"here: .*{words}"):
         open_side(bytearray(harm(bytes(record))), "here")
+
+
+@pytest.mark.parametrize("other", [5, None, [1], "x"])
+def test_a_record_with_something_else_than_a_module_is_refused_by_name(other: object) -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    tracked = Tracked(state)
+    tensors = {(index, "parameter"): torch.zeros_like(one) for index, one in enumerate(tracked.parameters)}
+    groups = [{key: value for key, value in tracked.optimizer.param_groups[0].items() if key != "params"}]
+    tree = restored_tree(state, tracked, {"model": other, "optimizer": groups}, tensors, "here")
+    with pytest.raises(MismatchError, match="here: model"):
+        check_tree(state, tree, "here")
+    with pytest.raises(MismatchError, match="other groups"):
+        restored_tree(state, tracked, {"model": {}, "optimizer": [other]}, tensors, "here")

@@ -21,7 +21,16 @@ from lastgood.checkpointers.rank_parts import RankParts, differences, used_block
 from lastgood.checkpointers.ranks import Buffers, whole_checkpoints
 from lastgood.checkpointers.stored import NamedTensor
 from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
-from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint, StorageError, WaitTimeout
+from lastgood.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    LastgoodError,
+    MismatchError,
+    NoCheckpoint,
+    NoGoodCheckpoint,
+    StorageError,
+    WaitTimeout,
+)
 from lastgood.state import Layout, NewWorld, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
@@ -126,6 +135,14 @@ class FromRanks:
         lost = sorted(self._deciding.keys() - set(parts.entries(self._base)))
         if lost:
             raise MismatchError(f"{self._where}: the checkpoint lacks {lost}, which the state holds")
+        for name, part in self._deciding.items():
+            for rank in range(saved):
+                node = parts.part(rank, name)
+                if node is not None and node[0] != "m":
+                    raise MismatchError(
+                        f"{self._where}: {name}: the state holds an object ({type(part).__name__}), and rank {rank} of "
+                        "the checkpoint something else"
+                    )
         if self._new_world:
             self._compare_structure()
         layout = parts.layouts[self._base]
@@ -176,7 +193,15 @@ class FromRanks:
         checkpoint = self._parts.checkpoint
         world = NewWorld(self._rank, self._world_size, checkpoint.world_size, checkpoint.step, checkpoint.job_id.hex())
         for name, part in sorted(self._deciding.items(), key=lambda item: loads_last(item[1])):
-            part.load_from_ranks(self._states[name], world)
+            try:
+                part.load_from_ranks(self._states[name], world)
+            except LastgoodError:
+                raise
+            except Exception as error:  # whatever a part of the user's own raises
+                raise CheckpointError(
+                    f"{self._where}: {name}: {type(part).__name__} could not be loaded: {type(error).__name__}: "
+                    f"{error}; what comes before it is loaded, make the state anew"
+                ) from error
 
     def _choose(self, tensor: NamedTensor) -> list[tuple[int, Overlap]]:
         """Make the target of a tensor, and say which boxes of which ranks fill it."""

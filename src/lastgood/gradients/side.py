@@ -165,8 +165,8 @@ def restored_tree(
     tree = dict(side)
     by_place = {place_of(local_part(parameter)): index for index, parameter in enumerate(tracked.parameters)}
     for name, part in state.items():
-        if not isinstance(part, torch.nn.Module) or name not in side:
-            continue
+        if not isinstance(part, torch.nn.Module) or not isinstance(side.get(name), Mapping):
+            continue  # what is of another kind is refused when trees are compared
         entries = {}
         for key, value in part.state_dict().items():
             index = by_place.get(place_of(local_part(value))) if isinstance(value, torch.Tensor) else None
@@ -184,7 +184,8 @@ def _optimizer_tree(
     tracked: Tracked, groups: Any, tensors: Mapping[tuple[int, str], torch.Tensor], where: str
 ) -> dict[str, Any]:
     live = tracked.optimizer.param_groups
-    if not isinstance(groups, list) or len(groups) != len(live):
+    of_groups = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    if not of_groups or len(groups) != len(live):
         raise MismatchError(f"{where}: the checkpoint's optimizer has other groups than {tracked.part}'s {len(live)}")
     restored: dict[int, dict[str, Any]] = {}
     for (index, key), tensor in tensors.items():
