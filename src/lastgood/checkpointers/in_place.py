@@ -22,7 +22,7 @@ from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
 from lastgood.host_memory import fresh_memory
 from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflatten
-from lastgood.state.flatten import tensor_over
+from lastgood.state.build import tensor_over
 from lastgood.state.layout import Node
 from lastgood.state.shards import Shard, wrap
 from lastgood.units import MIB

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.stored import NamedTensor, named_tensors
 from lastgood.state import flatten, is_stateful
-from lastgood.state.flatten import tensor_over
+from lastgood.state.build import tensor_over
 from lastgood.state.shards import describe_shard, is_sharded
 
 if TYPE_CHECKING:

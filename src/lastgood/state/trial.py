@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
+from lastgood.state.build import stateful_paths, unflatten
 from lastgood.state.compare import check_tree
-from lastgood.state.flatten import FlatState, stateful_paths, unflatten
+from lastgood.state.flatten import FlatState
 from lastgood.state.layout import Layout, Node
 from lastgood.state.layout_rules import dtype_named
 
