@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lastgood.errors import CheckpointError
-from lastgood.gradients.messages import Complete, Saved, Step
+from lastgood.errors import CheckpointError, CorruptCheckpoint
+from lastgood.gradients.messages import MAX_ITERATION, Complete, Saved, Step, parse_message
 from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Tell, Window
 from lastgood.gradients.shadow_state import ShadowState
 
@@ -436,6 +436,24 @@ class World(RuleBasedStateMachine):
                     epoch=self.made_in[saved.iteration], iteration=saved.iteration, step=saved.iteration
                 )
 
+    @invariant()
+    def how_far_it_can_be_brought_is_what_a_walk_over_all_iterations_finds(self):
+        for shadow in getattr(self, "shadows", []):
+            assert shadow.state._newest() == newest_by_walking(shadow.state)
+
+
+def newest_by_walking(state):
+    """All iterations from where the furthest bucket stands to the one that all can be brought to, one by one."""
+    buckets = state._buckets.values()
+    newest, found = min((bucket.end for bucket in buckets), default=-1), None
+    low = min((bucket.landing or 0 if bucket.at is None else bucket.at for bucket in buckets), default=0)
+    for iteration in range(low, newest + 1) if newest >= 0 else ():
+        if iteration > state.completed and iteration in state._known.saves and not state._known.sides_whole(iteration):
+            break
+        if state._producible(iteration):
+            found = iteration
+    return found
+
 
 World.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
 TestShadows = World.TestCase
@@ -445,3 +463,107 @@ TestShadows = World.TestCase
 @pytest.mark.timeout(3600)
 def test_shadows_for_long():
     run_state_machine_as_test(World, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None))
+
+
+# -- what a message says is not walked over ----------------------------------------------------------------------------
+
+FAR = 10**5
+"""Iterations that one message is ahead: far more than anything that is held, and few enough for a walk that fails."""
+
+
+class Counting(ShadowState):
+    """Counts how often it is asked whether an iteration can be produced."""
+
+    asked = 0
+
+    def _producible(self, iteration):
+        self.asked += 1
+        return super()._producible(iteration)
+
+
+def seeded(buckets=1):
+    state = Counting(SLOTS)
+    state.fence(JOB, 1)
+    state.declare(LAYOUT, range(buckets), [0], 1, None)
+    for bucket in range(buckets):
+        seed(state, bucket, 5)
+    while (work := state.next_work()) is not None:
+        state.done(work)
+    state.take()
+    return state
+
+
+def seed(state, bucket, iteration):
+    state.seed_begun(bucket, iteration)
+    for output in state.take():
+        if isinstance(output, Window) and output.ask:
+            state.window_set(output.bucket, [])
+    state.seed_landed(bucket)
+
+
+@pytest.mark.parametrize("far", [FAR, MAX_ITERATION - 1])
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda state, far: seed(state, 0, far),
+        lambda state, far: [seed(state, bucket, far) for bucket in range(3)],
+        lambda state, far: state.complete(Complete(iteration=far)),
+        lambda state, far: state.step(step(far)),
+        lambda state, far: [state.step(step(far)), seed(state, 0, far)],
+        lambda state, far: state.ended(0, far),
+        lambda state, far: state.received(0, far),
+        lambda state, far: state.side(0, far),
+        lambda state, far: state.check(0, far, 1),
+        lambda state, far: [state.ended(0, far), state.complete(Complete(iteration=far)), seed(state, 1, far)],
+        lambda state, far: [state.step(step(one)) for one in (far, 6, far - 1)] and seed(state, 2, far),
+    ],
+)
+def test_one_message_far_ahead_is_not_walked_up_to(say, far):
+    state = seeded(buckets=3)
+    state.asked = 0
+    say(state, far)
+    while (work := state.next_work()) is not None:
+        state.done(work)
+    state.greet()
+    state.restorable()
+    state.fence(JOB, 2)
+    assert state.asked <= 100
+    if far == FAR:
+        assert state._newest() == newest_by_walking(state)
+
+
+def test_many_steps_that_are_known_are_walked_over_once():
+    state = seeded(buckets=2)
+    for iteration in range(6, 400):
+        if iteration != 200:
+            state.step(step(iteration))
+    state.asked = 0
+    seed(state, 0, FAR)
+    state.declared = False
+    assert state._newest() == newest_by_walking(state)
+    assert state.asked <= 500
+
+
+def step(iteration):
+    return Step(iteration=iteration, rule=None, saved=True, step=iteration)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "seed", "bucket": 0, "entries": []},
+        {"kind": "step", "rule": None, "saved": False, "step": None},
+        {"kind": "complete"},
+        {"kind": "side", "rank": 0, "step": 0, "layout": None, "nbytes": 0},
+        {"kind": "absent", "parameters": [], "updated": True},
+        {"kind": "verify", "bucket": 0, "checksum": 0},
+        {"kind": "have"},
+        {"kind": "torn", "buckets": [], "why": ""},
+    ],
+    ids=lambda message: message["kind"],
+)
+def test_an_iteration_has_room_above_it(message):
+    assert parse_message({**message, "iteration": MAX_ITERATION - 1}, "a trainer").iteration == MAX_ITERATION - 1
+    for iteration in (MAX_ITERATION, 1 << 63, -1, 1.0, True):
+        with pytest.raises(CorruptCheckpoint):
+            parse_message({**message, "iteration": iteration}, "a trainer")

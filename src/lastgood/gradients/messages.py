@@ -17,6 +17,7 @@ from lastgood.units import MIB
 __all__ = [
     "CHUNK_BYTES",
     "GREETING",
+    "MAX_ITERATION",
     "MAX_MESSAGE_BYTES",
     "MAX_SPOILED",
     "PROTOCOL_VERSION",
@@ -63,7 +64,10 @@ CHUNK_BYTES = 4 * MIB
 MAX_SPOILED = 64
 """So many spoiled iterations are told one by one; before them nothing is promised."""
 
+MAX_ITERATION = 1 << 62
+"""All iterations are below it, so that what is counted on from one is a number of 63 bits as well."""
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Iteration = Annotated[int, Field(ge=0, lt=MAX_ITERATION)]
 _Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Of a request: as records carry it."""
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -85,7 +89,7 @@ class Saved(_Message):
     kind: Literal["saved"] = "saved"
     epoch: _Number
     """In which it was made: what two lives of a training made under one number is not one thing."""
-    iteration: _Number
+    iteration: _Iteration
     step: _Number
 
 
@@ -97,7 +101,7 @@ class Seeded(_Message):
 
     kind: Literal["seeded"] = "seeded"
     bucket: _Number
-    iteration: _Number
+    iteration: _Iteration
     whole: bool
 
 
@@ -135,7 +139,7 @@ class Welcome(_Message):
     """The newest of each bucket that came in this epoch: who was away has not heard of them."""
     spills: tuple[Saved, ...] = ()
     """What lies on its disk."""
-    spilling: tuple[_Number, ...] = ()
+    spilling: tuple[_Iteration, ...] = ()
     """Iterations that it was asked to spill, and will say Spilled of."""
 
 
@@ -161,14 +165,14 @@ class Declare(_Message):
 
     kind: Literal["declare"] = "declare"
     layout: dict[str, Any]
-    adopt: _Number | None
+    adopt: _Iteration | None
 
 
 class Step(_Message):
     """What one iteration needs beside gradients; behind the update, before the next iteration's first record."""
 
     kind: Literal["step"] = "step"
-    iteration: _Number
+    iteration: _Iteration
     rule: dict[str, Any] | None
     """What `optim.UpdateRule` writes; None: nothing was applied (a skipped step)."""
     saved: bool
@@ -197,12 +201,12 @@ class Complete(_Message):
     """
 
     kind: Literal["complete"] = "complete"
-    iteration: _Number
+    iteration: _Iteration
     lost: tuple[_Number, ...] = ()
     """Shadows that are not waited for any more: nothing can be given back from memory until they are whole."""
-    floor: _Number = 0
+    floor: _Iteration = 0
     """Nothing before this iteration is promised: a shadow was seeded behind it, or it was complete without one."""
-    spoiled: Annotated[tuple[_Number, ...], Field(max_length=MAX_SPOILED)] = ()
+    spoiled: Annotated[tuple[_Iteration, ...], Field(max_length=MAX_SPOILED)] = ()
     """From `floor` on, those that cannot be given back, since side records are missing for good."""
 
     def promises(self, iteration: int) -> bool:
@@ -227,7 +231,7 @@ class Seed(_Message):
 
     kind: Literal["seed"] = "seed"
     bucket: _Number
-    iteration: _Number
+    iteration: _Iteration
     entries: tuple[Entry, ...]
 
 
@@ -239,7 +243,7 @@ class Verify(_Message):
     """
 
     kind: Literal["verify"] = "verify"
-    iteration: _Number
+    iteration: _Iteration
     bucket: _Number
     checksum: _Number
 
@@ -254,7 +258,7 @@ class Absent(_Message):
     """
 
     kind: Literal["absent"] = "absent"
-    iteration: _Number
+    iteration: _Iteration
     parameters: tuple[_Number, ...]
     updated: bool
     """Whether its optimizer did an update."""
@@ -267,7 +271,7 @@ class Side(_Message):
 
     kind: Literal["side"] = "side"
     rank: _Number
-    iteration: _Number
+    iteration: _Iteration
     step: _Number
     layout: dict[str, Any] | None
     """How the rank's whole state is laid out; None: as in this rank's side record before."""
@@ -285,14 +289,14 @@ class Have(_Message):
     """
 
     kind: Literal["have"] = "have"
-    iteration: _Number
+    iteration: _Iteration
 
 
 class Applied(_Message):
     """This shadow's buckets are all behind this iteration's update (to rank 0)."""
 
     kind: Literal["applied"] = "applied"
-    iteration: _Number
+    iteration: _Iteration
 
 
 class Torn(_Message):
@@ -302,7 +306,7 @@ class Torn(_Message):
     """
 
     kind: Literal["torn"] = "torn"
-    iteration: _Number
+    iteration: _Iteration
     buckets: tuple[_Number, ...]
     why: _Text
 
@@ -311,7 +315,7 @@ class Diverged(_Message):
     """A Verify failed: this bucket is not the trainer's, and wants a Seed."""
 
     kind: Literal["diverged"] = "diverged"
-    iteration: _Number
+    iteration: _Iteration
     bucket: _Number
 
 
@@ -319,7 +323,7 @@ class Spilled(_Message):
     """An iteration is durable on this shadow; or `error` says why it could not be made so."""
 
     kind: Literal["spilled"] = "spilled"
-    iteration: _Number
+    iteration: _Iteration
     error: _Text | None = None
 
 
@@ -350,8 +354,8 @@ class Status(_Message):
     layout: _Digest | None
     whole: bool
     """No bucket waits for a seed, and all stand at one iteration."""
-    applied: _Number
-    have: _Number
+    applied: _Iteration
+    have: _Iteration
     memory: tuple[Saved, ...]
     """Saved iterations from `applied` to `have`: any of them can be given back if all shadows hold it."""
     durable: tuple[Saved, ...]
@@ -369,7 +373,7 @@ class Fetch(_Message):
 
     kind: Literal["fetch"] = "fetch"
     epoch: _Number
-    iteration: _Number
+    iteration: _Iteration
     made: _Number
     """`Saved.epoch` of it."""
     source: Literal["memory", "durable"]
@@ -380,7 +384,7 @@ class FetchSide(_Message):
 
     kind: Literal["fetch_side"] = "fetch_side"
     epoch: _Number
-    iteration: _Number
+    iteration: _Iteration
     made: _Number
     rank: _Number
     source: Literal["memory", "durable"]
@@ -390,7 +394,7 @@ class Tensors(_Message):
     """What a Fetch gives; its chunks follow."""
 
     kind: Literal["tensors"] = "tensors"
-    iteration: _Number
+    iteration: _Iteration
     entries: tuple[Entry, ...]
 
 

@@ -17,6 +17,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
+    MAX_ITERATION,
     Absent,
     Complete,
     Declare,
@@ -39,6 +40,7 @@ from lastgood.gradients.side_shelf import SideShelf
 from lastgood.gradients.spill import SideRecord, SpillStore
 from lastgood.units import format_bytes
 from lastgood.wire.frames import available_memory_bytes
+from lastgood.wire.gate import FewLines
 
 __all__ = ["ShadowCore"]
 
@@ -58,6 +60,7 @@ class ShadowCore:
         self.counters = Counters()
         self._refused: Counter[str] = Counter()
         self._counting = threading.Lock()
+        self._odd_events = FewLines(_log.error, "records were received, and an error follows from them")
         self.change = threading.Condition(threading.RLock())
         self._tell = tell
         self.memory: ShadowMemory | None = None
@@ -464,23 +467,31 @@ class ShadowCore:
                     self.state.received(bucket, iteration)
 
     def _obey(self, events: Sequence[_native.ReceiverEvent]) -> None:
-        assert self.receiver is not None
         for event in events:
-            if event.kind == "complete":
-                # It may have been overwritten since, where the bucket waits for a seed.
-                if self.receiver.complete(event.bucket, event.iteration):
-                    self.state.received(event.bucket, event.iteration)
-            elif event.kind == "end":
-                if event.connection in self._data.get(event.rank, ()):
-                    self.state.ended(event.rank, event.iteration)
-            else:
-                held = self._data.get(event.rank, set())
-                if event.connection in held:
-                    held.discard(event.connection)
-                    if event.cause:
-                        _log.warning("rank %d's records end: %s", event.rank, event.cause)
-                    if not held:
-                        self.state.gone(event.rank)
+            try:
+                self._obey_one(event)
+            except Exception as error:  # whatever one rank's records bring, the other ranks' events must still be heard
+                self._odd_events(f"rank {event.rank}: {error!r}")
+
+    def _obey_one(self, event: _native.ReceiverEvent) -> None:
+        assert self.receiver is not None
+        if event.kind in ("complete", "end") and event.iteration >= MAX_ITERATION:
+            self.refuse("far_iteration")
+        elif event.kind == "complete":
+            # It may have been overwritten since, where the bucket waits for a seed.
+            if self.receiver.complete(event.bucket, event.iteration):
+                self.state.received(event.bucket, event.iteration)
+        elif event.kind == "end":
+            if event.connection in self._data.get(event.rank, ()):
+                self.state.ended(event.rank, event.iteration)
+        else:
+            held = self._data.get(event.rank, set())
+            if event.connection in held:
+                held.discard(event.connection)
+                if event.cause:
+                    _log.warning("rank %d's records end: %s", event.rank, event.cause)
+                if not held:
+                    self.state.gone(event.rank)
 
     @staticmethod
     def process_usage() -> tuple[float, int]:

@@ -75,7 +75,9 @@ class ShadowHoldings:
         if not bases or None in bases:
             return False
         lowest = min(base for base in bases if base is not None)
-        return all(one in self._known.steps for one in range(lowest + 1, iteration + 1))
+        steps = self._known.steps
+        # The difference of two iterations is what a message says; how many steps are known is not.
+        return iteration - lowest <= len(steps) and all(one in steps for one in range(lowest + 1, iteration + 1))
 
     def _stands_at(self, iteration: int) -> bool:
         return bool(self._buckets) and all(
@@ -92,14 +94,17 @@ class ShadowHoldings:
         if newest < 0:
             return None
         low = min(bucket.landing or 0 if bucket.at is None else bucket.at for bucket in self._buckets.values())
-        found = None
-        for iteration in range(low, newest + 1):
-            awaited = iteration > self.completed and iteration in self._known.saves
-            if awaited and not self._known.sides_whole(iteration):
-                break
+        known = self._known
+        for iteration in known.saves:
+            if max(low, self.completed + 1) <= iteration <= newest and not known.sides_whole(iteration):
+                newest = iteration - 1
+        # No others can be produced: the update that leads to an iteration is known, or the bucket that is the furthest
+        # behind stands there, or has a seed of it. So what is walked over is what is held, however far apart it lies.
+        held = {low, *known.steps, *(bucket.landing for bucket in self._buckets.values() if bucket.landing is not None)}
+        for iteration in sorted((one for one in held if low <= one <= newest), reverse=True):
             if self._producible(iteration):
-                found = iteration
-        return found
+                return iteration
+        return None
 
     def _oldest(self) -> int:
         """No older iteration can ever be given back."""
