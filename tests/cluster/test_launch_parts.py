@@ -33,6 +33,7 @@ from lastgood.cluster.launch_ways import Way, deepspeed_env_text, way
 from lastgood.cluster.rank_main import find_place, route_interface
 from lastgood.cluster.remote import Remote, SshOptions
 from lastgood.errors import ConfigError, LaunchError
+from lastgood.files import write_atomically
 
 TICKET = Ticket(
     token="t",
@@ -73,8 +74,12 @@ class Job:
                 "WORLD_SIZE": str(self._world),
                 "MASTER_ADDR": "127.0.0.1",
             }
-            command = [*through, sys.executable, "-m", "lastgood.cluster.rank_main", word]
-            self.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}))
+            command = [*through, sys.executable, "-m", "lastgood.cluster.rank_main", "-"]
+            wrapper = subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.PIPE)
+            assert wrapper.stdin is not None
+            with wrapper.stdin as given:
+                given.write(word.encode())
+            self.wrappers.append(wrapper)
 
     def serve_until(self, what: str, found: Callable[[], object], timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -92,6 +97,11 @@ class Job:
         for wrapper in self.wrappers:
             wrapper.terminate()
             wrapper.wait(timeout=60)
+
+
+def rank_command(folder: Path, word: str) -> list[str]:
+    write_atomically(folder / "ticket", word.encode())
+    return [sys.executable, "-m", "lastgood.cluster.rank_main", str(folder / "ticket")]
 
 
 @pytest.fixture
@@ -390,11 +400,11 @@ def test_time_is_bounded_on_the_host_too(job: Callable[[int], Job]) -> None:
     assert "ended rank 0: 0 s are over" in one.board.ranks[0].tail or "are over" in one.board.ranks[0].tail
 
 
-def test_a_rank_waits_only_so_long_for_the_others(job: Callable[[int], Job]) -> None:
+def test_a_rank_waits_only_so_long_for_the_others(job: Callable[[int], Job], tmp_path: Path) -> None:
     one = job(2)
     word = one.ticket(SLEEP, start_s=1.0).encode()
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-m", "lastgood.cluster.rank_main", word]
+    command = rank_command(tmp_path, word)
     one.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.DEVNULL))
     one.serve_until("failure", lambda: one.board.first_failure)
     assert one.board.ranks[0].fault == "the other ranks have not come in time"
@@ -406,7 +416,7 @@ def test_a_launch_that_is_not_reached_is_named(tmp_path: Path) -> None:
         nobody.bind(("127.0.0.1", 0))
         word = replace(TICKET, port=nobody.getsockname()[1]).encode()
         done = subprocess.run(
-            [sys.executable, "-m", "lastgood.cluster.rank_main", word],
+            rank_command(tmp_path, word),
             env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
             capture_output=True,
             text=True,
@@ -455,7 +465,9 @@ def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
         word = replace(TICKET, token="secret", port=server.getsockname()[1]).encode()
         env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         rank = subprocess.Popen(
-            [sys.executable, "-m", "lastgood.cluster.rank_main", word], env=env, stderr=subprocess.PIPE
+            rank_command(tmp_path, word),
+            env=env,
+            stderr=subprocess.PIPE,
         )
         try:
             connection, _ = server.accept()
@@ -478,7 +490,7 @@ def test_a_rank_that_hears_of_the_start_and_of_the_end_at_once_starts_nothing(tm
             TICKET, port=server.getsockname()[1], argv=["touch", str(started)], logs=str(tmp_path / "logs")
         ).encode()
         env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        rank = subprocess.Popen([sys.executable, "-m", "lastgood.cluster.rank_main", word], env=env)
+        rank = subprocess.Popen(rank_command(tmp_path, word), env=env)
         try:
             connection, _ = server.accept()
             with connection, connection.makefile("rb") as lines:

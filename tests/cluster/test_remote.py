@@ -128,9 +128,24 @@ def test_what_ssh_says_is_explained(log: str, message: str) -> None:
 # -- the keeper, which Remote.start runs on the host -------------------------------------------------------------------
 
 
-def keep(mark: str, script: str, *, grace: int = 2, silence: int = 60) -> subprocess.Popen[bytes]:
-    command = ["bash", "-c", remote_module._KEEPER, "keeper", mark, str(grace), str(silence), "/", "sh", "-c", script]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def keep(
+    mark: str, script: str, *, grace: int = 2, silence: int = 60, env: tuple[str, ...] = (), lines: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    numbers = [str(number) for number in (grace, silence, len(env), len(lines))]
+    command = ["bash", "-c", remote_module._KEEPER, "keeper", mark, *numbers, "/", "sh", "-c", script]
+    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert keeper.stdin is not None
+    keeper.stdin.write("".join(f"{line}\n" for line in (*env, *lines)).encode())
+    keeper.stdin.flush()
+    return keeper
+
+
+def test_what_a_command_is_given_is_on_no_command_line(mark: str) -> None:
+    script = 'cat; echo "$A|$B"; cat /proc/$PPID/cmdline /proc/$$/cmdline | tr "\\0" "\\n"'
+    keeper = keep(mark, script, env=("A=a secret $HOME `x`", "B="), lines=("a ticket  ", "and more"))
+    out = output_of(keeper).decode()
+    assert out.startswith("a ticket  \nand more\na secret $HOME `x`|\n")
+    assert out.count("a secret") == 1 and out.count("a ticket") == 1
 
 
 def output_of(keeper: subprocess.Popen[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a launch tells each of its ranks: one word on the command line, which every launcher passes on unharmed."""
+"""What a launch tells each of its ranks: one word over standard input or in a private file, never a command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.text import parse_model
 
-__all__ = ["HOWS", "MAX_MESSAGE_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
+__all__ = ["HOWS", "MAX_MESSAGE_BYTES", "MAX_TICKET_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
 
 How = Literal["torchrun", "ssh", "deepspeed", "openmpi", "srun"]
 """What starts the ranks; `ssh` nothing else, `openmpi` DeepSpeed's launcher as well, with mpirun in place of pdsh."""
@@ -23,16 +23,15 @@ HOWS: tuple[How, ...] = get_args(How)
 
 MAX_MESSAGE_BYTES = 64 << 10
 """Of one line between a rank and its launch."""
-_MAX_TICKET_BYTES = 90 << 10
-"""Linux takes 128 KiB in one argument, and Remote sends a whole command as one."""
+MAX_TICKET_BYTES = 90 << 10
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A rank's orders. It can be read in the host's list of processes: `token` keeps strangers apart, not enemies."""
+    """A rank's orders. Only this user can read them on their way: `token` and `env` may be secrets."""
 
-    token: str
+    token: str = field(repr=False)
     addresses: list[str]
     """Where the launch may be reached, the likeliest first."""
     port: int
@@ -51,9 +50,9 @@ class Ticket:
     def encode(self) -> str:
         """One word of letters, digits, dash, underscore and equals sign. Raises ConfigError if it grows too long."""
         word = base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
-        if len(word) > _MAX_TICKET_BYTES:
+        if len(word) > MAX_TICKET_BYTES:
             raise ConfigError(
-                f"program and environment are {len(word) >> 10} KiB, encoded; at most {_MAX_TICKET_BYTES >> 10} KiB "
+                f"program and environment are {len(word) >> 10} KiB, encoded; at most {MAX_TICKET_BYTES >> 10} KiB "
                 "can be sent: put the rest into a file that every host has"
             )
         return word
@@ -66,7 +65,7 @@ class Ticket:
             content = base64.b64decode(word.encode(), altchars=b"-_", validate=True)
         except ValueError as error:
             raise LaunchError(f"{what}: {error}") from error
-        return parse_model(_Checked, content, what, most_bytes=_MAX_TICKET_BYTES, error=LaunchError).ticket()
+        return parse_model(_Checked, content, what, most_bytes=MAX_TICKET_BYTES, error=LaunchError).ticket()
 
 
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]

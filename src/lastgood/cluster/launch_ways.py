@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +31,22 @@ _RANK_MAIN: Final = "lastgood.cluster.rank_main"
 _EACH_SLOT: Final = """
 first=$1 slots=$2 world=$3
 shift 3
+IFS= read -r ticket || exit 125
 for ((slot = 0; slot < slots; slot++)); do
-    RANK=$((first + slot)) LOCAL_RANK=$slot WORLD_SIZE=$world "$@" &
+    RANK=$((first + slot)) LOCAL_RANK=$slot WORLD_SIZE=$world "$@" - <<<"$ticket" &
 done
 wait
 """
+_WITH_TICKET: Final = """
+IFS= read -r ticket || exit 125
+file=$(umask 077; mktemp) || exit 125
+printf '%s\\n' "$ticket" > "$file"
+exec 4< "$file"
+rm -f -- "$file"
+"$@" "/proc/$$/fd/4"
+"""
+"""Ranks that share one standard input open the ticket through this shell, in a file that has no name any more."""
+_TICKET_S: Final = 60.0
 _MAX_ENV_FILE_BYTES: Final = 64 << 10
 _END_S: Final = 10.0
 _LOOK_S: Final = 60.0
@@ -55,8 +68,8 @@ class Way:
 
     @property
     def rank_command(self) -> list[str]:
-        """What a launcher starts for each slot."""
-        return [self.python, "-m", _RANK_MAIN, self.ticket.encode()]
+        """What a launcher starts for each slot; the last word is still missing: where the ticket is to be read."""
+        return [self.python, "-m", _RANK_MAIN]
 
 
 class Started(ABC):
@@ -97,8 +110,10 @@ class _Local(Started):
         polite: bool,
         scancel: bool,
         advise: Callable[[Sequence[str]], str] | None,
+        cleaned: Callable[[], object],
     ) -> None:
         super().__init__(name, log, hosts)
+        self._cleaned = cleaned
         self._process = process
         self._polite = polite
         self._scancel = scancel
@@ -130,6 +145,7 @@ class _Local(Started):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_S)
+        self._cleaned()
 
 
 class _OnHost(Started):
@@ -164,6 +180,7 @@ def _torchrun(given: Way) -> list[Started]:
         given,
         [
             [
+                *("bash", "-c", _WITH_TICKET, "lastgood-ticket"),
                 *(given.python, "-m", "torch.distributed.run", "--max-restarts=0", "--no-python"),
                 *(f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={host.slots}"),
                 *(f"--master-addr={given.address}", f"--master-port={given.port}"),
@@ -195,7 +212,13 @@ def _on_hosts(name: str, given: Way, commands: Sequence[Sequence[str]]) -> list[
             path = given.log_dir / f"{name}-{host.name}.log"
             with open_log(path) as log:
                 process = given.remote.start(
-                    host.name, command, env=given.ticket.env, stdout=log, stderr=log, grace_s=_grace(given)
+                    host.name,
+                    command,
+                    env=given.ticket.env,
+                    stdout=log,
+                    stderr=log,
+                    grace_s=_grace(given),
+                    lines=[given.ticket.encode()],
                 )
             started.append(_OnHost(name, path, host.name, process))
     except BaseException:
@@ -260,15 +283,27 @@ def _runner(
     env_file = given.log_dir / "deepspeed_env"
     # It holds what the user's own has, which may be secret.
     write_atomically(env_file, deepspeed_env_text(exported).encode())
+    # It leaves ranks no standard input, and mpirun only rank 0's: a file of this user's on each host, until its end.
+    ticket = f"/tmp/lastgood-ticket-{secrets.token_hex(16)}"
+    hosts = given.hosts.names
     command = [
         *(given.python, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}", "--force_multi", "--no_ssh_check"),
         *(f"--launcher={backend}", f"--master_addr={given.address}", f"--master_port={given.port}"),
         *arguments,
-        *("--module", "--no_local_rank", *given.rank_command[2:]),
+        *("--module", "--no_local_rank", *given.rank_command[2:], ticket),
     ]
     env = {**os.environ, **given.ticket.env, "DS_ENV_FILE": str(env_file), **env}
     # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
-    return _start("deepspeed", command, env, given, cwd=Path("/"))
+    given.remote.write_everywhere(hosts, ticket, given.ticket.encode().encode(), _TICKET_S)
+
+    def clean() -> None:
+        given.remote.run_everywhere(hosts, ["rm", "-f", "--", ticket], _TICKET_S)
+
+    try:
+        return _start("deepspeed", command, env, given, cwd=Path("/"), cleaned=clean)
+    except BaseException:
+        clean()
+        raise
 
 
 def _check_deepspeed(python: str) -> None:
@@ -328,15 +363,17 @@ def _srun(given: Way) -> list[Started]:
     names = [host.name for host in given.hosts.hosts for _ in range(host.slots)]
     write_atomically(placement, "".join(f"{name}\n" for name in names).encode())
     command = ["srun", f"--nodes={len(given.hosts.hosts)}", f"--ntasks={len(names)}", "--distribution=arbitrary"]
-    command += ["--kill-on-bad-exit=1", "--mpi=none", "--input=none", "--job-name=lastgood", "--chdir=/"]
+    command += ["--kill-on-bad-exit=1", "--mpi=none", "--job-name=lastgood", "--chdir=/"]
     inside = "SLURM_JOB_ID" in os.environ
     if not inside:
         # Slurm's own bound, for the case that nobody is left to end the job.
         seconds = given.ticket.start_s + given.ticket.timeout_s + 60
         command.append(f"--time={math.ceil(seconds / 60)}")
     env = {**os.environ, "SLURM_HOSTFILE": str(placement)}
-    words = [*command, *given.launcher_args, *given.rank_command]
-    return [_start("srun", words, env, given, scancel=not inside, advise=_why_no_slurm)]
+    words = [*command, *given.launcher_args, *given.rank_command, "-"]
+    # srun gives each rank all of its own standard input.
+    ticket = given.ticket.encode().encode()
+    return [_start("srun", words, env, given, scancel=not inside, advise=_why_no_slurm, ticket=ticket)]
 
 
 def _why_no_slurm(hosts: Sequence[str]) -> str:
@@ -370,16 +407,19 @@ def _start(
     cwd: Path | None = None,
     scancel: bool = False,
     advise: Callable[[Sequence[str]], str] | None = None,
+    cleaned: Callable[[], object] = lambda: None,
+    ticket: bytes = b"",
 ) -> Started:
     path = given.log_dir / f"{name}.log"
     parent, polite = os.getpid(), name == "srun"
-    with open_log(path) as log:
-        # Without the ticket, which is long and says nothing to a reader.
-        log.write(f"{shlex.join(command[:-1])} ...\n".encode())
+    with open_log(path) as log, tempfile.TemporaryFile() as given_to_it:
+        log.write(f"{shlex.join(command)}\n".encode())
         log.flush()
+        given_to_it.write(ticket)
+        given_to_it.seek(0)
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=given_to_it,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=cwd or given.log_dir,
@@ -388,4 +428,6 @@ def _start(
             # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM if polite else signal.SIGKILL),
         )
-    return _Local(name, path, given.hosts.names, process, polite=polite, scancel=scancel, advise=advise)
+    return _Local(
+        name, path, given.hosts.names, process, polite=polite, scancel=scancel, advise=advise, cleaned=cleaned
+    )

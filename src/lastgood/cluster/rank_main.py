@@ -23,9 +23,9 @@ from typing import Any, Final
 import psutil
 
 from lastgood.cluster.launch_board import keep_alive
-from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, How, Ticket, greeting, rank_log
-from lastgood.errors import HostError, LaunchError
-from lastgood.files import open_log, open_regular, read_end
+from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, MAX_TICKET_BYTES, How, Ticket, greeting, rank_log
+from lastgood.errors import HostError, LaunchError, StorageError
+from lastgood.files import open_log, open_regular, read_bounded, read_end
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.text import is_whole, parse_json
@@ -33,6 +33,7 @@ from lastgood.text import is_whole, parse_json
 __all__ = ["find_place", "main", "route_interface"]
 
 _CONNECT_S: Final = 5.0
+_TICKET_S: Final = 60.0
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 20
 _PLACES: Final[Mapping[How, tuple[str, str, str]]] = {
@@ -180,8 +181,8 @@ class _Watch:
 def main(words: list[str] | None = None) -> int:
     """Run the rank that the ticket describes; returns its exit status, 128 + N for a program that signal N ended."""
     try:
-        (word,) = sys.argv[1:] if words is None else words
-        ticket = Ticket.decode(word)
+        (place,) = sys.argv[1:] if words is None else words
+        ticket = _read_ticket(place)
         rank, local, world = find_place(ticket.how, os.environ)
         deadline = time.monotonic() + ticket.start_s
         lifeline = _Lifeline(ticket, deadline)
@@ -203,6 +204,31 @@ def main(words: list[str] | None = None) -> int:
         lifeline.send({"fault": str(error)})
         sys.stderr.write(f"lastgood launch: rank {rank}: {error}\n")
         return 1
+
+
+def _read_ticket(place: str) -> Ticket:
+    """From standard input if `place` is "-", else from a file. Raises LaunchError."""
+    try:
+        if place == "-":
+            content = _read_input(MAX_TICKET_BYTES + 2)
+        else:
+            content = read_bounded(Path(place), MAX_TICKET_BYTES + 1, follow=True)
+    except (OSError, StorageError) as error:
+        raise LaunchError(f"the ticket of this rank cannot be read: {error}") from error
+    return Ticket.decode(content.decode(errors="replace").strip())
+
+
+def _read_input(most_bytes: int) -> bytes:
+    content = b""
+    deadline = time.monotonic() + _TICKET_S
+    while len(content) <= most_bytes:
+        if not select.select([0], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise LaunchError(f"no ticket came on standard input within {_TICKET_S:.0f} s")
+        part = os.read(0, 1 << 16)
+        if not part:
+            break
+        content += part
+    return content
 
 
 def _wait_for_go(watch: _Watch, deadline: float) -> dict[str, Any] | None:

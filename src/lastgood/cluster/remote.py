@@ -48,9 +48,23 @@ _SSH_END_S = 10.0
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _KEEPER: Final = r"""
-id=$1 grace=$2 silence=$3 folder=$4; shift 4
+id=$1 grace=$2 silence=$3 variables=$4 lines=$5 folder=$6; shift 6
 cd -- "$folder" || exit 126
 exec 3<&0 </dev/null
+settings=() given=
+for ((i = 0; i < variables; i++)); do
+    IFS= read -r -t 60 -u 3 line || exit 125
+    settings+=("$line")
+done
+for ((i = 0; i < lines; i++)); do
+    IFS= read -r -t 60 -u 3 line || exit 125
+    given+=$line$'\n'
+done
+begin() {
+    for line in "${settings[@]}"; do export "${line?}"; done
+    export LASTGOOD_REMOTE_ID=$id
+    exec setsid -- "$@" 3<&-
+}
 mine() { grep -lsxzF "LASTGOOD_REMOTE_ID=$id" /proc/[0-9]*/environ; }
 each() { for file in $(mine); do file=${file#/proc/}; kill -s "$1" "${file%/environ}"; done; }
 end_all() {
@@ -58,7 +72,7 @@ end_all() {
     for ((i = 0; i < grace * 5; i++)); do [ -n "$(mine)" ] || return; sleep 0.2; done
     for ((i = 0; i < 50; i++)); do each KILL; [ -n "$(mine)" ] || return; sleep 0.1; done
 }
-LASTGOOD_REMOTE_ID=$id setsid -- "$@" 3<&- &
+if ((lines)); then begin "$@" <<<"${given%$'\n'}" & else begin "$@" & fi
 child=$!
 ( while read -r -t "$silence" -u 3 _; do :; done; end_all ) >/dev/null 2>&1 &
 watcher=$!
@@ -220,13 +234,15 @@ class Remote:
         stderr: int | IO[bytes] | None = None,
         silence_s: int = 30,
         grace_s: int = 10,
+        lines: Sequence[str] = (),
     ) -> RemoteProcess:
         """Start a command that lives no longer than this connection, and return at once.
 
-        It has no standard input. `env` is added to the host's own environment (every user of that host can read it in
-        /proc, so no secrets); `cwd` is by default the login folder. When the connection ends, or carries no sign of
-        life for `silence_s`, the command and all its descendants get SIGTERM, and SIGKILL `grace_s` later. The same
-        happens to descendants that are left when it ends by itself. The host needs bash, and util-linux's setsid.
+        Its standard input is `lines`, or nothing. `env` is added to the host's own environment. Neither is on any
+        command line, where every user could read it. `cwd` is by default the login folder. When the connection ends, or
+        carries no sign of life for `silence_s`, the command and all its descendants get SIGTERM, and SIGKILL `grace_s`
+        later. The same happens to descendants that are left when it ends by itself. The host needs bash, and
+        util-linux's setsid.
         Raises ConfigError for what cannot be sent; whether the host is reached, `RemoteProcess.wait` tells.
         """
         if not (1 <= silence_s <= 3600 and 0 <= grace_s <= 600):
@@ -235,12 +251,14 @@ class Remote:
             if not _VARIABLE.fullmatch(name):
                 raise ConfigError(f"{host}: not the name of an environment variable: {name[:80]!r}")
         settings = [f"{name}={value}" for name, value in (env or {}).items()]
-        kept = ["env", *settings, *argv] if settings else list(argv)
+        if any(sign in line for line in (*settings, *lines) for sign in "\n\0"):
+            raise ConfigError(f"{host}: a value or a line of input has no line ends and no NUL bytes")
         keeper = ["bash", "-c", _KEEPER, "lastgood-keeper", secrets.token_hex(16), str(grace_s), str(silence_s)]
+        keeper += [str(len(settings)), str(len(lines))]
         log = SshLog()
         try:
             process = subprocess.Popen(
-                log.added_to(self.command(host, [*keeper, cwd or ".", *kept])),
+                log.added_to(self.command(host, [*keeper, cwd or ".", *argv])),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
@@ -250,7 +268,19 @@ class Remote:
         except BaseException:
             log.close()
             raise
-        return RemoteProcess(host, process, log, silence_s, grace_s, self.options.connect_timeout_s)
+        first = "".join(f"{line}\n" for line in (*settings, *lines)).encode()
+        return RemoteProcess(host, process, log, silence_s, grace_s, self.options.connect_timeout_s, first)
+
+    def write_everywhere(self, hosts: Iterable[str], path: Path | str, content: bytes, timeout_s: float) -> None:
+        """A file on each host, for this user's eyes alone, that appears complete. Hosts may share a disk.
+
+        Raises HostError for the first host where it cannot be written.
+        """
+        write = 'umask 077; mkdir -p -- "${1%/*}" && cat > "$1.$$.$2" && mv -- "$1.$$.$2" "$1"'
+        words = ["sh", "-c", write, "sh", str(path), secrets.token_hex(8)]
+        for host, answer in self.run_everywhere(hosts, words, timeout_s, content).items():
+            if not isinstance(answer, Completed) or answer.rc:
+                raise HostError(f"{host}: {path} cannot be written: {answer}")
 
     def run_everywhere(
         self,
@@ -284,8 +314,10 @@ class RemoteProcess:
         silence_s: int,
         grace_s: int,
         connect_timeout_s: int,
+        first: bytes = b"",
     ) -> None:
         self.host = host
+        self._first = first
         self._process = process
         self._log = log
         self._end_s = grace_s + _SSH_END_S
@@ -368,6 +400,8 @@ class RemoteProcess:
         assert pipe is not None
         # A closed pipe: ssh has ended, and `wait` says why.
         with contextlib.suppress(OSError):
+            pipe.write(self._first)
+            pipe.flush()
             while not self._ending.wait(beat_s):
                 pipe.write(b"\n")
                 pipe.flush()

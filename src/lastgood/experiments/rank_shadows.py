@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from lastgood.cluster.remote import Completed, Remote, RemoteProcess
-from lastgood.errors import HostError, LastgoodError, WaitTimeout
+from lastgood.cluster.remote import Remote, RemoteProcess
+from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.rank_hosts import Place
 from lastgood.experiments.rank_peers import host_address
 from lastgood.experiments.shadow_meters import ShadowPlaces, places_path
@@ -159,7 +159,7 @@ def _remote_shadows(
 ) -> Iterator[None]:
     report(f"starting {spec.shadows} shadows on {', '.join(hosts[: spec.shadows])}")
     token = secrets.token_hex(32) + "\n"
-    _put_everywhere(remote, hosts, _token_path(folder), token.encode())
+    remote.write_everywhere(hosts, _token_path(folder), token.encode(), _COMMAND_S)
     chosen = [hosts[number % len(hosts)] for number in range(spec.shadows)]
     started: list[RemoteProcess] = []
     try:
@@ -172,19 +172,11 @@ def _remote_shadows(
             (host, _await_there(remote, host, number, started[number], folder)) for number, host in enumerate(chosen)
         ]
         places = _places(found, folder).model_dump_json().encode()
-        _put_everywhere(remote, hosts, places_path(folder / "checkpoints"), places)
+        remote.write_everywhere(hosts, places_path(folder / "checkpoints"), places, _COMMAND_S)
         yield
     finally:
         for process in started:
             process.close()
-
-
-def _put_everywhere(remote: Remote, hosts: Sequence[str], path: Path, content: bytes) -> None:
-    """For its owner's eyes. Hosts may share a disk: the file is whole there whoever is the last to write it."""
-    write = 'umask 077; mkdir -p -- "${1%/*}" && cat > "$1.$$" && mv -- "$1.$$" "$1"'
-    for host, answer in remote.run_everywhere(hosts, ["sh", "-c", write, "sh", str(path)], _COMMAND_S, content).items():
-        if not isinstance(answer, Completed) or answer.rc:
-            raise HostError(f"{host}: {path} cannot be written: {answer}")
 
 
 def _await_there(remote: Remote, host: str, number: int, process: RemoteProcess, folder: Path) -> dict[str, Any]:
