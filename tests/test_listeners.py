@@ -20,6 +20,7 @@ from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.peer import Peer
 from lastgood.cluster.launch_board import Board
+from lastgood.cluster.launch_ticket import launch_proof
 from lastgood.experiments.network_peer import PeerClient, PeerServer
 from lastgood.gradients.asking import Asker
 from lastgood.gradients.copies import CopySettings
@@ -182,10 +183,13 @@ def board(_: Path) -> Iterator[tuple[int, Enter]]:
 
     def enter() -> None:
         rank = next(number)
-        hello = {"token": TOKEN.hex(), "rank": rank, "world": ranks, "port": 1, "slurm_job": None}
+        ours = "0" * 64
+        hello = {"nonce": ours, "rank": rank, "world": ranks, "port": 1, "slurm_job": None}
         with socket.create_connection(("127.0.0.1", serving.port), WAIT_S) as line:
+            theirs = json.loads(line.recv(1000))["nonce"]
+            hello["proof"] = launch_proof(TOKEN.hex(), "rank", ours, theirs)
             line.sendall(json.dumps(hello).encode() + b"\n")
-            assert b"greeting" in line.recv(1000)
+            assert json.loads(line.recv(1000)) == {"proof": launch_proof(TOKEN.hex(), "launch", ours, theirs)}
             deadline = time.monotonic() + WAIT_S
             while serving.ranks[rank]._hello is None:
                 assert time.monotonic() < deadline and not serving.ranks[rank].over

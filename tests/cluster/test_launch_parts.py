@@ -19,16 +19,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lastgood.cluster import launch_board
+from lastgood.checkpointers.gemini_memory.address import Address
+from lastgood.cluster import launch_board, launch_ways
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch_board import Board
-from lastgood.cluster.launch_ticket import How, Ticket, check_env, greeting
+from lastgood.cluster.launch_ticket import How, Ticket, check_env, launch_proof
 from lastgood.cluster.launch_ways import Way, deepspeed_env_text, way
 from lastgood.cluster.rank_main import find_place, route_interface
 from lastgood.cluster.remote import Remote, SshOptions
@@ -196,8 +198,7 @@ def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first
     lines = [socket.create_connection(("127.0.0.1", board.port), timeout=60) for _ in range(2)]
     try:
         for rank, line in enumerate(lines):
-            hello = {"token": "t", "rank": rank, "world": 2, "port": 1, "slurm_job": None}
-            line.sendall(json.dumps(hello).encode() + b"\n")
+            introduce(line, board, rank=rank)
         deadline = time.monotonic() + 60
         while board.missing:
             assert time.monotonic() < deadline
@@ -216,7 +217,16 @@ def test_of_failures_that_are_heard_of_before_the_end_a_killed_rank_is_the_first
 
 # -- whatever comes ----------------------------------------------------------------------------------------------------
 
-HELLO = {"token": "t", "rank": 0, "world": 2, "port": 5, "slurm_job": None}
+HELLO = {"rank": 0, "world": 2, "port": 5, "slurm_job": None}
+
+
+def introduce(line: socket.socket, board: Board, **changes: object) -> None:
+    """As a rank that knows the token does, but for `changes`."""
+    while not ready(line):
+        board.serve(0.02)
+    ours, theirs = "0" * 64, json.loads(line.recv(4096).splitlines()[0])["nonce"]
+    hello = {"nonce": ours, "proof": launch_proof("t", "rank", ours, theirs), **HELLO, **changes}
+    line.sendall(json.dumps(hello).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -237,7 +247,7 @@ def serving_board(world: int = 2) -> Iterator[tuple[Board, Callable[[str, Callab
 
 def comes_in(board: Board, rank: int, world: int = 2) -> socket.socket:
     line = socket.create_connection(("127.0.0.1", board.port), timeout=60)
-    line.sendall(json.dumps({**HELLO, "rank": rank, "world": world}).encode() + b"\n")
+    introduce(line, board, rank=rank, world=world)
     return line
 
 
@@ -252,21 +262,25 @@ ODD_LINES = {
     "too large": json.dumps(HELLO).replace("5", "1e999").encode(),
     "many digits": json.dumps(HELLO).replace("5", "9" * 5000).encode(),
     "endless": b"x" * 200_000,
-    "a true rank": json.dumps({**HELLO, "rank": True}).encode(),
-    "a rank that nobody has": json.dumps({**HELLO, "rank": 7}).encode(),
-    "another token": json.dumps({**HELLO, "token": "u"}).encode(),
-    "a token of another kind": json.dumps({**HELLO, "token": 5}).encode(),
-    "half a character": json.dumps({**HELLO, "token": "\ud800"}).encode(),
+    "a true rank": {"rank": True},
+    "a rank that nobody has": {"rank": 7},
+    "another proof": {"proof": "0" * 64},
+    "a proof of another kind": {"proof": 5},
+    "another nonce": {"nonce": "1" * 64},
+    "half a character": {"proof": "\ud800"},
     "nothing": b"",
 }
 
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
-def test_no_line_of_a_stranger_ends_a_launch(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_line_of_a_stranger_ends_a_launch(line: bytes | dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     with serving_board() as (board, until):
         with socket.create_connection(("127.0.0.1", board.port), timeout=60) as stranger:
             with contextlib.suppress(OSError):
-                stranger.sendall(line + b"\n")
+                if isinstance(line, dict):
+                    introduce(stranger, board, **line)
+                else:
+                    stranger.sendall(line + b"\n")
             until("line in the log", lambda: "the launch's port" in caplog.text)
         with comes_in(board, 0), comes_in(board, 1):
             until("ranks", lambda: not board.missing)
@@ -459,6 +473,13 @@ def ready(one: socket.socket) -> bool:
     return bool(select.select([one], [], [], 0)[0])
 
 
+def test_a_stranger_at_the_board_is_shown_nothing_to_try_tokens_with() -> None:
+    with serving_board(1) as (board, until), socket.create_connection(("127.0.0.1", board.port), timeout=60) as line:
+        introduce(line, board, proof="0" * 64)
+        until("answer", lambda: ready(line))
+        assert json.loads(line.recv(4096)) == {"refused": "another token"}
+
+
 def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
@@ -473,9 +494,15 @@ def test_a_rank_tells_a_stranger_nothing(tmp_path: Path) -> None:
             connection, _ = server.accept()
             with connection:
                 connection.settimeout(60)
-                connection.sendall(json.dumps({"greeting": greeting("another")}).encode() + b"\n")
+                theirs = "1" * 64
+                connection.sendall(json.dumps({"nonce": theirs}).encode() + b"\n")
+                said = connection.recv(4096)
+                assert b"secret" not in said
+                ours = json.loads(said)["nonce"]
+                shown = launch_proof("another", "launch", ours, theirs)
+                connection.sendall(json.dumps({"proof": shown}).encode() + b"\n")
                 assert connection.recv(4096) == b""
-            assert b"another program listens there" in rank.communicate(timeout=60)[1]
+            assert b"another launch, listens there" in rank.communicate(timeout=60)[1]
         finally:
             rank.kill()
             rank.wait()
@@ -495,9 +522,11 @@ def test_a_rank_that_hears_of_the_start_and_of_the_end_at_once_starts_nothing(tm
             connection, _ = server.accept()
             with connection, connection.makefile("rb") as lines:
                 connection.settimeout(60)
-                connection.sendall(json.dumps({"greeting": greeting(TICKET.token)}).encode() + b"\n")
-                assert json.loads(lines.readline())["rank"] == 0
-                words = ({"go": {"address": "127.0.0.1", "port": 1}}, {"stop": True})
+                connection.sendall(json.dumps({"nonce": "1" * 64}).encode() + b"\n")
+                hello = json.loads(lines.readline())
+                assert hello["rank"] == 0
+                shown = launch_proof(TICKET.token, "launch", hello["nonce"], "1" * 64)
+                words = ({"proof": shown}, {"go": {"address": "127.0.0.1", "port": 1}}, {"stop": True})
                 connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in words))
                 assert rank.wait(60) == 1
         finally:
@@ -608,3 +637,70 @@ def test_the_interface_of_a_route() -> None:
         assert route_interface(address) == name
     with pytest.raises(LaunchError, match="no route"):
         route_interface("255.255.255.255")
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+class _ToldRemote(Remote):
+    """Starts nothing, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(SshOptions())
+        self.started: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.written: list[tuple[Any, ...]] = []
+
+    def start(self, *words: Any, **more: Any) -> Any:
+        self.started.append((words, more))
+
+    def write_everywhere(self, *words: Any) -> None:
+        self.written.append(words)
+
+
+def a_way(how: How, logs: Path, remote: Remote) -> launch_ways.Way:
+    ticket = replace(TICKET, token="the token itself", how=how, env={"HF_TOKEN": "hf_secret"})
+    logs.mkdir()
+    return launch_ways.Way(parse_hostfile("a slots=2\nb slots=1\n"), ticket, "python3", remote, logs, (), "1.2.3.4", 5)
+
+
+@pytest.mark.parametrize("how", ["ssh", "torchrun"])
+def test_the_ticket_and_the_environment_are_on_no_command_line(how: How, tmp_path: Path) -> None:
+    remote = _ToldRemote()
+    given = a_way(how, tmp_path / "logs", remote)
+    launch_ways.way(how, given)
+    assert len(remote.started) == 2
+    for words, more in remote.started:
+        assert "secret" not in str(words) and given.ticket.encode() not in str(words)
+        assert more["lines"] == [given.ticket.encode()] and more["env"] == {"HF_TOKEN": "hf_secret"}
+    assert {path.stat().st_mode & 0o777 for path in given.log_dir.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_the_copy_of_a_private_environment_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".deepspeed_env").write_text("HF_TOKEN=hf_secret\n")
+    (home / ".deepspeed_env").chmod(0o600)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(launch_ways, "_check_deepspeed", lambda python: None)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(launch_ways, "_start", lambda name, command, *_, **__: commands.append(command))
+    remote = _ToldRemote()
+    given = a_way("deepspeed", tmp_path / "logs", remote)
+    before = os.umask(umask)
+    try:
+        launch_ways._runner(given, "pdsh", [], {"A": "b"}, {})
+    finally:
+        os.umask(before)
+    assert (given.log_dir / "deepspeed_env").read_text() == "HF_TOKEN=hf_secret\nA=b\n"
+    assert {path.stat().st_mode & 0o777 for path in given.log_dir.iterdir()} == {0o600}
+    ((hosts, place, content, _),) = remote.written
+    assert list(hosts) == ["a", "b"] and content == given.ticket.encode().encode()
+    assert commands[0][-1] == place and given.ticket.encode() not in commands[0]
+
+
+def test_what_holds_a_token_does_not_show_it() -> None:
+    assert "the token itself" not in repr(replace(TICKET, token="the token itself"))
+    assert "secret" not in repr(Address(Path("peer"), "127.0.0.1", 5, b"secret", 7))

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import logging
+import secrets
 import selectors
 import signal
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, greeting
+from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, is_nonce, launch_proof
 from lastgood.errors import LaunchError, MismatchError
 from lastgood.text import is_whole, parse_json
 from lastgood.wire.gate import LOOPBACK, Gate, Guest, Handshake, Line, open_listener
@@ -268,19 +269,31 @@ class Board:
 
 
 def _hear_hello(other: str, token: str) -> Handshake[_Hello]:
-    """The launch's side of the proof: what it says first, so that a rank tells no stranger its token, and the hello."""
-    yield json.dumps({"greeting": greeting(token)}).encode() + b"\n"
+    """The launch's side of the proof, and the hello that comes with the rank's."""
+    ours = secrets.token_hex(32)
+    yield _line({"nonce": ours})
     message = _parse((yield Line(b"\n", _MAX_HELLO_BYTES)), other, _MAX_HELLO_BYTES)
-    shown = message.get("token")
-    if not isinstance(shown, str) or not hmac.compare_digest(shown.encode(), token.encode()):
+    theirs, shown = message.get("nonce"), message.get("proof")
+    if (
+        not is_nonce(theirs)
+        or not is_nonce(shown)
+        or not hmac.compare_digest(str(shown), launch_proof(token, "rank", str(theirs), ours))
+    ):
+        yield _line({"refused": "another token"})
         raise MismatchError(f"{other}: it does not know the launch's token")
     job = message.get("slurm_job")
-    return _Hello(
+    hello = _Hello(
         _number(message, "rank", 0, _MAX_WORLD),
         _number(message, "world", 1, _MAX_WORLD),
         _number(message, "port", 0, 65535),
         None if job is None else str(job)[:100],
     )
+    yield _line({"proof": launch_proof(token, "launch", str(theirs), ours)})
+    return hello
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _parse(text: bytes, what: str, most_bytes: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,8 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.text import parse_model
+from lastgood.wire.frames import proof
 
-__all__ = ["HOWS", "MAX_MESSAGE_BYTES", "MAX_TICKET_BYTES", "How", "Ticket", "check_env", "greeting", "rank_log"]
+__all__ = [
+    "HOWS",
+    "MAX_MESSAGE_BYTES",
+    "MAX_TICKET_BYTES",
+    "How",
+    "Ticket",
+    "check_env",
+    "is_nonce",
+    "launch_proof",
+    "rank_log",
+]
 
 How = Literal["torchrun", "ssh", "deepspeed", "openmpi", "srun"]
 """What starts the ranks; `ssh` nothing else, `openmpi` DeepSpeed's launcher as well, with mpirun in place of pdsh."""
@@ -24,6 +34,7 @@ HOWS: tuple[How, ...] = get_args(How)
 MAX_MESSAGE_BYTES = 64 << 10
 """Of one line between a rank and its launch."""
 MAX_TICKET_BYTES = 90 << 10
+_NONCE = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -92,9 +103,17 @@ class _Checked(BaseModel):
         return Ticket(**self.model_dump())
 
 
-def greeting(token: str) -> str:
-    """What a launch says first, so that a rank tells no stranger at an old address its token."""
-    return hashlib.sha256(f"lastgood launch {token}".encode()).hexdigest()
+def launch_proof(token: str, side: str, rank_nonce: str, board_nonce: str) -> str:
+    """What shows that `side` ("rank" or "launch") knows the token, for one connection: 64 hexadecimal digits.
+
+    The rank proves first: a stranger who connects is shown nothing with which to try tokens.
+    """
+    return proof(token.encode(), side.encode(), rank_nonce.encode(), board_nonce.encode()).hex()
+
+
+def is_nonce(value: object) -> bool:
+    """Whether `value` is what a side may give as its nonce."""
+    return isinstance(value, str) and _NONCE.fullmatch(value) is not None
 
 
 def rank_log(logs: str, rank: int) -> str:

@@ -8,8 +8,10 @@ ends the program and all that the program started when the launch says so, or is
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -23,7 +25,15 @@ from typing import Any, Final
 import psutil
 
 from lastgood.cluster.launch_board import keep_alive
-from lastgood.cluster.launch_ticket import MAX_MESSAGE_BYTES, MAX_TICKET_BYTES, How, Ticket, greeting, rank_log
+from lastgood.cluster.launch_ticket import (
+    MAX_MESSAGE_BYTES,
+    MAX_TICKET_BYTES,
+    How,
+    Ticket,
+    is_nonce,
+    launch_proof,
+    rank_log,
+)
 from lastgood.errors import HostError, LaunchError, StorageError
 from lastgood.files import open_log, open_regular, read_bounded, read_end
 from lastgood.ports import free_ports
@@ -79,9 +89,10 @@ def route_interface(address: str) -> str:
 class _Lifeline:
     """The connection to the launch. Lost is lost: there is no second one, since the launch would have given us up."""
 
-    def __init__(self, ticket: Ticket, deadline: float) -> None:
+    def __init__(self, ticket: Ticket, deadline: float, hello: dict[str, Any]) -> None:
         self._buffer = bytearray()
         self._ticket = ticket
+        self._hello = hello
         self.socket = self._connect(deadline)
         self.socket.setblocking(False)
 
@@ -95,11 +106,8 @@ class _Lifeline:
                 continue
             try:
                 keep_alive(connection)
-                first = connection.makefile("rb").readline(MAX_MESSAGE_BYTES)
-                said = parse_json(first, address, most_bytes=MAX_MESSAGE_BYTES, error=LaunchError)
-                if said == {"greeting": greeting(self._ticket.token)}:
-                    return connection
-                refused.append(f"{address}: another program listens there")
+                self._prove(connection, address)
+                return connection
             except (LaunchError, OSError) as error:
                 refused.append(f"{address}: {error}")
             connection.close()
@@ -111,6 +119,32 @@ class _Lifeline:
             "be able to connect to the machine that launches: see its firewall, or launch from one of the hosts"
         )
 
+    def _prove(self, connection: socket.socket, address: str) -> None:
+        """Show the launch that we know the token, with the hello, and have it shown to us. Raises LaunchError."""
+        self._buffer.clear()
+        ours, theirs = secrets.token_hex(32), self._line(connection, address).get("nonce")
+        if not is_nonce(theirs):
+            raise LaunchError("another program listens there")
+        shown = launch_proof(self._ticket.token, "rank", ours, str(theirs))
+        connection.sendall(json.dumps({"nonce": ours, "proof": shown, **self._hello}).encode() + b"\n")
+        answer = str(self._line(connection, address).get("proof")).encode()
+        if not hmac.compare_digest(answer, launch_proof(self._ticket.token, "launch", ours, str(theirs)).encode()):
+            raise LaunchError("another program, or another launch, listens there")
+
+    def _line(self, connection: socket.socket, address: str) -> dict[str, Any]:
+        """The next line, and nothing behind it: what follows is for `receive`."""
+        while (end := self._buffer.find(b"\n")) < 0:
+            part = connection.recv(4096)
+            if not part or len(self._buffer) > MAX_MESSAGE_BYTES:
+                raise LaunchError("it closed the connection" if not part else "another program listens there")
+            self._buffer += part
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        said = parse_json(line, address, most_bytes=MAX_MESSAGE_BYTES, error=LaunchError)
+        if not isinstance(said, dict):
+            raise LaunchError("another program listens there")
+        return said
+
     def send(self, message: dict[str, Any]) -> None:
         # The launch may be gone already; then nobody wants to know.
         with contextlib.suppress(OSError):
@@ -119,16 +153,23 @@ class _Lifeline:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
             self.socket.setblocking(False)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether a message came together with the launch's proof."""
+        return b"\n" in self._buffer
+
     def receive(self) -> list[dict[str, Any]] | None:
         """Messages that are there; None if the connection is lost."""
         try:
             part = self.socket.recv(1 << 16)
         except BlockingIOError:
-            return []
+            part = b""
+            if not self.has_more:
+                return []
         except OSError:
             return None
         self._buffer += part
-        if not part or len(self._buffer) > MAX_MESSAGE_BYTES:
+        if (not part and b"\n" not in self._buffer) or len(self._buffer) > 2 * MAX_MESSAGE_BYTES:
             return None
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
@@ -161,12 +202,13 @@ class _Watch:
         """Wait: why to end, or a message, or (None, None) where descriptor `also` is ready or some time has passed."""
         readers: list[Any] = [self.lifeline.socket, self._wake, *([] if also is None else [also])]
         # The parent is looked at every second: its pidfd would tell at once, but a thread of it can be the true parent.
-        ready, _, _ = select.select(readers, [], [], min(1.0, max(0.0, deadline - time.monotonic())))
+        patience_s = 0.0 if self.lifeline.has_more else min(1.0, max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select(readers, [], [], patience_s)
         if self.signalled is not None:
             return f"signal {self.signalled}", None
         if os.getppid() != self.parent:
             return "the launcher on this host is gone", None
-        if self.lifeline.socket in ready:
+        if self.lifeline.socket in ready or self.lifeline.has_more:
             messages = self.lifeline.receive()
             if messages is None:
                 return "the launch is gone", None
@@ -185,15 +227,14 @@ def main(words: list[str] | None = None) -> int:
         ticket = _read_ticket(place)
         rank, local, world = find_place(ticket.how, os.environ)
         deadline = time.monotonic() + ticket.start_s
-        lifeline = _Lifeline(ticket, deadline)
         # Rank 0 chooses the port at which all meet, on its own host: there it is free.
         port = free_ports(1, "")[0] if rank == 0 else 0
+        job = os.environ.get("SLURM_JOB_ID") if ticket.how == "srun" else None
+        lifeline = _Lifeline(ticket, deadline, {"rank": rank, "world": world, "port": port, "slurm_job": job})
     except (HostError, LaunchError, ValueError) as error:
         sys.stderr.write(f"lastgood launch: {error}\n")
         return 1
     watch = _Watch(lifeline)
-    job = os.environ.get("SLURM_JOB_ID") if ticket.how == "srun" else None
-    lifeline.send({"token": ticket.token, "rank": rank, "world": world, "port": port, "slurm_job": job})
     try:
         go = _wait_for_go(watch, deadline)
         if go is None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.gradients.asking import connect_shadow
@@ -32,7 +32,7 @@ _LOOK_S = 0.2
 class CopySettings:
     """How copies travel."""
 
-    token: bytes
+    token: bytes = field(repr=False)
     queue_bytes: int = QUEUE_BYTES
     timeout_s: float = 60.0
     """A shadow that takes nothing for so long is connected to anew; and how long the last copies are waited for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgood.errors import CorruptCheckpoint, StorageError
@@ -25,7 +25,7 @@ class Address:
     path: Path
     host: str
     port: int
-    token: bytes
+    token: bytes = field(repr=False)
     pid: int
 
     @classmethod
