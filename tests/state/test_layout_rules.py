@@ -76,6 +76,10 @@ UNSOUND = {
     "as many boxes as never end": part(
         ["T", 0, 0, "float32", [300, 300], [0, 0]], [900, 900], [[[3 * n, 1] for n in range(300)]] * 2
     ),
+    "many parts of many boxes": [
+        "l",
+        [part(["T", 0, 0, "float32", [200, 200], [0, 0]], [600, 600], [[[3 * n, 1] for n in range(200)]] * 2)] * 2,
+    ],
     "placement of no dimension": ["H", TENSOR, [4], [1], [2], None, [["S", 1]], [[[0, 4]]]],
     "placement of a kind that is none": ["H", TENSOR, [4], [1], [2], None, [["P"]], [[[0, 4]]]],
     "more placements than dimensions": ["H", TENSOR, [4], [1], [2], None, [["R"], ["R"]], [[[0, 4]]]],

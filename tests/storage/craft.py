@@ -186,6 +186,7 @@ def mutated(tree: Any, random: Random, changes: int = 1) -> Any:
             for number in random.choice(spots):
                 other = other[number]
             at[spot[-1]] = copy.deepcopy(other)
-        else:
-            at[spot[-1]] = copy.deepcopy(random.choice(LEAVES))
+            continue
+        alike = [leaf for leaf in LEAVES if type(leaf) is type(at[spot[-1]])]
+        at[spot[-1]] = copy.deepcopy(random.choice(alike if alike and random.random() < 0.6 else LEAVES))
     return tree

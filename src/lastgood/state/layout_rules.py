@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lastgood._lazy import lazy_module
-from lastgood.state.shards import Shard
+from lastgood.state.shards import MAX_BOXES, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,8 @@ MAX_RANKS = 1 << 20
 _FLOAT_DIGITS = 16
 _LONGEST_NAME = 64
 _MOST_ALIKE = 1000
+_BYTES_OF_A_BOX = 256
+"""Parts of so many bytes and more for each of their boxes may have any number of boxes."""
 _KEYS = frozenset("nbifsyt")
 _HASHABLE = frozenset("nbifcsytESDVNTHR")
 """Tags of what may be in a set."""
@@ -110,6 +112,8 @@ class _Walk:
     def __init__(self, block_bytes: Sequence[int], of_ranks: bool) -> None:
         self._blocks = block_bytes
         self._of_ranks = of_ranks
+        self._boxes = 0
+        """Of all parts, beyond one for each."""
         self._path: list[str] = []
         # By tag: how many items a node has, and what checks them.
         self._rules: dict[str, tuple[int, Callable[[list[Any], int], None]]] = {
@@ -244,9 +248,13 @@ class _Walk:
             raise ValueError("a part of a tensor in a layout that can hold none")
         self._node(local, depth)
         try:
-            Shard.from_node(node[2:], local[-2])
+            shard = Shard.from_node(node[2:], local[-2])
         except TypeError as error:
             raise ValueError(f"its place in the whole cannot be read: {error}") from error
+        # Each box takes memory and time when parts are put together.
+        self._boxes += max(0, math.prod(map(len, shard.runs)) - 1)
+        if self._boxes > MAX_BOXES + sum(self._blocks) // _BYTES_OF_A_BOX:
+            raise ValueError(f"parts are made of {self._boxes} boxes, far too many for what they hold")
 
     def _elsewhere(self, node: list[Any], depth: int) -> None:
         del depth

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Placement", "Runs", "Shard", "describe_shard", "is_sharded", "local_part", "runs_of", "same_place", "wrap"]
+__all__ = [
+    "MAX_BOXES",
+    "Placement",
+    "Runs",
+    "Shard",
+    "describe_shard",
+    "is_sharded",
+    "local_part",
+    "runs_of",
+    "same_place",
+    "wrap",
+]
 
 MAX_BOXES = 1 << 16
 """Of one part: the product of the numbers of its runs."""
