@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "optim/bindings.hpp"
+#include "process/bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
 #include "wire/ring_bindings.hpp"
@@ -14,4 +15,5 @@ NB_MODULE(_native, module) {
     lastgood::bind_optim(module);
     lastgood::bind_wire(module);
     lastgood::bind_ring(module);
+    lastgood::bind_process(module);
 }

@@ -424,3 +424,23 @@ class Ring:
     @property
     def marked_bytes(self) -> int:
         """Payload bytes sent with the final mark."""
+
+# process
+
+def end_watch_begin() -> int:
+    """Wake a thread too at SIGTERM; returns the descriptor of which 8 bytes can be read if the answer is late.
+
+    In the main thread only, once Python's handler is set; a forked child has none of its own yet.
+    """
+
+def end_watch_limits(patience_s: float, limit_s: float) -> None:
+    """How long to wait for an answer, and after how long, from SIGTERM on, the process ends in any case."""
+
+def end_watch_answered() -> None:
+    """The main thread ends the process in its own way."""
+
+def end_watch_done() -> None:
+    """End the process now."""
+
+def end_watch_stop() -> None:
+    """Put the former handler of SIGTERM back."""

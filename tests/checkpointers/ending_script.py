@@ -1,10 +1,13 @@
 """A training that ends in one way or another. Run as: ending_script.py DIRECTORY HOW SLOW_S GRANTED_S [SIGNAL].
 
-It prints as it goes. Each flush takes SLOW_S longer, GRANTED_S is its `exit_drain_s`, SIGNAL what it sends itself.
+It prints as it goes. Each flush takes SLOW_S longer, GRANTED_S is its `exit_drain_s`, SIGNAL what it sends itself. HOW
+"stuck" and "stuck-with-gil" enter a native call that never returns, without and with Python's lock, and print the
+address that it waits at.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -48,6 +51,12 @@ def main(directory: str, how: str, slow_s: float, granted_s: float, number: int 
         raise RuntimeError("the loop failed")
     if how == "return":
         return
+    if how.startswith("stuck"):
+        mutex = ctypes.create_string_buffer(64)
+        library = ctypes.PyDLL(None) if how == "stuck-with-gil" else ctypes.CDLL(None)
+        library.pthread_mutex_lock(mutex)
+        print("stuck", hex(ctypes.addressof(mutex)), flush=True)
+        library.pthread_mutex_lock(mutex)
     os.kill(os.getpid(), number)
     time.sleep(600)  # the signal comes before
 

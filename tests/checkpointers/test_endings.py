@@ -63,6 +63,101 @@ def test_a_disk_that_does_not_answer_keeps_no_process_from_ending(tmp_path):
     assert PCcheck(tmp_path).latest() == 1
 
 
+def end_stuck(directory: Path, how: str, slow_s: float, granted_s: float) -> tuple[int, str]:
+    """Send SIGTERM once the main thread is inside its native call; exit code and stderr."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(directory), how, str(slow_s), str(granted_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = next(line.split()[1] for line in process.stdout if line.startswith("stuck"))
+        deadline = time.monotonic() + 100
+        while f" {address} " not in Path("/proc", str(process.pid), "syscall").read_text():
+            assert time.monotonic() < deadline, "waited 100 s for the script to be stuck"
+            time.sleep(0.01)
+        process.terminate()
+        _, error = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, error
+
+
+def test_a_main_thread_that_is_stuck_does_not_keep_the_process(tmp_path):
+    """As in a collective whose other ranks are gone: what is under way becomes durable, then SIGTERM does its work."""
+    returned, error = end_stuck(tmp_path, "stuck", 0.5, 60.0)
+    assert returned == -signal.SIGTERM, error
+    assert "the main thread is inside a native call" in error
+    assert PCcheck(tmp_path).latest() == 2, error
+
+
+def test_a_disk_that_does_not_answer_beside_a_stuck_main_thread(tmp_path):
+    returned, error = end_stuck(tmp_path, "stuck", 3600.0, 1.0)
+    assert returned == -signal.SIGTERM, error
+    assert PCcheck(tmp_path).latest() is None
+
+
+def test_a_call_that_keeps_pythons_lock_does_not_keep_the_process(tmp_path):
+    returned, error = end_stuck(tmp_path, "stuck-with-gil", 0.5, 2.0)
+    assert returned == -signal.SIGTERM, error
+    assert "SIGTERM was not answered in 2 s" in error
+
+
+def test_a_forked_child_ends_alone(tmp_path):
+    """A data loader's worker has the handler, but neither the thread nor the descriptor is its own."""
+    checkpointer = PCcheck(tmp_path, interval_steps=1)
+    wait_for_nobody_to_have_sigterm()
+    checkpointer.attach(model=torch.nn.Linear(2, 2))
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(told, b"x")
+            while True:
+                time.sleep(1)
+        except SystemExit as error:
+            os._exit(error.code)
+    assert os.read(ready, 1) == b"x"
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert checkpointer.step() == 1
+    checkpointer.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    for descriptor in (ready, told):
+        os.close(descriptor)
+
+
+def test_who_takes_sigterm_later_has_it(tmp_path, monkeypatch):
+    wait_for_nobody_to_have_sigterm()
+    checkpointer = PCcheck(tmp_path, interval_steps=1, exit_drain_s=0.0)  # no patience at all
+    checkpointer.attach(model=torch.nn.Linear(2, 2))
+    seen = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.step()
+        checkpointer.close()
+        assert seen == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it stays"
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_an_answer_to_one_signal_is_none_to_the_next(tmp_path):
+    """And whoever catches SystemExit goes on."""
+    wait_for_nobody_to_have_sigterm()
+    checkpointer = PCcheck(tmp_path, interval_steps=1)
+    checkpointer.attach(model=torch.nn.Linear(2, 2))
+    for _ in range(3):
+        with pytest.raises(SystemExit, match="143"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)  # the signal ends it
+    assert checkpointer.step() == 1
+    checkpointer.close()
+
+
 def test_sigterm_that_is_somebody_elses_stays_so(tmp_path):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))

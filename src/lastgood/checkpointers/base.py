@@ -363,10 +363,10 @@ class Checkpointer(ABC):
     def end(self) -> None:
         """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
         self._exiting = True
-        deadline = time.monotonic() + self._exit_drain_s()
+        deadline = time.monotonic() + self.exit_drain_s()
         try:
             try:
-                self.drain(self._exit_drain_s())
+                self.drain(self.exit_drain_s())
             except WaitTimeout as error:
                 _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
                 self._abandon()
@@ -374,6 +374,25 @@ class Checkpointer(ABC):
             self.close()
         except Exception as error:  # nothing may keep a process from ending
             _log.error("%s: closing at exit failed: %s", self.name, error)
+
+    def end_beside(self, timeout_s: float) -> None:
+        """Make durable what is under way, at SIGTERM, in a thread beside that of the training, which is stuck.
+
+        The process ends then, whatever it does. Never raises.
+        """
+        self._exiting = True
+        try:
+            self._drain_beside(timeout_s)
+        except Exception as error:  # nothing may keep a process from ending
+            _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
+
+    def exit_drain_s(self) -> float:
+        """How long an ending process waits for what is under way."""
+        return EXIT_DRAIN_S
+
+    def _drain_beside(self, timeout_s: float) -> None:
+        """Wait until what is under way is as safe as it can be made without the training's thread."""
+        self.drain(timeout_s)
 
     def _attached(self) -> Attachment:
         if self._attachment is None:
@@ -434,10 +453,6 @@ class Checkpointer(ABC):
     def _observe_loss(self, step: int, loss: Any) -> None:
         """Judge by a loss; systems without verdicts have no use for it."""
         del step, loss
-
-    def _exit_drain_s(self) -> float:
-        """How long an ending process waits for what is under way."""
-        return EXIT_DRAIN_S
 
     def _abandon(self) -> None:  # noqa: B027 - most systems end with their threads
         """Make what is under way fail soon, so that `close` does not wait for it."""

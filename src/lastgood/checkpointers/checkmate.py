@@ -381,6 +381,12 @@ class Checkmate(Checkpointer):
                     f"{' ...' if len(steps) > 5 else ''}"
                 )
 
+    def _drain_beside(self, timeout_s: float) -> None:
+        # Without seeds: they are copies of live tensors, which the training's thread may change meanwhile.
+        with self._settling:
+            if not self._settling.wait_for(lambda: not self._pending, timeout_s):
+                raise WaitTimeout(f"waited {timeout_s:.3g} s for shadows to hold {len(self._pending)} steps")
+
     def _abandon(self) -> None:
         self._fail_pending("given up at exit")
 

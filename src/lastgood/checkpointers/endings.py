@@ -2,35 +2,53 @@
 
 Python runs exit handlers after an uncaught exception, after Ctrl-C and after sys.exit, but not when SIGTERM ends the
 process by default. So SIGTERM is turned into SystemExit, where nobody else has taken it.
+
+That takes the main thread, which runs Python's handlers between two instructions. While it sits in a collective whose
+other ranks are gone, or in another long call into native code, it never comes to one. So a native handler in front of
+Python's wakes a thread beside it (native/src/process/end_watch.hpp). If the main thread has not come to its handler
+after `PATIENCE_S`, what is under way is made durable from another thread of Python, and then the process ends as by
+SIGTERM's default action; also if that thread gets nowhere (a call that keeps the interpreter's lock), in the end.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["EXIT_DRAIN_S", "Ending", "ends_by_error"]
+__all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Ending", "ends_by_error"]
+
+_log = logging.getLogger("lastgood")
 
 EXIT_DRAIN_S = 25.0
 """Preempted cloud machines are given 30 seconds."""
+PATIENCE_S = 2.0
+"""How long the main thread has, after SIGTERM, to come to its handler; at most half of what the whole end may take."""
 
 
 class _Endable(Protocol):
     def end(self) -> None:
         """Drain for a bounded time, then close; must not raise."""
 
+    def end_beside(self, timeout_s: float) -> None:
+        """Make durable what is under way, in a thread beside a main thread that is stuck; must not raise."""
+
+    def exit_drain_s(self) -> float:
+        """How long both may take."""
+
 
 class Ending:
     """Ends a checkpointer at interpreter exit, and lets SIGTERM lead there. Forgets it at `cancel`."""
 
     def __init__(self, checkpointer: _Endable) -> None:
-        alive = weakref.ref(checkpointer)
+        alive = self.checkpointer = weakref.ref(checkpointer)
         owner = os.getpid()
 
         def at_exit() -> None:
@@ -53,6 +71,7 @@ class Ending:
             self._at_exit = None
             _live.discard(self)
             _give_back_sigterm()
+            _set_limits()
 
 
 def ends_by_error(*, exiting: bool) -> bool:
@@ -80,17 +99,74 @@ def _in_main_thread() -> bool:
 def _take_sigterm() -> None:
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
+    if _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
+        from lastgood import _native
+
+        descriptor = _native.end_watch_begin()
+        if _reader[1:] != [os.getpid()]:  # none yet, or that of the process that forked this one
+            thread = threading.Thread(target=_end_beside, args=(descriptor,), name="lastgood-sigterm", daemon=True)
+            thread.start()
+            _reader[:] = [thread, os.getpid()]
+        _set_limits()
+
+
+_reader: list[Any] = []
+"""The thread that `_end_beside` runs in, and its process."""
+
+
+def _set_limits() -> None:
+    """The longest time that any checkpointer may take counts for the process."""
+    if not _reader:
+        return
+    found = [ending.checkpointer() for ending in _live]
+    limit_s = max((one.exit_drain_s() for one in found if one is not None), default=0.0)
+    from lastgood import _native
+
+    _native.end_watch_limits(min(PATIENCE_S, limit_s / 2), limit_s)
 
 
 def _give_back_sigterm() -> None:
     if not _live and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
+        from lastgood import _native
+
+        _native.end_watch_stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _end_beside(descriptor: int) -> None:
+    """In a thread: once the main thread has not answered SIGTERM, make durable what is under way."""
+    from lastgood import _native
+
+    while True:
+        os.read(descriptor, 8)
+        try:
+            _asked.append(signal.SIGTERM)
+            found = [one for one in (ending.checkpointer() for ending in list(_live)) if one is not None]
+            limit_s = max((one.exit_drain_s() for one in found), default=0.0)
+            left_s = limit_s - min(PATIENCE_S, limit_s / 2)
+            _log.warning(
+                "SIGTERM, and the main thread is inside a native call (a collective whose other ranks are gone?): what "
+                "is under way has %.3g s to become durable, then this process ends",
+                left_s,
+            )
+            deadline = time.monotonic() + left_s
+            threads = [threading.Thread(target=one.end_beside, args=(left_s,), daemon=True) for one in found]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            _native.end_watch_done()
+
+
 def _leave(number: int, frame: Any) -> None:
+    from lastgood import _native
+
     del frame
+    _native.end_watch_answered()
     if not _live:
         # The last one was dropped in another thread, which may set no handler: this is as if it had.
+        _native.end_watch_stop()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return

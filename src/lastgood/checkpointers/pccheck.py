@@ -263,8 +263,17 @@ class PCcheck(Checkpointer):
             except WaitTimeout as error:
                 _log.warning("%s", error)
 
-    def _exit_drain_s(self) -> float:
+    def exit_drain_s(self) -> float:
+        """As the option of that name says."""
         return self.knobs.exit_drain_s
+
+    def _drain_beside(self, timeout_s: float) -> None:
+        # Of several ranks, the others may be gone: what is committed here, a restart finds without them being asked.
+        steps = self._flights.wait_for_written(timeout_s)
+        if steps:
+            raise WaitTimeout(f"waited {timeout_s:.3g} s for the checkpoints of steps {steps} in {self.directory}")
+        if self._store is not None:
+            self._store.forget_restarts()  # this end was asked for
 
     def _abandon(self) -> None:
         for flight in self._flights.all():

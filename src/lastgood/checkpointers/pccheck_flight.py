@@ -52,6 +52,14 @@ class Flights:
             self._landed.wait_for(lambda: not self._flights, timeout_s)
             return sorted(flight.event.step for flight in self._flights.values())
 
+    def wait_for_written(self, timeout_s: float) -> list[int]:
+        """The steps that are still being written here after `timeout_s`; others may wait for other ranks."""
+        deadline = time.monotonic() + timeout_s
+        flights = self.all()
+        return [
+            flight.event.step for flight in flights if not flight.written.wait(max(0.0, deadline - time.monotonic()))
+        ]
+
     def add(self, number: int, flight: Flight) -> None:
         """It begins."""
         with self._landed:
@@ -95,6 +103,8 @@ class Flight:
         self.event = event
         self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat, still)
         self.sequence = slot.sequence
+        self.written = threading.Event()
+        """Set once it is durable in this directory, or never will be."""
         self._slot = slot
         self._layout = flat.layout
         self._blocks = freeze(flat, still)
@@ -133,6 +143,7 @@ class Flight:
             slot.abort()
             raise
         finally:
+            self.written.set()
             self.event.phases += slot.phases
         self.event.bytes_written = slot.bytes_written
         return slot.info

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -382,6 +384,44 @@ def test_torch_distributed_tells_the_ranks_of_each_other(make_job, tmp_path):
     step = job.save_durably()
     assert marks(job) == {0: (1, step), 1: (1, step)}
     job.each("close")
+
+
+def wait_in_native_code(pid):
+    """Until the main thread of a process stays in one call of the kernel's, a futex."""
+    seen = [""]
+
+    def stays():
+        now = Path("/proc", str(pid), "syscall").read_text()
+        seen[:] = [*seen, now] if now == seen[-1] and now.split()[0] in ("202", "98") else [now]
+        return len(seen) > 20
+
+    wait_for(stays, "the rank to sit in its collective")
+
+
+def test_a_rank_that_sits_in_a_collective_ends_at_sigterm(make_job, tmp_path):
+    """Its neighbour does not answer; what is under way becomes durable here, and nobody waits for the agreement."""
+    job = make_job()
+    job.fork()
+    for number, rank in enumerate(job.ranks):
+        rank.begin(
+            "attach", str(job.directory), number, init=str(tmp_path / "init"), ranks=2, agreement_timeout_s=600.0
+        )
+    assert [rank.result("attach")[0] for rank in job.ranks] == [0, 0]
+    first = job.save_durably()
+    zero, one = job.ranks
+    release = tmp_path / "release"
+    zero("hang_disk", str(release))
+    second = job.save()
+    zero("wait_for_hang")
+    one.stop()
+    zero.begin("all_reduce")
+    wait_in_native_code(zero.pid)
+    os.kill(zero.pid, signal.SIGTERM)
+    release.touch()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        zero.result("all_reduce")
+    found = [info.step for info in SlotStore.peek(rank_directory(job.directory, 0)).committed()]
+    assert found[:2] == [second, first]
 
 
 @pytest.mark.slow
