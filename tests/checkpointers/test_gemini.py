@@ -63,6 +63,28 @@ def restored(directory, **knobs):
     return Gemini(directory, **PATIENT, **knobs).restore(fresh.state), fresh.digest()
 
 
+def test_no_training_begins_anew_beside_peers_that_do_not_answer(tmp_path):
+    """One that has ended holds nothing any more; of one that is silent, that is not known."""
+    model = torch.nn.Linear(3, 3)
+    first = Gemini(tmp_path, interval_steps=1, **PATIENT)
+    assert first.attach(model=model) == 0
+    first.step()
+    first.close()
+    pid = the_peer(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(CheckpointError, match=r"begin anew beside what these peers may hold: .*peer-1-") as refused:
+        Gemini(tmp_path, interval_steps=1, peer_timeout_s=0.3).attach(model=model)
+    assert not isinstance(refused.value, NoCheckpoint)
+    os.kill(pid, signal.SIGCONT)
+    again = Gemini(tmp_path, interval_steps=1, **PATIENT)
+    assert again.attach(model=model) == 1
+    again.close()
+    kill_peer(pid)
+    anew = Gemini(tmp_path, interval_steps=1, **PATIENT)
+    assert anew.attach(model=model) == 0
+    anew.close()
+
+
 def the_peer(directory):
     (pid,) = peers_below(directory)
     return pid

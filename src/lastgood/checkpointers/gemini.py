@@ -371,6 +371,19 @@ class Gemini(Checkpointer):
             "peers' memory only, and what a peer held is gone with it" + "".join(f"; {reason}" for reason in reasons)
         )
 
+    def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
+        try:
+            super()._resume(state, step)
+        except NoCheckpoint as error:
+            # Where ranks tell each other, what one of them lacks is a checkpoint of none.
+            doubtful = [] if self._together else self._peers.may_hold(self._knobs.machine, self._holders)
+            if doubtful:
+                raise CheckpointError(
+                    f"{error}; a training would begin anew beside what these peers may hold: {'; '.join(doubtful)}. "
+                    "Try again when they answer; or, to begin anew, end them and remove these files"
+                ) from error
+            raise
+
     def _meet(self) -> Together | None:
         """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""
         if self._knobs.peers != "own" or self._together is not None:

@@ -339,14 +339,41 @@ class Peers:
     def _may_start(self, machine: int) -> bool:
         return self._settings.starts in (None, machine)
 
+    def may_hold(self, owner: int, machines: list[int]) -> list[str]:
+        """The peers that hold something of `owner`, or might: all but those that say no, and those that have ended."""
+        found = []
+        for path in [path for machine in machines for path in self.addresses(machine)]:
+            try:
+                with self.connect(path) as link:
+                    steps = [one.step for one in link.held(owner)]
+                if steps:
+                    found.append(f"{path} (steps {steps})")
+            except (LastgoodError, OSError) as error:
+                if not self._has_ended(path):
+                    found.append(f"{path} ({error})")
+        return found
+
+    @classmethod
+    def _forget_if_ended(cls, path: Path) -> None:
+        if cls._has_ended(path):
+            path.unlink(missing_ok=True)
+
     @staticmethod
-    def _forget_if_ended(path: Path) -> None:
+    def _has_ended(path: Path) -> bool:
+        """Whether that is known: of a peer on another machine it is not."""
         try:
             address = Address.read(path)
         except (CorruptCheckpoint, OSError):
-            return
-        if address.on_this_machine and not Path("/proc", str(address.pid)).exists():
-            path.unlink(missing_ok=True)
+            return False
+        if not address.on_this_machine:
+            return False
+        try:
+            state = Path("/proc", str(address.pid), "stat").read_text(encoding="ascii", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:
+            return False
+        return state.rpartition(")")[2].split()[0] in "ZX"  # its parent has not asked how it ended
 
     @staticmethod
     def _serial(path: Path | None) -> int:
