@@ -32,6 +32,11 @@ def attach(system: str, directory: Path, **knobs) -> int:
     return step
 
 
+@pytest.fixture(autouse=True)
+def the_jobs_token(monkeypatch):
+    monkeypatch.setenv("LASTGOOD_JOB_TOKEN", TOKEN)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A directory with a checkpoint of each system."""
@@ -166,7 +171,7 @@ def test_other_numbers_of_slots_go_on(saved, tmp_path):
 
 def together(directory: Path, world: int, *, agree: bool = True, **knobs) -> list[int | LastgoodError]:
     """What each rank began at, or was refused with; each trains a step."""
-    control = f"127.0.0.1:{free_ports()[0]}/{TOKEN}" if agree else "off"
+    control = f"127.0.0.1:{free_ports()[0]}" if agree else "off"
     checkpointers = [
         PCcheck(
             directory if agree else rank_directory(directory, rank),
