@@ -239,6 +239,28 @@ def test_between_two_epochs_data_may_change(tmp_path):
     assert sorted(seen_in(tmp_path, data(9, 3), None)) == list(range(9))
 
 
+def test_a_loader_whose_length_is_nobodys_business_is_left_alone(tmp_path, recwarn):
+    class Stream(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 2  # and yields more, which torch holds against whoever asked the loader for its length
+
+        def __iter__(self):
+            return iter(range(8))
+
+    class Odd:
+        dataset = property(lambda self: self)
+
+        def __len__(self):
+            raise RuntimeError("not yet")
+
+        def __iter__(self):
+            return iter([torch.tensor([1]), torch.tensor([2])])
+
+    assert seen_in(tmp_path / "a", DataLoader(Stream(), 2), None) == list(range(8))
+    assert seen_in(tmp_path / "b", Odd(), None) == [1, 2]
+    assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]
+
+
 def test_a_checkpoint_that_says_nothing_of_its_data_is_taken(tmp_path, monkeypatch):
     from lastgood.checkpointers import data_cursor
 

@@ -134,6 +134,29 @@ def test_moments_beneath_a_wrapper_keep_their_dtype(tmp_path):
         again.close()
 
 
+def test_an_optimizer_that_nothing_can_be_put_into_is_saved_all_the_same(tmp_path):
+    class Slots:
+        __slots__ = ("inner",)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        param_groups = property(lambda self: self.inner.param_groups)
+
+        def step(self):
+            self.inner.step()
+
+        def state_dict(self):
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state):
+            self.inner.load_state_dict(state)
+
+    _, unbroken, _ = life(tmp_path / "a", lambda parameters: Slots(adam(parameters)), "pccheck", 6)
+    _, first, _ = life(tmp_path / "b", lambda parameters: Slots(adam(parameters)), "pccheck", 4)
+    assert first + life(tmp_path / "b", lambda parameters: Slots(adam(parameters)), "pccheck", 6)[1] == unbroken
+
+
 def test_state_of_a_replaced_parameter_is_named(tmp_path):
     model = torch.nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from lastgood._lazy import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 __all__ = ["DataChanged", "Difference", "describe_data", "difference", "epoch_of", "set_epoch"]
 
@@ -20,12 +27,16 @@ def describe_data(loader: Any) -> dict[str, Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     sizes = (getattr(loader, "batch_size", None), getattr(batch_sampler, "batch_size", None))
     sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
-    samples = _length(getattr(loader, "dataset", None))
+    dataset = getattr(loader, "dataset", None)
+    samples = _length(dataset)
     return {
         "batch_size": next((size for size in sizes if type(size) is int), None),
         "samples": samples,
         "sampler": None if sampler is None else type(sampler).__name__,
-        "batches": None if samples is None else _length(loader),
+        # A DataLoader that was asked for the length of an IterableDataset holds that against it later.
+        "batches": None
+        if samples is None or isinstance(dataset, torch.utils.data.IterableDataset)
+        else _length(loader),
     }
 
 
@@ -109,5 +120,5 @@ def _length(dataset: Any) -> int | None:
         return None
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError, ValueError):  # torch's own way to say that there is none
+    except Exception:  # whatever a user's own __len__ raises: the length is not known then
         return None

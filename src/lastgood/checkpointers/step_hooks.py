@@ -34,6 +34,8 @@ def see_steps(optimizer: Any, before: Before, after: After) -> list[_Removable]:
     object is not kept alive: what was dropped is called no more. A wrapper whose step calls no hooks gets a `step` of
     its own in the instance, as torch's schedulers do it.
     """
+    if not hasattr(optimizer, "__dict__"):
+        return []  # nothing can be put into it, and what it holds is not found: its parameters are copied in the save
     first, last = _weakly(before), _weakly(after)
     swaps = [name for name in _CHANGES_WEIGHTS if callable(getattr(type(optimizer), name, None))]
     handles: list[_Removable] = [_Wrapped(optimizer, name, first, last) for name in swaps]

@@ -65,7 +65,8 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    if not seen and has_torch_layout(saved):  # its own load_state_dict calls none of torch's hooks
+    # Its own load_state_dict may call none of torch's hooks.
+    if not seen and has_torch_layout(saved) and isinstance(getattr(optimizer, "state", None), Mapping):
         for number, (parameter, group) in _owners(optimizer, saved).items():
             if number in saved["state"] and parameter in optimizer.state:
                 exact = _placed(saved["state"][number], parameter, group)
