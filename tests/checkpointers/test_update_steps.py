@@ -94,7 +94,7 @@ def test_a_save_in_another_thread_waits_for_the_end_of_the_step(started):
     waits = threading.Event()
     steps = checkpointer._steps
     look = steps._runs
-    steps._runs = lambda me: look(me) and (waits.set() or True)
+    steps._runs = lambda *who: look(*who) and (waits.set() or True)
     threads = []
 
     def between():
@@ -127,6 +127,13 @@ def test_a_step_that_an_exception_ended_leaves_nothing_to_save(started):
     checkpointer.save(2)
     checkpointer.drain()
     assert restored(checkpointer) == values(state)
+    state["optimizer"].between = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        state["optimizer"].step()
+    state["optimizer"] = InParts(state["model"].parameters(), 0.1)  # the training goes on with another one
+    checkpointer.save(3)
+    checkpointer.drain()
+    assert [event.outcome for event in checkpointer.events] == [Outcome.FAILED, Outcome.DURABLE, Outcome.DURABLE]
 
 
 def test_a_step_waits_for_the_copies_of_a_save_in_another_thread():

@@ -623,7 +623,8 @@ class Checkpointer(ABC):
         """
         event = self._request(step)
         try:
-            with self._steps.kept_out(DEFAULT_TIMEOUT_S):
+            optimizers = [optimizer for part in self.state.values() for optimizer in optimizers_beneath(part)]
+            with self._steps.kept_out(DEFAULT_TIMEOUT_S, optimizers):
                 self._save(event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)
