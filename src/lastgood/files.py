@@ -127,9 +127,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) 
     return descriptor
 
 
-def check_regular(path: Path) -> None:
-    """Raise as `open_regular` does, for a library that opens `path` itself."""
-    os.close(open_regular(path))
+def check_regular(path: Path, *, follow: bool = False) -> None:
+    """Raise as `open_regular` does, before something else opens `path`."""
+    os.close(open_regular(path, follow=follow))
 
 
 def _wrong_kind(path: Path, mode: int) -> StorageError:

@@ -184,3 +184,9 @@ def test_a_failed_start_gives_the_directory_back(system: type[Checkpointer], tmp
     other = system(tmp_path)
     other.start(a_state())
     other.close()
+
+
+def test_settings_that_are_a_fifo_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pccheck.yaml")
+    with pytest.raises(StorageError, match=r"pccheck\.yaml: is a FIFO"):
+        PCcheck.tuned(tmp_path)

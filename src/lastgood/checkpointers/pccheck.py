@@ -8,6 +8,7 @@ superseded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from lastgood.checkpointers.room import room_for
 from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.files import local_path, make_directory, storage_error
+from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
 from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
@@ -89,15 +90,25 @@ class PCcheck(Checkpointer):
         self._still = StillWeights()
 
     @classmethod
-    def tuned(cls, directory: Path | str, config: Path | str | None = None) -> PCcheck:
+    def tuned(
+        cls,
+        directory: Path | str,
+        config: Path | str | None = None,
+        *,
+        readable_by: ReadableBy | str = ReadableBy.OWNER,
+    ) -> PCcheck:
         """With the interval and knobs that ``lastgood tune DIRECTORY`` chose (or those of another file of that kind).
 
         Raises ConfigError, naming file and key.
         """
         from lastgood.checkpointers.tuned import TUNING_FILE, read_tuning
 
-        interval_steps, options = read_tuning(local_path(directory) / TUNING_FILE if config is None else config)
-        return cls(directory, options, interval_steps=interval_steps)
+        if config is None:
+            config = local_path(directory) / TUNING_FILE
+            with contextlib.suppress(OSError):  # `read_tuning` says that it is not there
+                check_regular(config, follow=True)
+        interval_steps, options = read_tuning(config)
+        return cls(directory, options, interval_steps=interval_steps, readable_by=readable_by)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
