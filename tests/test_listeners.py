@@ -21,6 +21,7 @@ from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.peer import Peer
 from lastgood.cluster.launch_board import Board
 from lastgood.cluster.launch_ticket import launch_proof
+from lastgood.errors import WaitTimeout
 from lastgood.experiments.network_peer import PeerClient, PeerServer
 from lastgood.gradients.asking import Asker
 from lastgood.gradients.copies import CopySettings
@@ -30,9 +31,10 @@ from lastgood.gradients.shadow_core import ShadowCore
 from lastgood.gradients.shadow_settings import ShadowSettings
 from lastgood.gradients.switch import Switch, SwitchLink
 from lastgood.gradients.switch_check import answer_checks, check_link
-from lastgood.wire import gate
+from lastgood.wire import gate, ring_link
 from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener
+from lastgood.wire.ring_link import RING_GREETING, Hello
 from tests.wire.strangers import come_in, strangers
 
 WAIT_S = 60.0
@@ -199,7 +201,30 @@ def board(_: Path) -> Iterator[tuple[int, Enter]]:
         yield serving.port, enter
 
 
-LISTENERS = [board, coordinator, gemini, measured, shadow, metrics, switch, checks]
+@contextlib.contextmanager
+def ring(_: Path) -> Iterator[tuple[int, Enter]]:
+    """A rank that waits for the previous one, and refuses those of another life of the job."""
+    listener = open_listener()
+    port = listener.getsockname()[1]
+    own, other = Hello("0" * 32, 2, 0, 2, "a" * 64, "host"), Hello("0" * 32, 1, 1, 2, "a" * 64, "host")
+    stop = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(WaitTimeout):
+            ring_link._accept(own, listener, TOKEN, time.monotonic() + 1000.0, 1000.0, stop)
+
+    def enter() -> None:
+        with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+            wire = Wire(connection, "the rank", WAIT_S)
+            prove_trainer(wire, TOKEN, RING_GREETING)
+            wire.send_message(**other.content())
+            assert "epoch is 1" in wire.receive_message("a refusal")["why"]
+
+    with running(wait, stop.set):
+        yield port, enter
+
+
+LISTENERS = [ring, board, coordinator, gemini, measured, shadow, metrics, switch, checks]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack
 
 import pytest
 
 from lastgood.wire.frames import Wire, prove_peer
 from lastgood.wire.ring_link import RING_GREETING, Hello, connect_ring, listen_ring
-from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S
+from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, together
 
 
 def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +46,24 @@ def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch
         assert [type(error) for error in caught] == [KeyboardInterrupt]
         assert wires[0].wait_readable(WAIT_S) and wires[0].ended(), "the connection that was made ends with it"
         wires[0].close()
+
+
+def test_silent_connections_hold_up_no_neighbour() -> None:
+    """One after another, each for as long as its proof may take, they would be waited for longer than the ring is."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listen_ring("127.0.0.1")) for _ in range(2)]
+        addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        for listener in listeners:
+            for first in (b"", RING_GREETING, b"GET / HTTP/1.1\r\n\r\n" + bytes(100)) * 10:
+                stranger = socket.create_connection(listener.getsockname(), WAIT_S)
+                stack.enter_context(stranger).sendall(first)
+        hellos = [Hello(JOB, 1, rank, 2, LAYOUT, "host") for rank in range(2)]
+        links = together(
+            [
+                lambda rank=rank: connect_ring(hellos[rank], listeners[rank], addresses[1 - rank], TOKEN, WAIT_S)
+                for rank in range(2)
+            ]
+        )
+        for previous, following in links:
+            previous.wire.close()
+            following.wire.close()

@@ -6,21 +6,23 @@ What comes back is the other side's proof and its answer. A switch between two r
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, HostError, MismatchError, WaitTimeout
-from lastgood.wire.frames import Wire, prove_peer, prove_trainer
+from lastgood.wire.frames import Wire, message_step, peer_handshake, prove_trainer
+from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake, open_listener
 
 __all__ = ["RING_GREETING", "Hello", "Link", "connect_ring", "listen_ring", "parse_address", "parse_hello"]
 
+_log = logging.getLogger("lastgood")
 RING_GREETING = b"lastgood ring 2\n"
-_PROOF_S = 10.0
-"""An unproved connection may hold up the one that is waited for this long."""
 _RETRY_S = 0.1
 _LOOK_S = 0.2
 _MAX_RANKS = 1 << 16
@@ -94,8 +96,7 @@ def listen_ring(host: str, port: int = 0) -> socket.socket:
     Raises HostError where this machine cannot listen there.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        return open_listener(host, port)
     except OSError as error:
         raise HostError(
             f"this machine cannot listen on {host}:{port}: {error}; free the port or name another"
@@ -177,30 +178,55 @@ def _accept(
 ) -> Link:
     previous = (own.rank - 1) % own.ranks
     refused = "nobody connected"
-    while not given_up.is_set() and (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(min(left, _LOOK_S))
-        try:
-            connection, address = listener.accept()
-        except TimeoutError:
-            continue
-        except OSError as error:
-            raise HostError(f"this rank cannot wait for rank {previous} any more: {error}") from error
-        peer = f"{address[0]}:{address[1]}"
-        wire = Wire(connection, peer, min(left, _PROOF_S))
-        try:
-            prove_peer(wire, token, RING_GREETING)
-            hello = parse_hello(wire.receive_message("the previous rank's hello"), peer)
-            why = _why_not(own, hello, previous)
-            if why is None:
-                wire.send_message(**own.content())
-                wire.timeout_s = timeout_s
-                return Link(wire, connection, f"rank {previous} on {hello.host} ({peer})")
-            refused = f"{peer} was refused: {why}"
-            wire.send_message(kind="refused", why=why)
-        except CheckpointError as error:
-            refused = str(error)
-        wire.close()
+
+    def note(line: str) -> None:
+        nonlocal refused
+        refused = line
+        _log.warning("%s", line)
+
+    try:
+        with Gate(listener, lambda other: _hear_hello(other, token), f"rank {own.rank}'s ring port", note) as gate:
+            while not given_up.is_set() and (left := deadline - time.monotonic()) > 0:
+                link = None
+                for guest in gate.step(min(left, _LOOK_S)):
+                    if link is None:
+                        link = _take(own, guest, previous, min(left, PROOF_S), timeout_s, gate.lines)
+                    else:
+                        guest.connection.close()
+                if link is not None:
+                    return link
+    except OSError as error:
+        raise HostError(f"this rank cannot wait for rank {previous} any more: {error}") from error
     raise WaitTimeout(f"waited {timeout_s:g} s for rank {previous} to connect to this rank {own.rank}; {refused}")
+
+
+def _hear_hello(other: str, token: bytes) -> Handshake[Hello]:
+    yield from peer_handshake(other, token, RING_GREETING)
+    return parse_hello((yield from message_step(other, "the previous rank's hello")), other)
+
+
+def _take(
+    own: Hello,
+    guest: Guest[Hello],
+    previous: int,
+    answer_s: float,
+    timeout_s: float,
+    refuse: Callable[[str], None],
+) -> Link | None:
+    """Answer the hello of a rank; None if it is not the previous one, or has gone again."""
+    try:
+        wire = Wire(guest.connection, guest.other, answer_s)
+        why = _why_not(own, guest.known, previous)
+        if why is None:
+            wire.send_message(**own.content())
+            wire.timeout_s = timeout_s
+            return Link(wire, guest.connection, f"rank {previous} on {guest.known.host} ({guest.other})")
+        refuse(f"{guest.other} was refused: {why}")
+        wire.send_message(kind="refused", why=why)
+    except (CheckpointError, OSError) as error:
+        refuse(str(error))
+    guest.connection.close()
+    return None
 
 
 def _why_not(own: Hello, hello: Hello, previous: int) -> str | None:
