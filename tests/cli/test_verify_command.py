@@ -18,6 +18,9 @@ from lastgood.cli import app
 from lastgood.cli.export import export
 from lastgood.cli.verify import verify
 from lastgood.errors import LastgoodError, NoGoodCheckpoint
+from lastgood.gradients.layout import plan_layout
+from lastgood.gradients.messages import Entry, Saved
+from lastgood.gradients.spill import SpillCopy, SpillStore
 from lastgood.state import state_digest
 from lastgood.storage import Verdict, VerdictBook
 from tests.storage.craft import (
@@ -194,3 +197,25 @@ def test_what_is_no_layout_at_all(tmp_path):
     for meta in (b"", b"[]", b"\xff", b"[" * 5000, layout_json(ONE, [24]), b'{"format":"lastgood-shadow-spill"}'):
         write_slot(job / "slot-0000.lgs", record(), stream_of(BLOCKS), meta)
         assert not agreed(job, tmp_path / "out")
+
+
+def test_what_a_shadow_spilled_is_checked_as_the_shadow_does(tmp_path):
+    layout = plan_layout([("w", [4], "float32")], {"groups": []}, ranks=1, shadows=1)
+    copied = SpillCopy(Saved(epoch=1, iteration=4, step=5))
+    copied.buckets[0] = ((Entry(parameter=0, key="parameter", dtype="float32", shape=(4,), nbytes=16),), bytearray(16))
+    store = SpillStore(tmp_path / "spills", "ab" * 16, 0)
+    store._write_stream(copied, layout)
+    meta = store._store.read_meta(store.durable()[0].info)
+    store.close()
+    assert run("verify", tmp_path / "spills")[0] == 0
+    for old, new in (
+        (b'"version":1', b'"version":2'),
+        (b'"nbytes":16', b'"nbytes":17'),
+        (b'"shadow":0', b'"shadow":1'),
+    ):
+        assert old in meta
+        write_slot(tmp_path / "spills" / "slot-0000.lgs", record(), bytes(16), meta.replace(old, new))
+        (tmp_path / "spills" / "job.json").unlink(missing_ok=True)
+        for other in (tmp_path / "spills").glob("slot-000[1-9].lgs"):
+            other.unlink()
+        assert run("verify", tmp_path / "spills")[0] == 1

@@ -202,7 +202,7 @@ def places(node, path=()):
             yield from places(item, (*path, number))
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(st.data())
 def test_what_passes_can_be_built_and_described(data):
     """The rules are complete: no layout that they pass fails when a state is built of it."""
