@@ -7,6 +7,7 @@ the `random.Random` that is given, so that a seed tells an input.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickletools
 import random
@@ -244,7 +245,7 @@ def changed_pickle(rng: random.Random, content: bytes) -> bytes:
     if rng.random() < 0.1:
         return changed_bytes(rng, content)
     ends = [position for _, _, position in pickletools.genops(content)] + [len(content)]
-    codes = [content[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    codes = [content[begin:end] for begin, end in itertools.pairwise(ends)]
     # A frame's length would only be wrong.
     codes = [code for code in codes if not code.startswith(b"\x95")]
     for _ in range(rng.randint(1, 3)):

@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lastgood.cluster.hostfile import MAX_SLOTS
 from lastgood.errors import ConfigError, StorageError
@@ -53,6 +54,12 @@ _RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _CANDIDATES = [f"{first}.{third}.0/24" for first in ("10.219", "172.30", "192.168") for third in range(1, 251)]
 
 
+def _of_256(subnet: ipaddress.IPv4Network) -> ipaddress.IPv4Network:
+    if subnet.prefixlen != 24:
+        raise ValueError("a testbed has a network of 256 addresses")
+    return subnet
+
+
 class BedState(BaseModel):
     """A testbed's own record. `complete` is written last: without it, whoever made the testbed was ended meanwhile."""
 
@@ -63,7 +70,7 @@ class BedState(BaseModel):
     nodes: int = Field(ge=1, le=MAX_NODES)
     slots: int = Field(ge=1, le=MAX_SLOTS)
     rate_bits_per_s: int | None = Field(ge=1, le=10**12)
-    subnet: ipaddress.IPv4Network
+    subnet: Annotated[ipaddress.IPv4Network, AfterValidator(_of_256)]
     complete: bool = False
 
     @property

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPlan, measure_disk, refuse_memory_filesystem
@@ -73,6 +73,11 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _moment(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
 class CopyCurve(_Part):
     """Copies of one kind, one value per repetition."""
 
@@ -87,7 +92,7 @@ class CeilingsRecord(_Part):
 
     ceilings_version: Literal[2] = CEILINGS_VERSION
     machine: str
-    measured_at: str
+    measured_at: Annotated[str, AfterValidator(_moment)]
     """UTC, ISO 8601."""
     wall_s: float
     quick: bool

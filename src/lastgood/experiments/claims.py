@@ -21,7 +21,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.claim_evidence import Evidence
 from lastgood.experiments.claim_parts import Outcome, Published, Verdict, elsewhere, unknown_metric
 from lastgood.experiments.claim_rules import RULES
-from lastgood.experiments.figure_csv import FigureCsv, only_figure, run_rows
+from lastgood.experiments.figure_csv import FigureCsv, goodput_rows, run_rows
 from lastgood.experiments.published import MOST_VALUE, parse_interval, read_reference
 from lastgood.text import parse_csv, parse_number, read_bytes
 
@@ -86,7 +86,7 @@ def load_reference(folder: Path) -> list[Published]:
 
 
 def _rows_of(path: Path) -> Iterable[Published]:
-    for number, line in read_reference(path):
+    for number, line in read_reference(path, _REFERENCE_COLUMNS):
         try:
             values: dict[str, Any] = {name: line[name] for name in _REFERENCE_COLUMNS}
             values["interval_steps"] = parse_interval(line["interval_steps"]) if line["interval_steps"] else None
@@ -125,7 +125,7 @@ def _outcomes(published: Published, reference: Sequence[Published], evidence: Ev
 
 def _evidences(csvs: Sequence[FigureCsv]) -> list[Evidence]:
     """One for each machine and scale: numbers of two machines are never put against each other."""
-    runs, goodput = run_rows(csvs), only_figure(csvs, "fig9")
+    runs, goodput = run_rows(csvs), goodput_rows(csvs)
     groups = sorted({pair for frame in (runs, goodput) for pair in _groups(frame)})
     if not groups:
         return [Evidence("", "", runs.iloc[0:0], goodput.iloc[0:0])]

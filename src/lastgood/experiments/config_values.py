@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,7 +95,7 @@ def _known(what: str, name: str, names: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean ...?)``, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    close = difflib.get_close_matches(name[:100], list(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
@@ -103,6 +104,8 @@ def _positive_interval(value: int) -> int:
         raise ValueError(f"interval 0 is the run without checkpoints, which the system {BASELINE} makes by itself")
     if value < 0:
         raise ValueError("below 1")
+    if value > _MOST:
+        raise ValueError(f"more than {_MOST} steps")
     return value
 
 
@@ -112,20 +115,31 @@ def with_baseline(systems: list[str]) -> list[str]:
 
 
 def _existing_path(value: str) -> str:
-    path = Path(value).expanduser().absolute()
-    if not path.exists():
+    path = Path(_expanded(value)).absolute()
+    if not os.access(path, os.F_OK):  # Path.exists raises for what is too long to be one
         raise ValueError("there is no such file or folder")
     return str(path)
 
 
+def _expanded(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a path holds no NUL")
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:  # a user whom nobody knows
+        raise ValueError(str(error)) from error
+
+
+_MOST = 10**12
+"""More than anything here is counted to, and a number of 64 bits."""
 _Integer = BeforeValidator(_plain_integer)
-Count = Annotated[int, _Integer, Field(ge=1)]
-CountOrZero = Annotated[int, _Integer, Field(ge=0)]
+Count = Annotated[int, _Integer, Field(ge=1, le=_MOST)]
+CountOrZero = Annotated[int, _Integer, Field(ge=0, le=_MOST)]
 Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
 ModelName = Annotated[str, AfterValidator(_known_model)]
 SystemName = Annotated[str, AfterValidator(_known_system)]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
-FolderPath = Annotated[str, Field(min_length=1), AfterValidator(lambda value: str(Path(value).expanduser()))]
+FolderPath = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Split = BeforeValidator(_split)
 Distinct = AfterValidator(_distinct)

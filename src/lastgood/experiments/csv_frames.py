@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,19 @@ def read_frame(path: Path, *rows: type[Any]) -> pd.DataFrame:
         key=lambda kinds: len(kinds.keys() & set(named)),
     )
     try:
-        frame = pd.read_csv(
-            io.BytesIO(content),
-            # Text is never to be taken for numbers, however a revision's digits fall.
-            dtype={name: str for name, kind in kinds.items() if "str" in kind},
-            keep_default_na=False,
-            na_values=[""],
-            index_col=False,
-            low_memory=False,
-        )
-    except ValueError as error:  # pandas' own errors are such
+        with warnings.catch_warnings():
+            # Of rows with more fields than the first line pandas only warns, and drops what is too much.
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            frame = pd.read_csv(
+                io.BytesIO(content),
+                # Text is never to be taken for numbers, however a revision's digits fall.
+                dtype={name: str for name, kind in kinds.items() if "str" in kind},
+                keep_default_na=False,
+                na_values=[""],
+                index_col=False,
+                low_memory=False,
+            )
+    except (ValueError, pd.errors.ParserWarning) as error:  # pandas' own errors are ValueErrors
         raise LastgoodError(f"{path}: not a figure's CSV file: {str(error).strip()}") from error
     for name, kind in kinds.items():
         if name in frame.columns and "str" not in kind:
@@ -61,7 +65,7 @@ def _check_column(path: Path, frame: pd.DataFrame, name: str, kind: str) -> None
         wrong = ~column.isin([True, False, "True", "False"]) & ~empty
         wanted = "True or False"
     else:
-        numbers = pd.to_numeric(column, errors="coerce") if column.dtype != bool else pd.Series(np.nan, column.index)
+        numbers = _numbers(column)
         wrong = ~(numbers.abs() <= _MOST_NUMBER) & ~empty
         wanted = "a number up to 10^18"
     if "None" not in kind:
@@ -72,3 +76,13 @@ def _check_column(path: Path, frame: pd.DataFrame, name: str, kind: str) -> None
             f"{path}: not a figure's CSV file: row {place + 1} holds {str(column.iloc[place])[:40]!r} in column "
             f"{name}, and {wanted} belongs there"
         )
+
+
+def _numbers(column: pd.Series) -> pd.Series:
+    """NaN where there is none."""
+    if column.dtype == bool:
+        return pd.Series(np.nan, column.index)
+    try:
+        return pd.to_numeric(column, errors="coerce")
+    except OverflowError:  # whole numbers of hundreds of digits
+        return pd.to_numeric(column.astype(str), errors="coerce")

@@ -17,7 +17,7 @@ from lastgood.experiments.style import panel_title
 from lastgood.experiments.tidy import TidyRow
 from lastgood.units import MIB
 
-__all__ = ["FigureCsv", "find_csvs", "load_csv", "load_csvs", "only_figure", "run_rows"]
+__all__ = ["FigureCsv", "find_csvs", "goodput_rows", "load_csv", "load_csvs", "only_figure", "run_rows"]
 
 _MOST_BYTES = 64 * MIB
 _OF_EVERY_FIGURE = ("figure", "panel", "workload", "system")
@@ -106,6 +106,14 @@ def run_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
                 f"{one.path}: columns are missing: {', '.join(lacking)}; make it again with `lastgood collect`"
             )
     return only_figure(csvs, "fig8")
+
+
+def goodput_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
+    """The rows of figure 9. Raises LastgoodError where a file lacks columns that name a cell."""
+    for one in csvs:
+        if one.figure == "fig9" and not {"machine", "scale", "interval_steps"} <= set(one.frame.columns):
+            raise LastgoodError(f"{one.path}: columns that name a cell are missing; make it again with the workflow")
+    return only_figure(csvs, "fig9")
 
 
 def _number(figure: str) -> tuple[int, str]:

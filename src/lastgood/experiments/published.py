@@ -29,7 +29,7 @@ __all__ = [
     "read_reference",
 ]
 
-COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
+_COLUMNS = ("panel", "workload", "system", "interval_steps", "metric", "value", "qualifier", "kind", "source")
 _KINDS = ("paper", "artefact")
 """In the order of preference. Numbers of kind `measured` are ours, of another machine."""
 MOST_VALUE = 1e18
@@ -125,10 +125,10 @@ def load_ranges(path: Path) -> list[PublishedEnd]:
     return found
 
 
-def read_reference(path: Path) -> list[tuple[int, dict[str, str]]]:
+def read_reference(path: Path, columns: Sequence[str] = _COLUMNS) -> list[tuple[int, dict[str, str]]]:
     """The rows of a file of published numbers, each with its line. Raises LastgoodError, naming the file."""
     content = read_bytes(path, _MOST_BYTES, LastgoodError)
-    return parse_csv(content, str(path), COLUMNS, most_bytes=_MOST_BYTES, most_rows=_MOST_ROWS, error=LastgoodError)
+    return parse_csv(content, str(path), columns, most_bytes=_MOST_BYTES, most_rows=_MOST_ROWS, error=LastgoodError)
 
 
 def parse_interval(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
@@ -18,6 +18,8 @@ Parallel = Literal["none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"
 """How several ranks train one model: data-parallel copies, each rank a shard of every parameter, DeepSpeed's ZeRO with
 optimizer states, gradients too, or parameters too partitioned, or DeepSpeed's pipeline with a stage on each rank."""
 Scalar = str | int | float | bool | None
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
+"""It becomes the name of a folder."""
 
 
 class RunSpec(BaseModel):
@@ -31,9 +33,9 @@ class RunSpec(BaseModel):
     spec_version: Literal[1] = SPEC_VERSION
     machine: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
     scale: Scale
-    workload: str
+    workload: _Name
     workload_options: dict[str, Scalar] = Field(default_factory=dict)
-    system: str
+    system: _Name
     system_options: dict[str, Scalar | list[int]] = Field(default_factory=dict)
     method: int = Field(ge=1)
     """The system's METHOD version."""
@@ -69,6 +71,8 @@ class RunSpec(BaseModel):
             raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
         if (self.shadows > 0) != (self.system == "checkmate"):
             raise ValueError(f"{self.shadows} shadows and system={self.system!r} do not go together")
+        if "/" in self.variant:
+            raise ValueError(f"options that make no name of a folder: {self.variant[:80]!r}")
         if self.kills and (self.ranks == 1 or not self.interval_steps):
             raise ValueError("kills are for runs over several ranks with checkpoints")
         return self
