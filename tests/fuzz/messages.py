@@ -246,7 +246,8 @@ def _peer(thing: Any, folder: Path) -> Prepared:
     content = b"".join(framed(message) for _, message in thing)
 
     def read() -> None:
-        served = peers.Peer(None, Address(folder / "a", "h", 1, b"t" * 32, 1), 16 << 20, TIMEOUT_S)  # type: ignore[arg-type]
+        listener = socket.create_server(("127.0.0.1", 0))
+        served = peers.Peer(listener, Address(folder / "a", "h", 1, b"t" * 32, 1), 16 << 20, TIMEOUT_S)
         near, far = tcp_pair()
         connection = peers.Connection(served, far, "it")
         try:
@@ -258,6 +259,7 @@ def _peer(thing: Any, folder: Path) -> Prepared:
             connection._end_landing()
             connection.wire.close()
             near.close()
+            served._gate.close()
 
     return len(content), read
 
@@ -619,21 +621,21 @@ def _launch(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _measuring(thing: Any, folder: Path) -> Prepared:
-    import struct
-
-    from lastgood.experiments.network_peer import PeerServer, _receive_json
+    from lastgood.experiments.network_peer import PeerServer
+    from lastgood.wire.gate import Guest
 
     text = text_of(thing)[:4096]
 
     def read() -> None:
         server = PeerServer("127.0.0.1", 0, "t" * 32)
         near, far = socket.socketpair()
-        server._authenticate = lambda connection: _receive_json(connection)[1]  # type: ignore[method-assign]
         server._slots.acquire()
-        with near, server._listener:
-            near.sendall(struct.pack("<I", len(text)) + text)
+        with near, far, server._gate:
             near.shutdown(socket.SHUT_WR)
-            server._answer(far, "it")
+            try:
+                server._answer(Guest(far, "it", text, b""))
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+                raise LastgoodError("one request less") from error  # each ends its own connection
 
     return len(text), read
 
