@@ -85,6 +85,9 @@ def load_csv(path: Path) -> FigureCsv:
         )
     if frame.empty:
         raise LastgoodError(f"{path}: holds no row; make it again with the workflow")
+    for name in _OF_EVERY_FIGURE:
+        if frame[name].isna().any():
+            raise LastgoodError(f"{path}: a row has no {name}; make it again with the workflow")
     return FigureCsv(path, frame)
 
 
