@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.endings import ends_by_error
-from lastgood.checkpointers.loss_watch import STAYS, Judgement, LossWatch
+from lastgood.checkpointers.judging import Judging
 from lastgood.checkpointers.pccheck_flight import Flight, Flights
 from lastgood.checkpointers.pccheck_options import PCcheckOptions
 from lastgood.checkpointers.ranked import RankedJob
@@ -58,9 +58,6 @@ _LANDED_S = 10.0
 """For a thread whose checkpoint is finished to end."""
 _SLICE_S = 0.2
 """Between two looks at what a wait may be hopeless for."""
-DOUBTED_CHECKPOINTS = 8
-DOUBTED_STEPS = 2 * STAYS
-"""Spikes of the loss count no more once the newest good checkpoint is so many checkpoints, and so many steps, back."""
 
 
 class PCcheck(Checkpointer):
@@ -80,9 +77,7 @@ class PCcheck(Checkpointer):
         self._job: JobOfRanks | None = None
         self._division: Division | None = None
         self._saves = 0
-        self._watch = LossWatch(self.knobs.loss_spike)
-        self._fallen_back = 1
-        """Checkpoints newer than the newest good one, as they were told last."""
+        self._judging = Judging(self.directory, self.knobs.loss_spike, self._flights)
         self._how = ""
         self._archive: Archive | None = None
         self._began_at: SlotInfo | None = None
@@ -249,7 +244,7 @@ class PCcheck(Checkpointer):
         failed = ends_by_error(exiting=self._exiting)
         try:
             self.drain(self._close_s)
-            self._judge_by(self._watch.finish())
+            self._judging.finish(store, self._job)
             if not failed:
                 store.forget_restarts()  # this life ended in order
         except (StorageError, WaitTimeout) as error:
@@ -410,7 +405,7 @@ class PCcheck(Checkpointer):
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
         if info is not None and self._store is not None:
-            self._tell_fall_back(self._store)
+            self._judging.tell_fall_back(self._store)
             if self._archive is not None:
                 self._archive.offer(self._store, info)
 
@@ -493,96 +488,10 @@ class PCcheck(Checkpointer):
         `restore` passes a bad one over, and retention never drops the newest good one. A later verdict replaces an
         earlier one. `reason` is kept on the disk with it. Needs `attach` or `start`. Raises StorageError.
         """
-        from lastgood.storage import Verdict
-
-        store = self._opened()
-        known = self._find(store, step)
-        if known is None:
-            return False
-        sequence, incarnation = known
-        try:
-            store.judge(sequence, Verdict(step, ok, reason))
-        finally:
-            if self._job is not None:
-                self._job.judge((incarnation, step), ok, reason)
-        if not ok:
-            _log.warning("%s: the checkpoint of step %d is judged bad: %s", self.directory, step, reason or "no reason")
-        self._tell_fall_back(store)
-        return True
-
-    def _find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
-        """Sequence and incarnation of the newest checkpoint of `step`, durable or under way."""
-        under_way = self._flights.sequence_of(step)
-        found = [] if under_way is None else [(under_way, store.incarnation)]
-        found += [(info.sequence, info.incarnation) for info in store.committed() if info.step == step]
-        return max(found, default=None)
+        return self._judging.judge(self._opened(), self._job, step, ok, reason)
 
     def _observe_loss(self, step: int, loss: Any) -> None:
-        self._judge_by(self._watch.observe(step, loss))
-
-    def _judge_by(self, found: Sequence[Judgement]) -> None:
-        """Judge the checkpoints that losses speak of: the rule of `loss_watch`."""
-        for one in found:
-            try:
-                if one.ok:
-                    self._take_back(one)
-                elif one.certain or not self._doubts_enough(one):
-                    self.verdict(one.step, ok=False, reason=one.reason)
-            except StorageError as error:
-                # Training goes on; the verdict holds in memory, and is written with the next one.
-                _log.error("%s", error)
-
-    def _take_back(self, judgement: Judgement) -> None:
-        """Take back what the loss said of a checkpoint; what anybody else said of it stands."""
-        store = self._opened()
-        known = self._find(store, judgement.step)
-        if known is None:
-            return
-        sequence, incarnation = known
-        try:
-            taken = store.take_back(sequence, judgement.reason)
-        finally:
-            if self._job is not None:
-                self._job.take_back((incarnation, judgement.step), judgement.reason)
-        if taken:
-            _log.warning(
-                "%s: the checkpoint of step %d is good again: losses have stayed at that level",
-                self.directory,
-                judgement.step,
-            )
-
-    def _doubts_enough(self, judgement: Judgement) -> bool:
-        """Whether spikes have spoken against so many checkpoints that they are no spikes. Says so."""
-        store = self._opened()
-        good, newer = _newest_good(store)
-        steps = judgement.step - (0 if good is None else good.step)
-        if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self._find(store, judgement.step) is None:
-            return False
-        _log.warning(
-            "%s: the checkpoint of step %d is not judged, though %s: the newest good one is %s, and spikes spoke "
-            "against the %d after it already",
-            self.directory,
-            judgement.step,
-            judgement.reason,
-            "none" if good is None else f"that of step {good.step}",
-            newer,
-        )
-        return True
-
-    def _tell_fall_back(self, store: SlotStore) -> None:
-        """Say how far a restart would go back, again whenever that is twice as far."""
-        good, newer = _newest_good(store)
-        if newer == 0:
-            self._fallen_back = 1
-        elif newer >= 2 * self._fallen_back:
-            self._fallen_back = newer
-            _log.warning(
-                "%s: a restart would begin at %s: the %d checkpoints after it, up to step %d, are judged bad",
-                self.directory,
-                "nothing" if good is None else f"step {good.step}",
-                newer,
-                store.everywhere()[0].step,
-            )
+        self._judging.observe(self._opened(), self._job, step, loss)
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
@@ -623,13 +532,3 @@ class PCcheck(Checkpointer):
     @property
     def _read_threads(self) -> int:
         return max(READ_THREADS, self.knobs.writer_threads)
-
-
-def _newest_good(store: SlotStore) -> tuple[SlotInfo | None, int]:
-    """The newest checkpoint that was not judged bad, and how many were begun after it."""
-    whole, book = store.everywhere(), store.book()
-    good = next((info for info in whole if not book.is_bad(info.sequence)), None)
-    if not whole:
-        return None, 0
-    oldest = whole[-1].sequence - 1 if good is None else good.sequence
-    return good, whole[0].sequence - oldest

@@ -98,7 +98,8 @@ class Rank:
 
     def losses_say(self, step, ok, reason):
         """As the watch of losses would."""
-        self.checkpointer._judge_by([Judgement(step, ok, reason, False)])
+        held = self.checkpointer
+        held._judging.follow(held._opened(), held._job, [Judgement(step, ok, reason, False)])
 
     def is_bad(self, step):
         store = self.checkpointer._store
