@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -134,6 +135,83 @@ def test_a_step_that_an_exception_ended_leaves_nothing_to_save(started):
     checkpointer.save(3)
     checkpointer.drain()
     assert [event.outcome for event in checkpointer.events] == [Outcome.FAILED, Outcome.DURABLE, Outcome.DURABLE]
+
+
+class Trainer:
+    """A user's own object that keeps what it trains."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.gone = model, optimizer, weakref.proxy(set())  # a reference to nothing
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, saved):
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+class Extended(InParts):
+    """Calls the step that it extends, and goes on."""
+
+    then = staticmethod(lambda: None)
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"][:2]:
+            parameter.data.add_(1)
+        self.then()
+
+
+HELD = {
+    "in a list": lambda model, optimizer: {"model": model, "optimizers": [optimizer]},
+    "in a mapping": lambda model, optimizer: {"model": model, "optimizers": {"first": (optimizer,)}},
+    "in an object": lambda model, optimizer: {"trainer": Trainer(model, optimizer)},
+}
+
+
+@pytest.mark.parametrize("system", ["pccheck", "sync"])
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
+def test_steps_of_an_optimizer_are_seen_wherever_the_state_holds_it(held, system, tmp_path):
+    model = make_state()["model"]
+    optimizer = InParts(model.parameters(), 0.1)
+    checkpointer = checkpointer_class(system)(tmp_path / "job")
+    checkpointer.start(held(model, optimizer))
+    optimizer.between = lambda: checkpointer.save(1)
+    optimizer.step()
+    assert "inside InParts.step()" in checkpointer.events[-1].error
+    checkpointer.save(1)
+    checkpointer.drain()
+    assert checkpointer.events[-1].outcome is Outcome.DURABLE
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("system", ["pccheck", "sync"])
+def test_a_step_inside_a_step_of_the_same_optimizer_does_not_end_it(system, tmp_path):
+    model = make_state()["model"]
+    InParts(model.parameters(), 0.1)  # torch gives the step of each class that is made hooks of its own
+    optimizer = Extended(model.parameters(), 0.1)
+    checkpointer = checkpointer_class(system)(tmp_path / "job")
+    checkpointer.start({"model": model, "optimizer": optimizer})
+    optimizer.then = lambda: checkpointer.save(1)
+    optimizer.step()
+    assert "inside Extended.step()" in checkpointer.events[-1].error
+    optimizer.then = lambda: None
+
+    def fail():
+        raise RuntimeError("of the inner step alone")
+
+    optimizer.between = fail
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    checkpointer.save(2)
+    assert "was ended by an exception" in checkpointer.events[-1].error
+    optimizer.between = lambda: None
+    optimizer.step()
+    checkpointer.save(3)
+    checkpointer.drain()
+    assert checkpointer.events[-1].outcome is Outcome.DURABLE
+    checkpointer.close()
 
 
 def test_a_step_waits_for_the_copies_of_a_save_in_another_thread():

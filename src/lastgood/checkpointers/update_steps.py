@@ -27,8 +27,9 @@ _LOOK_S = 0.05
 @dataclass
 class _Step:
     optimizer: Any
-    frame: FrameType | None
-    """None once the step is known to be over."""
+    frames: list[FrameType]
+    """That of the step, and those of steps of the same optimizer inside it: a class that builds on another one calls
+    that one's step. Empty once the step is known to be over."""
 
 
 class UpdateSteps:
@@ -51,12 +52,16 @@ class UpdateSteps:
         with self._changed:
             if not self._changed.wait_for(lambda: self._saving in (None, me), timeout_s):
                 raise WaitTimeout(f"waited {timeout_s:.0f} s in optimizer.step() for a save in another thread")
-            self._steps[id(optimizer)] = _Step(optimizer, frame)
+            outer = self._steps.get(id(optimizer))
+            frames = [] if outer is None else _those_here(outer.frames)
+            self._steps[id(optimizer)] = _Step(optimizer, [*frames, frame])
 
     def end(self, optimizer: Any) -> None:
         """Called after a step that ended in order."""
         with self._changed:
-            self._steps.pop(id(optimizer), None)
+            step = self._steps.pop(id(optimizer), None)
+            if step is not None and len(step.frames) > 1 and (outer := _those_here(step.frames)[:-1]):
+                self._steps[id(optimizer)] = _Step(optimizer, outer)
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -105,7 +110,7 @@ class UpdateSteps:
                     "weights is updated and part is not; set a flag there, and save when the step is finished"
                 )
             if not threads:
-                step.frame = None  # it holds what the step held
+                step.frames = []  # they hold what the step held
                 raise CheckpointError(
                     f"the last {kind}.step() was ended by an exception, so part of the weights may be updated and part "
                     "not; saves work again after the next complete step"
@@ -116,13 +121,15 @@ class UpdateSteps:
 
 def _threads_in(step: _Step) -> set[int]:
     """The threads that have the step's frame on their stack."""
-    found: set[int] = set()
-    if step.frame is None:
-        return found
-    for thread, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None and frame is not step.frame:
-            frame = frame.f_back
-        if frame is not None:
-            found.add(thread)
-    return found
+    return {thread for thread, top in sys._current_frames().items() if step.frames and _is_below(step.frames[0], top)}
+
+
+def _those_here(frames: Sequence[FrameType]) -> list[FrameType]:
+    """Those of `frames` that this thread is in."""
+    return [frame for frame in frames if _is_below(frame, sys._getframe())]
+
+
+def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None

@@ -22,6 +22,8 @@ __all__ = ["calls_step_hooks", "is_optimizer", "optimizers_beneath", "optimizers
 
 _DEPTH = 4
 """Wrappers around wrappers that are looked through."""
+_MOST_ITEMS = 10_000
+"""A longer container holds a training's values, or its data, and no optimizers."""
 
 
 def is_optimizer(part: Any) -> bool:
@@ -44,7 +46,10 @@ def calls_step_hooks(optimizer: Any) -> bool:
 
 
 def optimizers_beneath(part: Any) -> list[Any]:
-    """`part` and all optimizers that it holds in its attributes, outermost first; none where it is no optimizer."""
+    """All optimizers in an entry of a state, outermost first: `part` itself, and what it holds in attributes or items.
+
+    It may be an optimizer, a list or mapping of some, or a user's own object that keeps one (a trainer).
+    """
     found: list[Any] = []
     _collect(part, found, _DEPTH)
     return found
@@ -73,7 +78,7 @@ def state_of(part: Any, path: str) -> Any:
     Raises StateError for an optimizer that still has state of a replaced parameter: torch numbers parameters by the
     groups, and finds no number for one that is in none of them.
     """
-    for optimizer in optimizers_beneath(part):
+    for optimizer in optimizers_beneath(part) if is_optimizer(part) else []:
         if not isinstance(getattr(optimizer, "state", None), Mapping):
             continue
         known = {id(parameter) for _, _, parameter in trained_parameters(optimizer)}
@@ -88,7 +93,12 @@ def state_of(part: Any, path: str) -> Any:
 
 
 def _collect(part: Any, found: list[Any], depth: int) -> None:
-    if not is_optimizer(part) or any(part is known for known in found):
+    if any(part is known for known in found):
+        return
+    if not is_optimizer(part):
+        if depth:
+            for item in _held(part):
+                _collect(item, found, depth - 1)
         return
     found.append(part)
     if depth:
@@ -101,4 +111,27 @@ def _collect(part: Any, found: list[Any], depth: int) -> None:
             else:
                 held = [value]
             for item in held:
-                _collect(item, found, depth - 1)
+                if is_optimizer(item):
+                    _collect(item, found, depth - 1)
+
+
+def _held(part: Any) -> list[Any]:
+    """What may be, or hold, an optimizer in something that is none: items of a container, attributes of an object."""
+    kind = type(part)
+    if issubclass(kind, (torch.nn.Module, torch.Tensor, type)):
+        return []
+    if issubclass(kind, (dict, list, tuple)):
+        if len(part) > _MOST_ITEMS:
+            return []
+        items = list(part.values() if issubclass(kind, dict) else part)
+    elif callable(getattr(kind, "load_state_dict", None)):
+        items = list(getattr(part, "__dict__", {}).values())
+    else:
+        return []
+    # By classes alone: an attribute may be a proxy of something that is gone, and must not be asked.
+    leads_on = (dict, list, tuple)
+    return [
+        item
+        for item in items
+        if issubclass(type(item), leads_on) or callable(getattr(type(item), "load_state_dict", None))
+    ]
