@@ -152,3 +152,23 @@ def test_before_update_waits_for_them_too(started):
     checkpointer.drain()
     assert checkpointer.events[-1].outcome is Outcome.DURABLE
     assert restored(checkpointer) == digest
+
+
+def test_once_one_was_changed_under_its_copy_none_of_that_save_is_trusted(tmp_path, copied_at_once, monkeypatch):
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False) for _ in range(3)]
+    checkpointer = checkpointer_class("pccheck")(tmp_path / "job")
+    checkpointer.start({"base": torch.nn.Sequential(*layers)})
+    assert save(checkpointer, 1).outcome is Outcome.DURABLE
+    copy_host = pccheck_flight.Flight._copy_host
+
+    def merge_and_copy(flight, first, last):
+        layers[1].weight.data.add_(1)  # as LoRA is merged for an evaluation, one after the other
+        copy_host(flight, first, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pccheck_flight.Flight, "_copy_host", merge_and_copy)
+        assert save(checkpointer, 2).outcome is Outcome.FAILED
+    copied_at_once()
+    assert save(checkpointer, 3).outcome is Outcome.DURABLE
+    assert copied_at_once() == 3 * FROZEN_BYTES
+    checkpointer.close()

@@ -186,7 +186,7 @@ class CopyFence:
             self.check.settle()
         except StateError:
             if self.check.changed is not None and self.check.changed[0] in self.still.numbers:
-                self.still.distrust(self.check.changed[0])
+                self.still.distrust()
             raise
 
 

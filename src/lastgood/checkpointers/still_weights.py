@@ -40,9 +40,9 @@ class StillBlocks:
     places: dict[int, _Key] = field(default_factory=dict)
     restless: set[_Key] = field(default_factory=set)
 
-    def distrust(self, number: int) -> None:
-        """One of them changed under its copy."""
-        self.restless.add(self.places[number])
+    def distrust(self) -> None:
+        """One of them changed under its copy: none is taken for still again."""
+        self.restless.update(self.places[number] for number in self.numbers)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class StillWeights:
             (taken,) = sample.take(device)
             taken = taken.reshape(len(mine), -1)
             if device.type == "cuda":
-                arriving = torch.empty(taken.shape, dtype=torch.uint8, pin_memory=True)
+                arriving = torch.empty(taken.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
                 arriving.copy_(taken, non_blocking=True)
                 with torch.cuda.device(device):
                     event = torch.cuda.Event()
