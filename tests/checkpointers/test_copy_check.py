@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from lastgood.checkpointers import copy_check
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copy_check import CopyCheck, Sample
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import NoCheckpoint, StateError
+from lastgood.checkpointers.snapshot import HostSnapshot
+from lastgood.errors import NoCheckpoint, StateError, WaitTimeout
 from lastgood.state import flatten
 from tests.checkpointers.peer_processes import peers_end_with_the_test
 
@@ -174,3 +176,54 @@ def test_drawing_places_does_not_touch_the_trainings_generator():
     flat = flatten({"model": (model := torch.nn.Linear(300, 300)), "o": torch.optim.SGD(model.parameters(), lr=0.1)})
     CopyCheck(flat, range(flat.layout.deferred_blocks))
     assert random.random() == expected
+
+
+def test_an_update_does_not_begin_while_another_thread_looks_at_versions():
+    flat = flatten({"model": (model := torch.nn.Linear(3, 3)), "o": torch.optim.SGD(model.parameters(), lr=0.1)})
+    check = CopyCheck(flat, range(flat.layout.deferred_blocks))
+    threads = []
+
+    class Looked:
+        def check_versions(self, number):
+            if not threads:
+                threads.append(threading.Thread(target=check.look_at_versions))
+                threads[0].start()
+                threads[0].join(0.5)
+                assert threads[0].is_alive(), "an update would have begun"
+
+    check._flat = Looked()
+    check.look_at_versions()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("system", ["checkfreq", "gemini"])
+def test_ctrl_c_while_a_snapshot_begins_leaves_no_thread_that_nobody_waits_for(system, tmp_path, monkeypatch):
+    state, release = make_state(), threading.Event()
+    set_all(state, 1.0)
+    with peers_end_with_the_test(tmp_path):
+        checkpointer = checkpointer_class(system)(tmp_path / "job")
+        checkpointer.start(state)
+        start, copy = threading.Thread.start, HostSnapshot.copy
+
+        def interrupted(thread):
+            start(thread)
+            if thread.name.startswith(system):
+                raise KeyboardInterrupt
+
+        def held_copy(snapshot):
+            assert release.wait(60)
+            copy(snapshot)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostSnapshot, "copy", held_copy)
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1)
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(WaitTimeout):
+                checkpointer.drain(0.0)
+            release.set()
+            checkpointer.drain()
+        assert checkpointer.events[0].outcome is Outcome.DURABLE
+        checkpointer.close()

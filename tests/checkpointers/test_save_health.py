@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -87,3 +88,22 @@ def test_a_training_whose_saves_fail_can_be_told_to_end(system, tmp_path, monkey
     checkpointer.close()
     with pytest.raises(ConfigError, match="max_unsaved_s"):
         checkpointer_class(system)(tmp_path, max_unsaved_s=0)
+
+
+def test_a_save_that_fails_in_a_signal_handler_while_health_is_looked_at_does_not_wait_for_itself():
+    health = SaveHealth("test", None)
+    failed = event(1, 0.0)
+
+    class Events(list):
+        def __reversed__(self):
+            if not handled:
+                handled.append(1)
+                health.failed(failed, "StateError", self)  # as a handler does that runs here
+            return super().__reversed__()
+
+    handled = []
+    thread = threading.Thread(target=health.status, args=(Events(),), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert handled

@@ -108,8 +108,13 @@ class CheckFreq(Checkpointer):
         worker = threading.Thread(
             target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{event.step}", daemon=True
         )
-        worker.start()
         self._snapshot, self._worker = snapshot, worker
+        try:
+            worker.start()
+        except BaseException:
+            if worker.ident is None:  # else Ctrl-C came while it began: it runs, and is waited for
+                self._snapshot = self._worker = None
+            raise
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory."""

@@ -87,7 +87,7 @@ class CopyCheck:
         self._names = [[flat.names[number] for number in group] for group in self.groups]
         self.changed: tuple[int, StateError] | None = None
         """Number of the block that changed, and what to say of it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come here as well
         share = max(_LEAST_OF_A_BLOCK, min(_MOST_OF_A_BLOCK, _SAMPLE_BYTES // max(1, len(numbers))))
         drawn = random.Random()  # not the training's generator
         self._samples = [
@@ -112,7 +112,7 @@ class CopyCheck:
             with streams.behind(device, before[device]):
                 after = sample.take(device)
                 differ = torch.stack([(one != other).any() for one, other in zip(before[device], after, strict=True)])
-                flag = torch.empty(1, dtype=torch.bool, pin_memory=True)
+                flag = torch.empty(1, dtype=torch.bool, pin_memory=True, device="cpu")
                 flag.copy_(differ.any().reshape(1), non_blocking=True)
             self._flags.append((group, device, after, flag))
 
@@ -122,10 +122,14 @@ class CopyCheck:
             self.look(group, streams)
 
     def look_at_versions(self) -> None:
-        """See what torch has counted; before the first update at the latest, and only once."""
+        """See what torch has counted; before the first update at the latest, and only once.
+
+        On return no other thread is looking: what changes from then on is not seen here.
+        """
         with self._lock:
             flat, self._flat = self._flat, None
-        if flat is not None:
+            if flat is None:
+                return
             for number in (number for group in self.groups for number in group):
                 try:
                     flat.check_versions(number)

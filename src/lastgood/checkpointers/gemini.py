@@ -193,8 +193,13 @@ class Gemini(Checkpointer):
             name=f"gemini-send-{event.step}",
             daemon=True,
         )
-        worker.start()
         self._snapshot, self._worker = snapshot, worker
+        try:
+            worker.start()
+        except BaseException:
+            if worker.ident is None:  # else Ctrl-C came while it began: it runs, and is waited for
+                self._snapshot = self._worker = None
+            raise
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory. The last optimizer's update ends an iteration."""

@@ -52,7 +52,7 @@ class SaveHealth:
     def __init__(self, name: str, max_unsaved_s: float | None) -> None:
         self._name = name
         self._max_unsaved_s = max_unsaved_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that saves may come in between
         self._since_s = time.perf_counter()
         self._newest_step: int | None = None
         self._failed = 0
