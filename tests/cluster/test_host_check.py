@@ -7,8 +7,10 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,7 +187,7 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture
 def agents() -> Iterator[Callable[[], Ask]]:
     """Starts agents as they run on hosts: from their source as an argument, questions on standard input."""
-    source = Path(host_agent.__file__).read_text()
+    source = host_agent.source()
     started = []
 
     def start() -> Ask:
@@ -223,13 +225,14 @@ def test_an_agent_tells_of_versions_disk_and_taken_ports(agents: Callable[[], As
 
 
 def test_another_code_is_another_digest(tmp_path: Path) -> None:
-    program = f"import json, runpy; print(json.dumps(runpy.run_path({host_agent.__file__!r})['lastgood_facts']()))"
+    told = "told = {'__name__': 'agent'}; exec(sys.argv[1], told); print(json.dumps(told['lastgood_facts']()))"
+    program = ["-c", f"import json, sys; {told}", host_agent.source()]
 
     def digest(where: Path | None) -> str:
         # A Python that has no Lastgood of its own, and finds the one in `where`.
         environment = {} if where is None else {"PYTHONPATH": str(where)}
         python = sys._base_executable  # type: ignore[attr-defined]
-        done = subprocess.run([python, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run([python, *program], env=environment, capture_output=True, text=True, check=True)
         return json.loads(done.stdout)["code"]
 
     for name in ("one", "two"):
@@ -258,6 +261,42 @@ def test_a_stranger_gets_nothing_and_takes_no_ones_place(agents: Callable[[], As
     send = {"do": "send", "host": "127.0.0.1", "port": port, "bytes": 1 << 20, "seconds": 30}
     assert "error" in sender(**send, token="cd" * 16)
     assert sender(**send, token="ab" * 16)["bytes"] == 1 << 20
+
+
+def test_silent_strangers_take_no_senders_turn(agents: Callable[[], Ask]) -> None:
+    """Of which one alone held everybody up for its ten seconds, and six for a whole transfer."""
+    sender, receiver = agents(), agents()
+    port = receiver(do="listen", ports=[free_ports(1, "")[0]], token="ab" * 16, seconds=30)["port"]
+    with ExitStack() as silent:
+        for _ in range(12):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        send = {"do": "send", "host": "127.0.0.1", "port": port, "bytes": 1 << 20, "seconds": 30}
+        assert sender(**send, token="ab" * 16)["bytes"] == 1 << 20
+
+
+def test_a_transfers_token_is_not_sent_and_must_be_long(agents: Callable[[], Ask]) -> None:
+    """Whoever listens in the receiver's place learns nothing that would let him in, and is found out."""
+    sender = agents()
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def listen() -> None:
+            connection, _ = false.accept()
+            with connection:
+                connection.settimeout(30)
+                connection.sendall(bytes(32))
+                while len(heard) < 64 and (part := connection.recv(64)):
+                    heard.extend(part)
+                connection.sendall(bytes(32))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        send = {"do": "send", "host": "127.0.0.1", "port": false.getsockname()[1], "bytes": 1, "seconds": 1}
+        assert "does not know this transfer's token" in sender(**send, token="ab" * 16)["error"]
+        thread.join(60)
+    assert len(heard) == 64
+    assert bytes.fromhex("ab" * 16) not in heard
+    assert "16 bytes" in agents()(do="listen", ports=[], token="ab" * 15, seconds=1)["error"]
 
 
 @pytest.mark.parametrize("question", [{"do": "dance"}, {"do": "send"}, {"do": "facts", "folder": 3, "ports": []}, {}])

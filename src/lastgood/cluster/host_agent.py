@@ -1,10 +1,11 @@
-"""What `lastgood hosts check` runs on each host: one file, Python's own library only, sent over the connection.
+"""What `lastgood hosts check` runs on each host: Python's own library only, sent over the connection.
 
-It must tell of a host on which Lastgood is missing, or another revision of it, so it imports nothing of it. It answers
-each line of JSON on its standard input with a line of JSON, and ends with its input, or after the seconds that it is
-given. Between hosts it moves a bounded number of random bytes over TCP, to see whether they reach each other, and how
-fast; the sender proves by a token that it is the one that was announced. (The streams of `lastgood ceilings`, which
-measure a network for figures, are another matter, and need Lastgood at both ends.)
+It must tell of a host on which Lastgood is missing, or another revision of it, so it imports nothing of what is
+installed there: the gate of its port travels along (`source`). It answers each line of JSON on its standard input with
+a line of JSON, and ends with its input, or after the seconds that it is given. Between hosts it moves a bounded number
+of random bytes over TCP, to see whether they reach each other, and how fast; sender and receiver prove to each other
+that they know the token of this transfer, which is not sent. (The streams of `lastgood ceilings`, which measure a
+network for figures, are another matter, and need Lastgood at both ends.)
 """
 
 from __future__ import annotations
@@ -27,13 +28,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["facts", "lastgood_facts", "main"]
+from lastgood.wire.gate import Gate, Handshake, open_listener  # by its full name: see source()
+
+__all__ = ["facts", "lastgood_facts", "main", "source"]
 
 _CONNECT_S = 10.0
+_NONCE_BYTES = _PROOF_BYTES = 32
 _MAX_BYTES = 1 << 30
 _MAX_S = 30.0
 _GRACE_S = 10.0
 _PIECE_BYTES = 1 << 20
+_LEAST_TOKEN_BYTES = 16
+
+
+def source() -> str:
+    """The program for ``python -c``: this file, and before it the module that it needs."""
+    name = Gate.__module__
+    carried, own = (Path(str(one)).read_text(encoding="utf-8") for one in (sys.modules[name].__file__, __file__))
+    return "\n".join(
+        (
+            "import sys, types",
+            # In the place of a module that may be missing there, or another one. By its full name it is found without
+            # the packages above it.
+            f"carried = sys.modules[{name!r}] = types.ModuleType({name!r})",
+            f"exec(compile({carried!r}, {name!r}, 'exec'), carried.__dict__)",
+            f"exec(compile({own!r}, {__name__!r}, 'exec'))",
+        )
+    )
 
 
 def lastgood_facts() -> dict[str, Any]:
@@ -95,15 +116,9 @@ def _output(command: list[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _server(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
 def _is_free(port: int) -> bool:
     try:
-        _server(port).close()
+        open_listener("", port).close()
     except OSError:
         return False
     return True
@@ -114,53 +129,80 @@ def _is_free(port: int) -> bool:
 
 def _listen(ports: list[int], token: bytes, seconds: float) -> int:
     """Wait in a thread for one sender that knows the token. Returns the port: one of `ports`, if one is free."""
+    if len(token) < _LEAST_TOKEN_BYTES:
+        raise ValueError(f"a token of {_LEAST_TOKEN_BYTES} bytes at least is needed")
     server = None
     for port in [*ports, 0]:
         try:
-            server = _server(port)
+            server = open_listener("", port)
             break
         except OSError:
             continue
     if server is None:
         raise OSError("no port is free")
+    found = int(server.getsockname()[1])
     threading.Thread(target=_receive, args=(server, token, min(seconds, _MAX_S)), daemon=True).start()
-    return int(server.getsockname()[1])
+    return found
+
+
+def _proof(token: bytes, side: bytes, nonces: bytes) -> bytes:
+    return hmac.new(token, side + nonces, hashlib.sha256).digest()
+
+
+def _let_in(token: bytes) -> Handshake[bool]:
+    """The sender proves first: a stranger is shown nothing with which he could try tokens by himself."""
+    ours = os.urandom(_NONCE_BYTES)
+    nonces = (yield _NONCE_BYTES) + ours
+    yield ours
+    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(token, b"sender", nonces)):
+        raise PermissionError("it does not know the token")
+    yield _proof(token, b"receiver", nonces)
+    return True
 
 
 def _receive(server: socket.socket, token: bytes, seconds: float) -> None:
     end = time.monotonic() + seconds + _CONNECT_S
-    with server:
+    # There is no log here: what is written is for the one who asks, who takes little of it.
+    with Gate(server, lambda _: _let_in(token), "bytes between hosts", lambda _: None) as door:
         while (left := end - time.monotonic()) > 0:
-            server.settimeout(left)
             try:
-                connection, _ = server.accept()
+                guests = door.step(left)
             except OSError:
                 return
-            with connection:
-                try:
-                    connection.settimeout(_CONNECT_S)
-                    if not hmac.compare_digest(_exactly(connection, len(token)), token):
-                        continue
-                    connection.sendall(b"+")
-                    connection.settimeout(seconds + _GRACE_S)
-                    count, buffer = 0, bytearray(_PIECE_BYTES)
-                    while moved := connection.recv_into(buffer):
-                        count += moved
-                        if count > _MAX_BYTES or time.monotonic() > end + _GRACE_S:
+            for guest in guests:
+                with guest.connection as connection:
+                    try:
+                        if _count(connection, end + _GRACE_S):
                             return
-                    connection.sendall(struct.pack("<Q", count))
-                    return
-                except OSError:
-                    continue
+                    except OSError:
+                        continue
+
+
+def _count(connection: socket.socket, end: float) -> bool:
+    """Take what the sender sends until it is done, and tell it how much came. False if it goes beyond the bounds."""
+    count, buffer = 0, bytearray(_PIECE_BYTES)
+    while (left := end - time.monotonic()) > 0:
+        connection.settimeout(left)
+        moved = connection.recv_into(buffer)
+        if not moved:
+            connection.sendall(struct.pack("<Q", count))
+            return True
+        count += moved
+        if count > _MAX_BYTES:
+            return False
+    return False
 
 
 def _send(host: str, port: int, token: bytes, nbytes: int, seconds: float) -> dict[str, Any]:
     """Send up to `nbytes`, for up to `seconds`; bytes, and seconds until the receiver had the last one."""
     nbytes, seconds = min(nbytes, _MAX_BYTES - _PIECE_BYTES), min(seconds, _MAX_S)
-    piece = os.urandom(_PIECE_BYTES)
+    piece, ours = os.urandom(_PIECE_BYTES), os.urandom(_NONCE_BYTES)
     with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-        connection.sendall(token)
-        _exactly(connection, 1)
+        connection.sendall(ours)
+        nonces = ours + _exactly(connection, _NONCE_BYTES)
+        connection.sendall(_proof(token, b"sender", nonces))
+        if not hmac.compare_digest(_exactly(connection, _PROOF_BYTES), _proof(token, b"receiver", nonces)):
+            raise OSError("something else listens there: it does not know this transfer's token")
         connection.settimeout(seconds + _GRACE_S)
         sent, begin = 0, time.monotonic()
         while sent < nbytes and time.monotonic() - begin < seconds:

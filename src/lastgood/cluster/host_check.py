@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -181,8 +180,7 @@ def check_hosts(
             f"{_MAX_BANDWIDTH_HOSTS}; leave it out with --no-bandwidth"
         )
     failures: dict[str, str] = {}
-    source = Path(host_agent.__file__).read_text(encoding="utf-8")
-    argv = [options.python, "-c", source, str(_AGENT_S)]
+    argv = [options.python, "-c", host_agent.source(), str(_AGENT_S)]
     with ExitStack() as opened:
         pool = opened.enter_context(ThreadPoolExecutor(max_workers=min(_PARALLEL, len(hostfile.hosts))))
         talks: dict[str, Conversation] = {}
