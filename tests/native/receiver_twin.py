@@ -241,7 +241,7 @@ class TwinReceiver:
             return "unknown_version"
         if int.from_bytes(header[48:52], "little") > MAX_PAYLOAD_BYTES and "bytes at" in str(error):
             return "too_long"
-        known = ("not known", "bytes at", "bytes of payload")
+        known = ("not known", "no training reaches", "bytes at", "bytes of payload")
         return "malformed" if any(words in str(error) for words in known) else "damaged_header"
 
     def _examine(self, connection: TwinConnection, record: Record) -> str:

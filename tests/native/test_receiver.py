@@ -24,7 +24,15 @@ from receiver_twin import TwinConnection, TwinReceiver
 from record_stream import EPOCH, JOB, TIMEOUT_S, Slots, connect, end, gradient, pair, wait_until
 
 from lastgood._native import Receiver, ReceiverEvent, crc32c
-from lastgood.wire.records import HEADER_BYTES, MAX_PAYLOAD_BYTES, DType, Record, RecordKind, pack_header
+from lastgood.wire.records import (
+    HEADER_BYTES,
+    MAX_ITERATION,
+    MAX_PAYLOAD_BYTES,
+    DType,
+    Record,
+    RecordKind,
+    pack_header,
+)
 
 BUCKETS = [(1, 16, int(DType.float32)), (4, 24, int(DType.float64)), (7, 6, int(DType.bfloat16)), (9, 0, 1)]
 
@@ -493,6 +501,22 @@ def test_a_length_over_the_limit_ends_the_connection() -> None:
     near.sendall(pack_header(Record(RecordKind.GRADIENT, JOB, EPOCH, 0, 1, 0, length=MAX_PAYLOAD_BYTES + 4, flags=1)))
     assert next_events(receiver, 1) == [("closed", 1, 0, 0, 0, "too_long")]
     assert receiver.refused() == {"too_long": 1}
+    receiver.close(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", list(RecordKind))
+def test_an_iteration_has_room_above_it(kind: RecordKind) -> None:
+    """For a bucket without a state moves its window along to whatever iteration a record says."""
+    slots = Slots([(0, 8, 1)], 2)
+    receiver = make(slots)
+    for number, iteration in enumerate((MAX_ITERATION, (1 << 64) - 1), 1):
+        near, _ = connect(receiver, 0)
+        length = 8 if kind is RecordKind.GRADIENT else 0
+        near.sendall(pack_header(Record(kind, JOB, EPOCH, 0, iteration, 0, length=length, flags=1)))
+        assert next_events(receiver, 1) == [("closed", number, 0, 0, 0, "malformed")]
+    near, _ = connect(receiver, 0)
+    near.sendall(end(MAX_ITERATION - 1))
+    assert next_events(receiver, 1) == [("end", 3, 0, 0, MAX_ITERATION - 1, "")]
     receiver.close(TIMEOUT_S)
 
 

@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from record_stream import EPOCH, JOB, TIMEOUT_S, Memory, Slots, pair, wait_until
 
 from lastgood._native import Receiver, Sender, crc32c_portable
-from lastgood.wire.records import FINAL, HEADER_BYTES, ITEM_BYTES, DType, Record, RecordKind, parse_header
+from lastgood.wire.records import (
+    FINAL,
+    HEADER_BYTES,
+    ITEM_BYTES,
+    MAX_ITERATION,
+    DType,
+    Record,
+    RecordKind,
+    parse_header,
+)
 
 RANK = 6
 
@@ -68,12 +77,12 @@ class Put:
 def puts(draw: st.DrawFn) -> Put | int:
     """A gradient, or the iteration of an END."""
     if draw(st.integers(0, 4)) == 0:
-        return draw(st.integers(0, 2**64 - 1))
+        return draw(st.integers(0, MAX_ITERATION - 1))
     dtype = draw(st.sampled_from(DType))
     item = ITEM_BYTES[dtype]
     length = draw(st.sampled_from([0, 1, 2, 5, 20, 31])) * item
     return Put(
-        draw(st.integers(0, 2**64 - 1)),
+        draw(st.integers(0, MAX_ITERATION - 1)),
         draw(st.integers(0, 2**32 - 1)),
         dtype,
         draw(st.integers(0, 2**40)) * item,

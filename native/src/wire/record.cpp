@@ -121,7 +121,7 @@ Cause parse_header(const Header& header, Record& record) {
     record.checksum = load<std::uint32_t>(header, 52);
     const std::uint64_t item = item_bytes(record.dtype);
     if ((kind != std::uint8_t(RecordKind::gradient) && kind != std::uint8_t(RecordKind::end)) ||
-        (record.flags & ~kFinal) != 0 || item == 0)
+        (record.flags & ~kFinal) != 0 || item == 0 || record.iteration >= kMaxIteration)
         return Cause::malformed;
     record.kind = RecordKind(kind);
     if (record.length > kMaxPayloadBytes) return Cause::too_long;

@@ -9,6 +9,8 @@ namespace lastgood {
 
 constexpr std::size_t kHeaderBytes = 64;
 constexpr std::uint64_t kMaxPayloadBytes = 64 << 20;
+// All iterations are below it, so that what is counted on from one fits a signed number as well.
+constexpr std::uint64_t kMaxIteration = std::uint64_t(1) << 62;
 constexpr std::uint8_t kFinal = 1;
 
 enum class RecordKind : std::uint8_t { gradient = 1, end = 2 };

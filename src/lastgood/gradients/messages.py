@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lastgood.errors import CorruptCheckpoint
 from lastgood.units import MIB
+from lastgood.wire.records import MAX_ITERATION
 
 __all__ = [
     "CHUNK_BYTES",
     "GREETING",
-    "MAX_ITERATION",
     "MAX_MESSAGE_BYTES",
     "MAX_SPOILED",
     "PROTOCOL_VERSION",
@@ -64,8 +64,6 @@ CHUNK_BYTES = 4 * MIB
 MAX_SPOILED = 64
 """So many spoiled iterations are told one by one; before them nothing is promised."""
 
-MAX_ITERATION = 1 << 62
-"""All iterations are below it, so that what is counted on from one is a number of 63 bits as well."""
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Iteration = Annotated[int, Field(ge=0, lt=MAX_ITERATION)]
 _Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]

@@ -17,7 +17,6 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import (
-    MAX_ITERATION,
     Absent,
     Complete,
     Declare,
@@ -475,9 +474,7 @@ class ShadowCore:
 
     def _obey_one(self, event: _native.ReceiverEvent) -> None:
         assert self.receiver is not None
-        if event.kind in ("complete", "end") and event.iteration >= MAX_ITERATION:
-            self.refuse("far_iteration")
-        elif event.kind == "complete":
+        if event.kind == "complete":
             # It may have been overwritten since, where the bucket waits for a seed.
             if self.receiver.complete(event.bucket, event.iteration):
                 self.state.received(event.bucket, event.iteration)

@@ -17,6 +17,7 @@ __all__ = [
     "FINAL",
     "HEADER_BYTES",
     "ITEM_BYTES",
+    "MAX_ITERATION",
     "MAX_PAYLOAD_BYTES",
     "DType",
     "Record",
@@ -29,6 +30,8 @@ _HEADER = struct.Struct("<4sHBBQIIQIB3xQII4xI")
 HEADER_BYTES = _HEADER.size
 MAX_PAYLOAD_BYTES = 64 << 20
 """Of one record; a receiver refuses longer ones before it takes any memory."""
+MAX_ITERATION = 1 << 62
+"""All iterations are below it, so that what is counted on from one is a number of 63 bits as well."""
 FINAL = 1
 """Flag of a gradient that carries the sum (or mean) over all ranks; without it, it is a partial sum of a ring."""
 _MAGIC = b"LGR1"
@@ -112,6 +115,8 @@ def parse_header(content: bytes | bytearray | memoryview, other: str) -> Record:
         raise CorruptCheckpoint(f"{other}: a record's header is damaged")
     if kind not in list(RecordKind) or flags & ~FINAL or dtype not in list(DType):
         raise CorruptCheckpoint(f"{other}: a record of kind {kind}, flags {flags}, dtype {dtype}, which are not known")
+    if iteration >= MAX_ITERATION:
+        raise CorruptCheckpoint(f"{other}: a record of iteration {iteration}, which no training reaches")
     item = ITEM_BYTES[DType(dtype)]
     if length > MAX_PAYLOAD_BYTES or length % item or offset % item:
         raise CorruptCheckpoint(f"{other}: a record of {length} bytes at {offset}, of items of {item} bytes")
