@@ -28,9 +28,9 @@ from lastgood.wire.frames import (
     Kind,
     Wire,
     chunk_checksum,
-    prove_peer,
     prove_trainer,
 )
+from tests.wire.answering import prove_peer
 
 # -- placement ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from lastgood import _native
 from lastgood.errors import CheckpointError
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import GREETING, Hello, Refused, Welcome, parse_message
-from lastgood.wire.frames import Wire, prove_peer
+from lastgood.wire.frames import Wire
+from tests.wire.answering import prove_peer
 from tests.wire.ring_helpers import WAIT_S
 
 SLOTS = 4

@@ -19,11 +19,12 @@ from lastgood.gradients.copy_faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.layout import GradientLayout, plan_layout
 from lastgood.gradients.switch import Switch, SwitchLink, parse_link
 from lastgood.ports import free_ports
-from lastgood.wire.frames import PROOF_BYTES, Wire, prove_peer, prove_trainer
+from lastgood.wire.frames import PROOF_BYTES, Wire, prove_trainer
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_comm import Divide, Place, RingComm
 from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
 from tests.gradients.receiving_shadow import ReceivingShadow
+from tests.wire.answering import prove_peer
 from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S, together
 
 RANKS, SHADOWS = 3, 2

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, WaitTimeout
-from lastgood.wire.frames import MAX_CHUNK_BYTES, PEER_GREETING, Kind, Wire, proof, prove_peer
+from lastgood.wire.frames import MAX_CHUNK_BYTES, PEER_GREETING, Kind, Wire, proof
+from tests.wire.answering import prove_peer
 
 
 @pytest.mark.parametrize("kind", [Kind.CHUNK, Kind.ACK])

@@ -9,8 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from lastgood.wire.frames import Wire, prove_peer
+from lastgood.wire.frames import Wire
 from lastgood.wire.ring_link import RING_GREETING, Hello, connect_ring, listen_ring
+from tests.wire.answering import prove_peer
 from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, together
 
 

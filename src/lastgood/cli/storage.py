@@ -230,12 +230,11 @@ def _live_table(shadows: list[str], answers: list[Status | LastgoodError]) -> Ta
 
 def _listen(host: str, port: int) -> socket.socket:
     from lastgood.errors import HostError
+    from lastgood.wire.gate import open_listener
 
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
-        )
-    except (OSError, OverflowError) as error:
+        return open_listener(host, port)
+    except OSError as error:
         raise HostError(f"cannot listen at {host}:{port}: {error}") from error
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
 from lastgood.text import parse_json
-from lastgood.wire.gate import Handshake, Step
+from lastgood.wire.gate import Handshake
 
 __all__ = [
     "HEADER_BYTES",
@@ -48,7 +48,6 @@ __all__ = [
     "parse_message",
     "peer_handshake",
     "proof",
-    "prove_peer",
     "prove_trainer",
 ]
 
@@ -320,24 +319,6 @@ def peer_handshake(
         raise MismatchError(f"{other} does not know the token")
     yield proof(token, b"peer", theirs, ours)
     return int(version)
-
-
-def prove_peer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, *, oldest: int | None = None) -> int:
-    """`peer_handshake` on a connection that waits. Raises as that, and as `Wire`."""
-    handshake = peer_handshake(wire.other, token, greeting, oldest=oldest)
-    given = b""
-    step: Step = next(handshake)
-    while True:
-        try:
-            if isinstance(step, int):
-                content = bytearray(step)
-                wire.read_into(memoryview(content), "a proof")
-                given = bytes(content)
-            elif isinstance(step, bytes):
-                wire.write("a proof to go out", step)
-            step = handshake.send(given)
-        except StopIteration as end:
-            return int(end.value)
 
 
 def message_step(other: str, what: str) -> Handshake[dict[str, Any]]:

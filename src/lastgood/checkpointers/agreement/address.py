@@ -14,6 +14,7 @@ from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.member import Address
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.tokens import check_token, new_token, read_token
+from lastgood.wire.gate import open_listener
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,6 @@ __all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "check_control", "find_addre
 
 TOKEN_VARIABLE = "LASTGOOD_JOB_TOKEN"
 TOKEN_FILE_VARIABLE = "LASTGOOD_JOB_TOKEN_FILE"
-_BACKLOG = 1024
 _POLL_S = 0.1
 
 
@@ -130,22 +130,8 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return _bound_to(found[0][0], found[0][4])
+        return open_listener(host, port)
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            return _bound_to(socket.AF_INET, ("", port))
+            return open_listener("", port)
         raise
-
-
-def _bound_to(family: int, where: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Connections of a life that has ended may linger; two listeners of one port are still refused.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
