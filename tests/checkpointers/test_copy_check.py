@@ -8,9 +8,10 @@ import threading
 import pytest
 import torch
 
-from lastgood.checkpointers import copy_check
+from lastgood.checkpointers import copy_check, snapshot
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copy_check import CopyCheck, Sample
+from lastgood.checkpointers.pccheck_flight import Flight
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.snapshot import HostSnapshot
 from lastgood.errors import NoCheckpoint, StateError, WaitTimeout
@@ -47,6 +48,11 @@ def make_state():
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 
+def set_uncounted(state, value):
+    for parameter in state["model"].parameters():
+        parameter.data.fill_(value)
+
+
 def set_all(state, value):
     with torch.no_grad():
         for parameter in state["model"].parameters():
@@ -64,20 +70,34 @@ def started(request, tmp_path):
         checkpointer.close()
 
 
+@pytest.fixture
+def before_the_copy(monkeypatch):
+    """Takes a function that is called once, before the first copy that is made beside the training."""
+
+    def call_first(change):
+        left = [change]
+
+        def changed(copy):
+            def copy_then(*args):
+                if left and threading.current_thread() is not threading.main_thread():
+                    left.pop()()
+                return copy(*args)
+
+            return copy_then
+
+        monkeypatch.setattr(snapshot, "copy_bytes", changed(snapshot.copy_bytes))
+        monkeypatch.setattr(Flight, "_copy_host", changed(Flight._copy_host))
+
+    return call_first
+
+
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_a_write_that_torch_does_not_count_fails_the_checkpoint(started, write, monkeypatch):
+def test_a_write_that_torch_does_not_count_fails_the_checkpoint(started, write, before_the_copy):
     state, checkpointer = started
-    look = CopyCheck.look
     versions = [parameter._version for parameter in state["model"].parameters()]
-
-    def write_and_look(check, group, streams=None):
-        write(list(state["model"].parameters())[-3:])
-        look(check, group, streams)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CopyCheck, "look", write_and_look)
-        checkpointer.save(1)
-        checkpointer.drain()
+    before_the_copy(lambda: write(list(state["model"].parameters())[-3:]))
+    checkpointer.save(1)
+    checkpointer.drain()
     assert versions == [parameter._version for parameter in state["model"].parameters()], "nothing to show"
     (event,) = checkpointer.events
     assert event.outcome is Outcome.FAILED
@@ -92,19 +112,20 @@ def test_a_write_that_torch_does_not_count_fails_the_checkpoint(started, write, 
     assert all(parameter.eq(5).all() for parameter in fresh["model"].parameters())
 
 
-def test_weights_that_are_swapped_and_swapped_back_under_the_copy_are_seen(started, monkeypatch):
+def test_weights_that_are_swapped_and_swapped_back_under_the_copy_are_seen(started, before_the_copy, monkeypatch):
     state, checkpointer = started
-    monkeypatch.setattr(copy_check, "_GROUP_BYTES", 4096)
     look, looked = CopyCheck.look, []
+    monkeypatch.setattr(copy_check, "_GROUP_BYTES", 4096)
 
-    def swap_and_look(check, group, streams=None):
-        if group in (1, 4):
-            for parameter in state["model"].parameters():
-                parameter.data.fill_({1: 2.0, 4: 1.0}[group])
+    def swap_back_and_look(check, group, streams=None, copies=None):
+        # PCcheck, which holds no copy to look at, sees what is taken back after the look at one group.
+        if (group == 0 and copies is not None) or group == 4:
+            set_uncounted(state, 1.0)
         looked.append(group)
-        look(check, group, streams)
+        look(check, group, streams, copies)
 
-    monkeypatch.setattr(CopyCheck, "look", swap_and_look)
+    monkeypatch.setattr(CopyCheck, "look", swap_back_and_look)
+    before_the_copy(lambda: set_uncounted(state, 2.0))
     checkpointer.save(1)
     checkpointer.drain()
     assert looked == list(range(5))
@@ -161,10 +182,12 @@ def test_the_change_is_named_among_small_and_large_blocks():
     for name, parameter in [("large.weight", state["large"].weight), ("last.bias", state["last"].bias)]:
         flat = flatten(state)
         check = CopyCheck(flat, range(flat.layout.deferred_blocks))
-        check.look_at_all()
+        for group in range(len(check.groups)):
+            check.look(group)
         check.settle()
         parameter.data.add_(1)
-        check.look_at_all()
+        for group in range(len(check.groups)):
+            check.look(group)
         with pytest.raises(StateError, match=f"state.{name} was changed"):
             check.settle()
 

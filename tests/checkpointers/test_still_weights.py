@@ -9,7 +9,6 @@ import torch
 
 from lastgood.checkpointers import pccheck_flight, snapshot
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.copy_check import CopyCheck
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.state import state_digest
 from tests.checkpointers.peer_processes import peers_end_with_the_test
@@ -119,15 +118,20 @@ def test_one_that_changes_under_its_copy_fails_that_checkpoint_and_is_copied_at_
     training.step()
     assert save(checkpointer, 1).outcome is Outcome.DURABLE
     digest = state_digest(training.state)
-    look = CopyCheck.look
+    copy_bytes, copy_host = snapshot.copy_bytes, pccheck_flight.Flight._copy_host
 
-    def change_and_look(check, group, streams=None):
-        with torch.no_grad():
-            (training.base.weight if counted else training.base.weight.data).add_(1)
-        look(check, group, streams)
+    def changed(copy):
+        def change_and_copy(*args):
+            if threading.current_thread() is not threading.main_thread():
+                with torch.no_grad():
+                    (training.base.weight if counted else training.base.weight.data).add_(1)
+            copy(*args)
+
+        return change_and_copy
 
     with monkeypatch.context() as patch:
-        patch.setattr(CopyCheck, "look", change_and_look)
+        patch.setattr(snapshot, "copy_bytes", changed(copy_bytes))
+        patch.setattr(pccheck_flight.Flight, "_copy_host", changed(copy_host))
         event = save(checkpointer, 2)
     assert event.outcome is Outcome.FAILED
     assert "state.base.weight was changed while it was being copied" in event.error

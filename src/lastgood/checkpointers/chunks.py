@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
@@ -96,7 +96,7 @@ def copy_through_pool(
     large as the state that is long before it has run.
     """
     try:
-        pieces = stream_pieces(layout, blocks, meta)
+        pieces = stream_pieces(layout, blocks, meta, lambda number: fence.check.block_copied(number, streams))
         piece, position = next(pieces), 0
         remaining = layout.stream_bytes + meta.numel()
         while remaining and not lander.failures:
@@ -111,7 +111,6 @@ def copy_through_pool(
                     piece, position = next(pieces), 0
             lander.expect(index, streams.mark())
             remaining -= length
-        fence.check.look_at_all(streams)
         copied = streams.mark()
         fence.open(copied)
         lander.finish()
@@ -128,11 +127,18 @@ def copy_through_pool(
         raise
 
 
-def stream_pieces(layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout."""
+def stream_pieces(
+    layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor, taken: Callable[[int], None] | None = None
+) -> Iterator[torch.Tensor]:
+    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout.
+
+    `taken` is called with the number of each block when the piece after it is asked for.
+    """
     padding = padding_block()
-    for block, size in zip(blocks, layout.block_bytes, strict=True):
+    for number, (block, size) in enumerate(zip(blocks, layout.block_bytes, strict=True)):
         yield block
+        if taken is not None:
+            taken(number)
         if size % BLOCK_ALIGNMENT:
             yield padding[: BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT]
     yield meta

@@ -4,6 +4,9 @@ torch counts what it changes itself, in every tensor. It does not see what is wr
 view of a tensor, or by native code. So a sample of each block's bytes is taken in save() and again when the block is
 copied: all of a block of up to 64 KiB (less if there are many), of a larger one lines of 64 bytes at places that are
 drawn anew in each save. A sample is at most 4 MiB, or 256 bytes for each block.
+
+Weights may be swapped for an evaluation and swapped back while they are copied. So the second sample is read from the
+copy itself, if that is still at hand, and else from the training's memory as soon as a small group of blocks is copied.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ _LINE_BYTES = 64
 _SAMPLE_BYTES = 4 << 20
 _MOST_OF_A_BLOCK = 64 << 10
 _LEAST_OF_A_BLOCK = 256
-_GROUP_BYTES = 64 << 20
+_GROUP_BYTES = 4 << 20
 """Blocks of so many bytes in all are copied, and then looked at again."""
+_GROUP_BYTES_CUDA = 64 << 20
+"""The same with CUDA devices, where each look launches kernels, and copies are faster."""
 
 
 class Sample:
@@ -81,7 +86,8 @@ class CopyCheck:
     """Made in save(), in the training's thread, where it reads its sample. Then `look`, and at last `settle`."""
 
     def __init__(self, flat: FlatState, numbers: Sequence[int]) -> None:
-        self.groups = _groups(numbers, flat.layout.block_bytes)
+        on_device = any(flat.blocks[number].is_cuda for number in numbers)
+        self.groups = _groups(numbers, flat.layout.block_bytes, _GROUP_BYTES_CUDA if on_device else _GROUP_BYTES)
         """Numbers of the blocks, in the order in which they are to be copied and looked at."""
         self._flat: FlatState | None = flat
         self._names = [[flat.names[number] for number in group] for group in self.groups]
@@ -89,20 +95,35 @@ class CopyCheck:
         """Number of the block that changed, and what to say of it."""
         self._lock = threading.RLock()  # a signal handler may come here as well
         share = max(_LEAST_OF_A_BLOCK, min(_MOST_OF_A_BLOCK, _SAMPLE_BYTES // max(1, len(numbers))))
-        drawn = random.Random()  # not the training's generator
-        self._samples = [
-            Sample([flat.blocks[number] for number in group], share - share % _LINE_BYTES, drawn)
-            for group in self.groups
-        ]
+        self._share = share - share % _LINE_BYTES
+        self._seed = random.Random().random()  # not of the training's generator
+        self._ended = {group[-1]: number for number, group in enumerate(self.groups)}
+        self._samples = [self._sample(group, flat.blocks) for group in range(len(self.groups))]
         self._before = [{device: sample.take(device) for device in sample.devices} for sample in self._samples]
         self._flags: list[tuple[int, torch.device, list[torch.Tensor], torch.Tensor]] = []
         """Of each group on a CUDA device: its sample after the copy, and whether it is another one (on the host)."""
 
-    def look(self, group: int, streams: DeviceStreams | None = None) -> None:
+    def block_copied(
+        self, number: int, streams: DeviceStreams | None = None, copies: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """`look` at the group that ends with this block, if one does. Blocks are copied in order of their numbers."""
+        group = self._ended.get(number)
+        if group is not None:
+            self.look(group, streams, copies)
+
+    def look(
+        self, group: int, streams: DeviceStreams | None = None, copies: Sequence[torch.Tensor] | None = None
+    ) -> None:
         """Read the sample of a group again: after its copies, before an update may begin.
 
-        On CUDA this is only issued, behind the copies of `streams`.
+        With `copies` of all blocks, in host memory, it is read from these. On CUDA this is only issued, behind the
+        copies of `streams`.
         """
+        if copies is not None:
+            sample = self._sample(group, copies)
+            (device,) = sample.devices
+            self._note(group, sample.find(device, self._before[group][device], sample.take(device)))
+            return
         sample, before = self._samples[group], self._before[group]
         for device in sample.devices:
             if device.type == "cpu":
@@ -115,11 +136,6 @@ class CopyCheck:
                 flag = torch.empty(1, dtype=torch.bool, pin_memory=True, device="cpu")
                 flag.copy_(differ.any().reshape(1), non_blocking=True)
             self._flags.append((group, device, after, flag))
-
-    def look_at_all(self, streams: DeviceStreams | None = None) -> None:
-        """`look` at every group."""
-        for group in range(len(self.groups)):
-            self.look(group, streams)
 
     def look_at_versions(self) -> None:
         """See what torch has counted; before the first update at the latest, and only once.
@@ -146,6 +162,11 @@ class CopyCheck:
         if self.changed is not None:
             raise self.changed[1]
 
+    def _sample(self, group: int, blocks: Sequence[torch.Tensor]) -> Sample:
+        """The same places in each call, also for copies of the blocks."""
+        drawn = random.Random(f"{self._seed} {group}")
+        return Sample([blocks[number] for number in self.groups[group]], self._share, drawn)
+
     def _note(self, group: int, index: int | None) -> None:
         if index is not None:
             self._say(self.groups[group][index], changed_while_copied(self._names[group][index]))
@@ -155,11 +176,11 @@ class CopyCheck:
             self.changed = (number, why)
 
 
-def _groups(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+def _groups(numbers: Sequence[int], sizes: Sequence[int], group_bytes: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    filled = _GROUP_BYTES
+    filled = group_bytes
     for number in numbers:
-        if filled >= _GROUP_BYTES:
+        if filled >= group_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(number)

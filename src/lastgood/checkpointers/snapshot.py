@@ -208,9 +208,9 @@ class HostSnapshot:
         if self._on_device:
             blocks = freeze(flat, self.fence.still)
             streams = DeviceStreams(blocks)
-            for buffer, block in zip(self.buffers, blocks, strict=True):
+            for number, (buffer, block) in enumerate(zip(self.buffers, blocks, strict=True)):
                 streams.copy(buffer, block)
-            self.fence.check.look_at_all(streams)
+                self.fence.check.block_copied(number, streams)
             self._copied = streams.mark()
             self.fence.open(self._copied)
         else:
@@ -229,10 +229,9 @@ class HostSnapshot:
             self.fence.settle()
             return
         try:
-            for group, numbers in enumerate(self.fence.check.groups):
-                for number in numbers:
-                    copy_bytes(self.buffers[number], self._live[number])
-                self.fence.check.look(group)
+            for number, block in self._live.items():
+                copy_bytes(self.buffers[number], block)
+                self.fence.check.block_copied(number, copies=self.buffers)
             self.fence.settle()
         finally:
             self.fence.open()
