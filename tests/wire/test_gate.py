@@ -41,7 +41,8 @@ class Door:
         self.guests: list[Guest[Any]] = []
         listener = open_listener()
         self.where = listener.getsockname()
-        self.gate = Gate(listener, handshake, "the door", self.said.append, dropped=self.dropped.append, **options)
+        say = options.pop("say", self.said.append)
+        self.gate = Gate(listener, handshake, "the door", say, dropped=self.dropped.append, **options)
 
     def until(self, found: Callable[[], object], what: str = "what was waited for") -> None:
         deadline = time.monotonic() + WAIT_S
@@ -216,6 +217,23 @@ def test_twenty_lines_then_a_count(door: Callable[..., Door]) -> None:
     assert one.said[20:] == ["the door: 10 more connections were dropped"]
     one.close()
     assert len(one.said) == 21
+
+
+def test_a_log_that_takes_no_lines_ends_nothing() -> None:
+    """What is printed goes to a pipe that somebody closes, say: `lastgood netbench --serve | head`."""
+
+    def broken(line: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    one = Door(say=broken)
+    try:
+        for number in range(21):
+            with one.knock() as wrong:
+                wrong.sendall(b"another word")
+                one.until(lambda number=number: len(one.dropped) > number)
+        one.lets_in()
+    finally:
+        one.close()
 
 
 def test_nobody_may_send_much_before_the_proof(door: Callable[..., Door]) -> None:

@@ -102,7 +102,10 @@ class Guest(Generic[_T]):
 
 
 class FewLines:
-    """The first lines about connections that were dropped, and at the end a count of the others. For any thread."""
+    """The first lines about connections that were dropped, and at the end a count of the others. For any thread.
+
+    A log that takes no lines, a closed pipe say, is no reason for a service to end: they are lost then.
+    """
 
     def __init__(self, say: Callable[[str], object], what: str, most: int = MOST_LINES) -> None:
         self._say, self._what, self._most = say, what, most
@@ -117,13 +120,17 @@ class FewLines:
         if number <= self._most:
             more = "; others are counted only" if number == self._most else ""
             line = "".join(sign if sign.isprintable() else " " for sign in text[:500])
-            self._say(f"{self._what}: {line}{more}")
+            self._tell(f"{self._what}: {line}{more}")
 
     def close(self) -> None:
         """Say how many there were beyond those that were named."""
         if self.count > self._most:
-            self._say(f"{self._what}: {self.count - self._most} more connections were dropped")
+            self._tell(f"{self._what}: {self.count - self._most} more connections were dropped")
             self.count = 0
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # whatever is wrong with the log: see above
+            self._say(text)
 
 
 class _Stranger(Generic[_T]):
