@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import select
 import socket
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -131,6 +133,24 @@ def test_where_nobody_listens_that_is_said():
     with pytest.raises(WaitTimeout, match=rf"rank 1 of 2.*127.0.0.1:{free} cannot be reached.*refused"):
         member.wait_for_offer(0, 0.1)
     member.close(5)
+
+
+def test_a_training_may_have_more_than_a_thousand_files_open():
+    """Such as `select` refuses: the member would fail where it had only to wait, and with it all further saves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    (free,) = free_ports()
+    with ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while files.enter_context(Path(os.devnull).open("rb")).fileno() < 1100:
+            pass
+        member = Member(
+            Address("127.0.0.1", free, TOKEN), Report(1, 2, "h", "/d", None), SILENCE_S, print, lambda *verdict: None
+        )
+        files.callback(member.close, 5)
+        for _ in range(2):  # it has slept in between
+            with pytest.raises(WaitTimeout, match=rf"127.0.0.1:{free} cannot be reached.*refused"):
+                member.wait_for_offer(0, 1.0)
 
 
 def test_a_rank_with_another_token_is_refused_and_does_not_count(port):

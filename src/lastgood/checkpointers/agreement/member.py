@@ -225,8 +225,10 @@ class Member:
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # it takes descriptors from 1024 on, which a training may well have
+        poll.register(self._woken, select.POLLIN)
         while not self._closing and self._error is None and (left := deadline - time.monotonic()) > 0:
-            select.select([self._woken], [], [], left)
+            poll.poll(left * 1e3)
             self._drain_wake()
 
     def _drain_wake(self) -> None:
