@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -76,6 +78,23 @@ def no_threads(name: str) -> Iterator[None]:
 
     with mock.patch.object(threading.Thread, "start", refused):
         yield
+
+
+def test_a_trainer_whose_machine_lost_its_power_holds_no_place_for_ever(peer):
+    """Nothing comes from it, not even an end: the kernel asks, and the connection ends (keepalive, timer 2)."""
+    with trainer(peer) as wire:
+        keeps_one(wire)
+        near = wire._socket.getsockname()[1]
+        ends = f":{peer._address.port:04X} 0100007F:{near:04X} "
+        deadline = time.monotonic() + WAIT_S
+        while True:  # until what was sent has been acknowledged, there is another timer
+            (row,) = [line for line in Path("/proc/net/tcp").read_text().splitlines() if ends in line]
+            timer = row.split()[5][:2]
+            if timer != "01":
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert timer == "02"
 
 
 def test_a_moment_without_threads_ends_one_connection_only(peer):

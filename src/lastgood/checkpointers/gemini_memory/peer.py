@@ -27,7 +27,7 @@ from lastgood import _native
 from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.checkpointers.gemini_memory.areas import Area, Memory, Store
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
-from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, peer_handshake
+from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, keep_alive, peer_handshake
 from lastgood.wire.gate import PROOF_S, Gate, Guest, open_listener
 
 __all__ = ["main"]
@@ -318,6 +318,7 @@ class Peer:
             self._connections.append(thread)
 
     def _serve_one(self, guest: Guest[int]) -> None:
+        keep_alive(guest.connection)  # a machine that lost its power says no more, and must not be waited for
         Connection(self, guest.connection, f"the trainer at {guest.other}").serve()
 
 
