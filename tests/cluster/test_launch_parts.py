@@ -30,7 +30,7 @@ from lastgood.checkpointers.gemini_memory.address import Address
 from lastgood.cluster import launch_board, launch_ways
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch_board import Board
-from lastgood.cluster.launch_ticket import How, Ticket, check_env, launch_proof
+from lastgood.cluster.launch_ticket import TICKET_FILE, How, Ticket, check_env, launch_proof
 from lastgood.cluster.launch_ways import Way, deepspeed_env_text, way
 from lastgood.cluster.rank_main import find_place, route_interface
 from lastgood.cluster.remote import Remote, SshOptions
@@ -407,6 +407,33 @@ def test_a_program_that_is_not_there(job: Callable[[int], Job]) -> None:
     assert "cannot start '/no/such/program' in /: No such file" in (one.board.ranks[0].fault or "")
 
 
+def test_a_log_that_is_no_file_is_a_fault_that_the_launch_hears_of(job: Callable[[int], Job]) -> None:
+    one = job(1)
+    one.logs.mkdir()
+    os.mkfifo(one.logs / "rank-00000.log")
+    one.start(SLEEP)
+    one.serve_until("failure", lambda: one.board.first_failure)
+    assert "rank-00000.log" in (one.board.ranks[0].fault or "")
+
+
+def test_the_ranks_remove_the_file_of_their_ticket(job: Callable[[int], Job]) -> None:
+    """So that it is not left where the launch is killed while they run."""
+    one = job(2)
+    file = Path(f"{TICKET_FILE}{secrets.token_hex(16)}")
+    write_atomically(file, one.ticket(SLEEP).encode().encode())
+    try:
+        for rank in "01":
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            command = [sys.executable, "-m", "lastgood.cluster.rank_main", str(file)]
+            one.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}))
+            one.serve_until("word of it", lambda rank=rank: one.board.ranks[int(rank)] not in one.board.missing)
+            assert file.exists() or rank == "1"
+        one.running()
+        assert not file.exists()
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def test_time_is_bounded_on_the_host_too(job: Callable[[int], Job]) -> None:
     one = job(1)
     one.start(SLEEP, timeout_s=0.5)
@@ -702,5 +729,6 @@ def test_the_copy_of_a_private_environment_is_private(
 
 
 def test_what_holds_a_token_does_not_show_it() -> None:
-    assert "the token itself" not in repr(replace(TICKET, token="the token itself"))
+    ticket = replace(TICKET, token="the token itself", env={"HF_TOKEN": "hf_1234"})
+    assert "the token itself" not in repr(ticket) and "hf_1234" not in repr(ticket)
     assert "secret" not in repr(Address(Path("peer"), "127.0.0.1", 5, b"secret", 7))

@@ -19,6 +19,7 @@ __all__ = [
     "HOWS",
     "MAX_MESSAGE_BYTES",
     "MAX_TICKET_BYTES",
+    "TICKET_FILE",
     "How",
     "Ticket",
     "check_env",
@@ -34,6 +35,8 @@ HOWS: tuple[How, ...] = get_args(How)
 MAX_MESSAGE_BYTES = 64 << 10
 """Of one line between a rank and its launch."""
 MAX_TICKET_BYTES = 90 << 10
+TICKET_FILE = "/tmp/lastgood-ticket-"
+"""Begins the name of a ticket's file on a host, for launchers that leave ranks no standard input. Ranks remove it."""
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -49,7 +52,7 @@ class Ticket:
     how: How
     argv: list[str]
     cwd: str
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     logs: str
     start_s: float
     """How long a rank waits for the launch and for the other ranks."""

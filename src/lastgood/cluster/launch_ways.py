@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from lastgood.cluster.hostfile import Hostfile, render_hostfile
-from lastgood.cluster.launch_ticket import How, Ticket
+from lastgood.cluster.launch_ticket import TICKET_FILE, How, Ticket
 from lastgood.cluster.remote import Remote, RemoteProcess
 from lastgood.errors import ConfigError, HostError
 from lastgood.files import open_log, read_bounded, write_atomically
@@ -283,8 +283,8 @@ def _runner(
     env_file = given.log_dir / "deepspeed_env"
     # It holds what the user's own has, which may be secret.
     write_atomically(env_file, deepspeed_env_text(exported).encode())
-    # It leaves ranks no standard input, and mpirun only rank 0's: a file of this user's on each host, until its end.
-    ticket = f"/tmp/lastgood-ticket-{secrets.token_hex(16)}"
+    # It leaves ranks no standard input, mpirun only rank 0's: a file of this user's on each host, until all have come.
+    ticket = f"{TICKET_FILE}{secrets.token_hex(16)}"
     hosts = given.hosts.names
     command = [
         *(given.python, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}", "--force_multi", "--no_ssh_check"),
@@ -293,13 +293,14 @@ def _runner(
         *("--module", "--no_local_rank", *given.rank_command[2:], ticket),
     ]
     env = {**os.environ, **given.ticket.env, "DS_ENV_FILE": str(env_file), **env}
-    # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
-    given.remote.write_everywhere(hosts, ticket, given.ticket.encode().encode(), _TICKET_S)
 
     def clean() -> None:
+        # The ranks have removed it, unless they never came.
         given.remote.run_everywhere(hosts, ["rm", "-f", "--", ticket], _TICKET_S)
 
     try:
+        given.remote.write_everywhere(hosts, ticket, given.ticket.encode().encode(), _TICKET_S)
+        # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
         return _start("deepspeed", command, env, given, cwd=Path("/"), cleaned=clean)
     except BaseException:
         clean()

@@ -28,13 +28,14 @@ from lastgood.cluster.launch_board import keep_alive
 from lastgood.cluster.launch_ticket import (
     MAX_MESSAGE_BYTES,
     MAX_TICKET_BYTES,
+    TICKET_FILE,
     How,
     Ticket,
     is_nonce,
     launch_proof,
     rank_log,
 )
-from lastgood.errors import HostError, LaunchError, StorageError
+from lastgood.errors import LastgoodError, LaunchError, StorageError
 from lastgood.files import open_log, open_regular, read_bounded, read_end
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
@@ -231,17 +232,20 @@ def main(words: list[str] | None = None) -> int:
         port = free_ports(1, "")[0] if rank == 0 else 0
         job = os.environ.get("SLURM_JOB_ID") if ticket.how == "srun" else None
         lifeline = _Lifeline(ticket, deadline, {"rank": rank, "world": world, "port": port, "slurm_job": job})
-    except (HostError, LaunchError, ValueError) as error:
+    except (LastgoodError, OSError, ValueError) as error:
         sys.stderr.write(f"lastgood launch: {error}\n")
         return 1
     watch = _Watch(lifeline)
     try:
-        go = _wait_for_go(watch, deadline)
+        try:
+            go = _wait_for_go(watch, deadline)
+        finally:
+            _forget_ticket(place)
         if go is None:
             return 1
         env = _environment(ticket, rank, local, world, go)
         return _run(ticket, rank, env, watch)
-    except (LaunchError, OSError) as error:
+    except (LastgoodError, OSError) as error:
         lifeline.send({"fault": str(error)})
         sys.stderr.write(f"lastgood launch: rank {rank}: {error}\n")
         return 1
@@ -257,6 +261,13 @@ def _read_ticket(place: str) -> Ticket:
     except (OSError, StorageError) as error:
         raise LaunchError(f"the ticket of this rank cannot be read: {error}") from error
     return Ticket.decode(content.decode(errors="replace").strip())
+
+
+def _forget_ticket(place: str) -> None:
+    """All ranks have read theirs, or need none any more: its file must not outlive a launch that is killed."""
+    if place.startswith(TICKET_FILE):
+        with contextlib.suppress(OSError):  # another rank of this host was first
+            Path(place).unlink()
 
 
 def _read_input(most_bytes: int) -> bytes:
