@@ -150,7 +150,7 @@ def test_an_unknown_figure_names_the_known_ones() -> None:
         ("fig12={model: vgg}", ["fig12.model: 'vgg': unknown model 'vgg' (did you mean vgg16?)"]),
         ("fig13={intervals: 0}", ["fig13.intervals[0]: 0: interval 0 is the run without checkpoints"]),
         ("fig14={pool_shares: 17}", ["fig14.pool_shares[0]: 17"]),
-        ("fig14={pool_shares: .nan}", ["fig14.pool_shares[0]"]),
+        ("fig14={pool_shares: .nan}", ["--config: fig14=", "the number .nan is not finite"]),
         ("fig14={pool: 1}", ["fig14.pool: unknown key", "pool_shares"]),
         (
             "fig14={pool_shares: [0.01, 1]}",
