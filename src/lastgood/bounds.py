@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lastgood.units import MIB, format_bytes
@@ -16,6 +16,7 @@ __all__ = [
     "MOST_INT_BYTES",
     "Budget",
     "Refused",
+    "check_hashes",
     "hashable",
     "json_cost",
     "key_cost",
@@ -36,8 +37,9 @@ _BYTES_FOR_A_SIGN = 45
 """Of memory, for each comma and bracket of a JSON text."""
 _BUFFERS = 8 * MIB
 """Of a reader."""
-_WIDE_KEY = 64 << 10
-"""Charged for a key of more than 61 bits: thousands of them may have one hash, and a dict of those takes for ever."""
+_MOST_ALIKE = 1000
+_NOTED = 300
+"""Bytes for a key of which `Budget.note` keeps the hash."""
 _SMALL = 61
 
 
@@ -70,12 +72,27 @@ class Budget:
     def __init__(self, file_bytes: int) -> None:
         self.most = memory_for(file_bytes) - file_bytes - _BUFFERS
         self.taken = 0
+        self._noted: set[tuple[int, int]] = set()
+        self._alike = 0
 
     def take(self, nbytes: int) -> None:
         """Count memory that is about to be used. Raises Refused when there is too little."""
         self.taken += nbytes
         if self.taken > self.most:
             raise Refused(f"it would take more than {format_bytes(self.most)} of memory, out of proportion to its file")
+
+    def note(self, container: object, key: Any) -> None:
+        """Count the hash of a key that is set in a container which fills bit by bit; as `check_hashes`.
+
+        Raises Refused.
+        """
+        if not _may_be_alike(key):
+            return
+        before = len(self._noted)
+        self._noted.add((id(container), hash(key)))
+        self._alike += before == len(self._noted)
+        if self._alike > _MOST_ALIKE:
+            raise Refused(f"more than {_MOST_ALIKE} keys of one hash")
 
 
 def json_cost(text: bytes) -> int:
@@ -90,19 +107,36 @@ def hashable(items: Iterable[Any], budget: Budget) -> list[Any]:
     """`items` for a set, each looked at and charged before it is hashed. Raises Refused."""
     found = list(items)
     budget.take(sum(96 + key_cost(item) for item in found))
+    check_hashes(found)
     return found
+
+
+def check_hashes(keys: Collection[Any]) -> None:
+    """Refuse keys that were made to have one hash: a dict of them compares each with all others. Raises Refused.
+
+    Texts and bytes cannot be: Python's hash of them has a secret. Integers beyond 61 bits can, complex numbers, tuples.
+    """
+    try:
+        different = len({hash(key) for key in keys})
+    except TypeError as error:
+        raise Refused(f"a key that Python cannot hash: {error}") from error
+    if len(keys) - different > _MOST_ALIKE:
+        raise Refused(f"more than {_MOST_ALIKE} keys of one hash")
+
+
+def _may_be_alike(key: Any) -> bool:
+    kind = type(key)
+    return kind in (complex, tuple, frozenset) or (kind is int and key.bit_length() > _SMALL)
 
 
 def key_cost(key: Any, further: tuple[type, ...] = ()) -> int:
     """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end."""
-    cost, seen, waiting = 0, 0, [key]
+    cost, seen, waiting = _NOTED if _may_be_alike(key) else 0, 0, [key]
     while waiting:
         item = waiting.pop()
         seen += 1
         kind = type(item)
-        if kind is int:
-            cost += _WIDE_KEY if item.bit_length() > _SMALL else 0
-        elif kind in (tuple, frozenset):
+        if kind in (tuple, frozenset):
             if seen + len(waiting) + len(item) > _MOST_KEY_ITEMS:
                 raise Refused(f"a key is made of more than {_MOST_KEY_ITEMS} values")
             waiting += item
@@ -111,7 +145,7 @@ def key_cost(key: Any, further: tuple[type, ...] = ()) -> int:
     return cost
 
 
-_KEYS = (str, bytes, bool, float, complex, type(None))
+_KEYS = (str, bytes, bool, int, float, complex, type(None))
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------
@@ -175,6 +209,10 @@ class _Costs:
         if of_keys:
             each = _SET_ITEM if kind in (set, frozenset) else _PAIR
             cost += sum(each + self._key(key, depth) for key in value)
+            try:
+                check_hashes(value)
+            except Refused as error:
+                raise _Misplaced(str(error)) from None
         if kind in (set, frozenset):
             return cost, 1
         for step, item in value.items() if of_keys else enumerate(value):

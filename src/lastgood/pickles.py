@@ -225,6 +225,7 @@ class _Machine:
             raise Refused(f"its pickle sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self._budget.take(160 + key_cost(key, (Record,)))
+            self._budget.note(target, key)
             target[key] = value
 
     def _add_items(self) -> None:
@@ -232,7 +233,9 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not set:
             raise Refused(f"its pickle adds items to a {type(target).__name__}")
-        target.update(hashable(items, self._budget))
+        for item in hashable(items, self._budget):
+            self._budget.note(target, item)
+            target.add(item)
 
     def _frozen_set(self) -> None:
         self._push(frozenset(hashable(self._marked(), self._budget)))

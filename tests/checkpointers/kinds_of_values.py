@@ -90,7 +90,7 @@ VALUES = {
     "list": [1, [2, []], ()],
     "tuple": (1, (2.5, "x"), [3]),
     "empty": {},
-    "set": {1, "a", (2, b"x"), frozenset({3})},
+    "set": {1, "a", (2, b"x"), frozenset({3}), (1j, frozenset({(2j,)}))},
     "empty set": set(),
     "frozenset": frozenset({1.5, None}),
     "ordered": OrderedDict(b=1, a=OrderedDict()),

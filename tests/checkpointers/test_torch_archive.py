@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -17,9 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.bounds import MOST_DEPTH, Budget, Refused
-from lastgood.checkpointers.torch_archive import TorchFile, read_torch_file, reading_cost
+from lastgood.checkpointers.torch_archive import (
+    TorchFile,
+    check_proportion,
+    file_names,
+    read_torch_file,
+    reading_cost,
+)
 from lastgood.checkpointers.torch_files import TorchFiles, pack_numpy
 from lastgood.errors import CorruptCheckpoint, StateError, StorageError
+from lastgood.pickles import load_pickle
 from lastgood.state import state_digest
 from tests.checkpointers.pickle_craft import ORDERED, call, named, of, pickled, storage, tensor, torch_file
 from tests.state.test_flatten import TREES, types_of
@@ -253,8 +261,37 @@ def test_a_pickle_that_says_more_than_it_has_is_refused(tmp_path, body):
 def test_keys_of_one_hash_are_bounded(tmp_path):
     """2^61 - 1 is what Python takes the remainder of: a dict of such keys compares each with all others."""
     keys = b"".join(of(n * (2**61 - 1)) + b"N" for n in range(5000))
-    with pytest.raises(CorruptCheckpoint, match="memory"):
+    with pytest.raises(CorruptCheckpoint, match="of one hash"):
         loaded(tmp_path / "x", b"}(" + keys + b"u")
+
+
+def alike(count):
+    """Complex numbers of one hash, which is that of the real part and 1,000,003 times that of the other one."""
+    return [complex(-1_000_003.0 * n, n) for n in range(1, count)]
+
+
+@pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset, Counter, lambda keys: {(key, 1) for key in keys}])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_keys_of_one_hash_are_bounded_in_every_container(tmp_path, kind, protocol):
+    content = pickle.dumps(kind(alike(2500)), protocol)
+    with pytest.raises(Refused, match="of one hash"):
+        load_pickle(content, file_names(Budget(1 << 30)), Budget(1 << 30))
+    fine = kind(alike(900))
+    assert load_pickle(pickle.dumps(fine, protocol), file_names(Budget(0)), Budget(0)) == fine
+
+
+def test_as_many_wide_keys_as_anybody_has_are_read(tmp_path):
+    """Identifiers of samples fill 64 bits."""
+    state = {"seen": {2**63 + 977 * n: n for n in range(3000)}, "set": {2**63 + 977 * n for n in range(3000)}}
+    cost = reading_cost(state, "state")
+    torch.save(state, tmp_path / "x")
+    check_proportion(cost, tmp_path / "x", "x")
+    assert read_torch_file(tmp_path / "x") == state
+
+
+def test_what_would_be_refused_for_its_hashes_is_not_written():
+    with pytest.raises(StateError, match=r"state\.a: more than 1000 keys of one hash"):
+        reading_cost({"a": set(alike(2500))}, "state")
 
 
 def test_as_deep_as_may_be_is_read(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,11 @@ from tests.storage.craft import dense, entries, layout_json, part
 
 HUGE = 1 << 61
 TENSOR = dense([4])
+
+
+def complex_node(real, imaginary):
+    return ["c", struct.pack(">d", real).hex(), struct.pack(">d", imaginary).hex()]
+
 
 UNSOUND = {
     "no list": {"s": 1},
@@ -41,6 +47,13 @@ UNSOUND = {
     "keys of one hash": ["d", [[["i", n * ((1 << 61) - 1)], ["n"]] for n in range(1, 20_000)]],
     "keys of one hash, further in": ["d", [[["t", [["i", n * ((1 << 61) - 1)]]], ["n"]] for n in range(1, 5000)]],
     "a set of one hash": ["e", [["i", n * ((1 << 61) - 1)] for n in range(1, 20_000)]],
+    "a set of complex numbers of one hash": ["e", [complex_node(-1_000_003.0 * n, n) for n in range(1, 2500)]],
+    "a set of tuples of one hash": ["e", [["t", [complex_node(-1_000_003.0 * n, n)]] for n in range(1, 2500)]],
+    "a set of sets of one hash": ["e", [["E", [complex_node(-1_000_003.0 * n, n)]] for n in range(1, 2500)]],
+    "a set of numpy's of one hash": [
+        "e",
+        [["N", "<c16", np.complex128(complex(-1_000_003.0 * n, n)).tobytes().hex()] for n in range(1, 2500)],
+    ],
     "key twice": ["d", [[["s", "a"], ["n"]], [["s", "a"], ["i", 1]]]],
     "key twice for Python": ["o", [[["i", 1], ["n"]], [["b", True], ["i", 1]]]],
     "module of torch as a dtype": ["D", "nn"],

@@ -7,6 +7,7 @@ tensor lies inside its block, every name of a dtype is one, and the tree is no d
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lastgood._lazy import lazy_module
+from lastgood.bounds import check_hashes
 from lastgood.state.shards import MAX_BOXES, Shard
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ MAX_NUMBER = 1 << 62
 MAX_RANKS = 1 << 20
 _FLOAT_DIGITS = 16
 _LONGEST_NAME = 64
-_MOST_ALIKE = 1000
 _BYTES_OF_A_BOX = 256
 """Parts of so many bytes and more for each of their boxes may have any number of boxes."""
 _KEYS = frozenset("nbifsyt")
@@ -115,6 +116,8 @@ class _Walk:
         self._boxes = 0
         """Of all parts, beyond one for each."""
         self._path: list[str] = []
+        self._frozen: dict[int, frozenset[Any]] = {}
+        """What frozensets hold, by the node's identity: a set that holds them asks again."""
         # By tag: how many items a node has, and what checks them.
         self._rules: dict[str, tuple[int, Callable[[list[Any], int], None]]] = {
             "n": (1, _nothing),
@@ -183,9 +186,10 @@ class _Walk:
 
     def _set(self, node: list[Any], depth: int) -> None:
         self._sequence(node, depth)
-        for item in node[1]:
-            _check_hashable(item)
-        _check_hashes([_key(item) for item in node[1] if item[0] in _KEYS])
+        items = [self._key(item, _HASHABLE) for item in node[1]]
+        check_hashes(items)
+        if node[0] == "E":
+            self._frozen[id(node)] = frozenset(items)
 
     def _mapping(self, node: list[Any], depth: int) -> None:
         deeper = self._deeper(depth)
@@ -200,13 +204,37 @@ class _Walk:
                 self._path.append(key[1][:_LONGEST_NAME])
             else:
                 self._node(key, deeper)
-                keys.append(_key(key))
+                keys.append(self._key(key, _KEYS))
                 self._path.append(f"{key!r:.60}")
             self._node(value, deeper)
             self._path.pop()
-        _check_hashes(keys)
+        check_hashes(keys)
         if len(set(keys)) != len(pairs):
             raise ValueError("a mapping has a key twice")
+
+    def _key(self, node: list[Any], tags: frozenset[str]) -> Any:
+        """A value of the same hash, equal for equal keys. Of a checked node; raises ValueError for other tags."""
+        tag = node[0]
+        if tag not in tags:
+            raise ValueError(f"a node {tag!r} is no key")
+        if tag == "t":
+            return tuple(self._key(item, tags) for item in node[1])
+        if tag == "E":
+            return self._frozen[id(node)]
+        if tag == "f":
+            return _float_of(node[1])
+        if tag == "c":
+            return complex(*(struct.unpack(">d", bytes.fromhex(digits))[0] for digits in node[1:]))
+        if tag == "y":
+            return bytes.fromhex(node[1])
+        if tag == "S":
+            return tuple(node[1])
+        if tag == "N":
+            dtype = numpy_dtype(node[1])
+            return np.frombuffer(bytes.fromhex(node[2]), dtype)[0] if dtype.itemsize else ""
+        if tag in "THR":  # each is one of its own
+            return object()
+        return node[1] if tag != "n" else None
 
     def _stateful(self, node: list[Any], depth: int) -> None:
         self._node(node[1], self._deeper(depth))
@@ -334,34 +362,10 @@ def _numpy_scalar(node: list[Any], depth: int) -> None:
     _digits(node[2], width or None)  # of text of no characters, numpy gives the bytes of one
 
 
-def _check_hashable(node: list[Any]) -> None:
-    if node[0] not in _HASHABLE:
-        raise ValueError(f"a set that holds a node {node[0]!r}")
-    if node[0] == "t":
-        for item in node[1]:
-            _check_hashable(item)
-
-
-def _check_hashes(keys: Sequence[Any]) -> None:
-    """Refuse keys that were made to have one hash: a dict of them takes for ever. Integers beyond 61 bits may."""
-    if len(keys) - len({hash(key) for key in keys}) > _MOST_ALIKE:
-        raise ValueError(f"more than {_MOST_ALIKE} keys of one hash")
-
-
-def _key(node: list[Any]) -> Any:
-    """A key as a value that is equal for equal keys. Of a checked node; raises ValueError for what is no key."""
-    tag = node[0]
-    if tag not in _KEYS:
-        raise ValueError(f"a node {tag!r} is no key")
-    if tag == "t":
-        return tuple(_key(item) for item in node[1])
-    if tag == "f":
-        # Each NaN is a key of its own, unless it is one object; of others Python says what is equal.
-        value = float(np.array(int(node[1], 16), dtype=np.uint64).view(np.float64))
-        return object() if math.isnan(value) else value
-    if tag == "y":
-        return bytes.fromhex(node[1])
-    return node[1] if tag != "n" else None
+def _float_of(digits: str) -> Any:
+    """Each NaN is a key of its own, unless it is one object; of others Python says what is equal."""
+    value = float(np.array(int(digits, 16), dtype=np.uint64).view(np.float64))
+    return object() if math.isnan(value) else value
 
 
 def _reach(shape: Any, stride: Any, width: int) -> tuple[int, int]:
