@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import ConfigError, MismatchError
+from lastgood.errors import ConfigError, MismatchError, StateError
 from tests.checkpointers.wrapped_optimizers import Forwarding
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck", "dcp"]
@@ -112,6 +112,94 @@ def test_wrappers_of_modules_change_no_order(tmp_path):
     assert trained(tmp_path, in_order, model=Ddp(modules()))[2] == 1
 
 
+class Trainer:
+    """A user's own object: its state_dict shows copies, of modules and weights that lie deep in it."""
+
+    def __init__(self, net, attribute="net"):
+        self.deep = type("Deep", (), {})()
+        self.deep.nets = {attribute: [net]}
+        self.temperature = torch.ones((), requires_grad=True)
+        self.get = lambda: (net, self.temperature)
+
+    def state_dict(self):
+        net, temperature = self.get()
+        return {"net": {key: value.clone() for key, value in net.state_dict().items()}, "t": temperature.item()}
+
+    def load_state_dict(self, state):
+        net, temperature = self.get()
+        net.load_state_dict(state["net"])
+        temperature.data.fill_(state["t"])
+
+
+def attach_trainer(directory, attribute="net", order=list):
+    net = modules()
+    trainer = Trainer(net, attribute)
+    optimizer = torch.optim.AdamW(order([*net.parameters(), trainer.temperature]))
+    checkpointer = checkpointer_class("pccheck")(directory, interval_steps=1)
+    try:
+        began = checkpointer.attach(trainer=trainer, optimizer=optimizer)
+        checkpointer.step()
+    finally:
+        checkpointer.close()
+    return began
+
+
+def test_an_attribute_of_a_users_object_may_have_another_name(tmp_path):
+    attach_trainer(tmp_path)
+    assert attach_trainer(tmp_path, "network") == 1
+    with pytest.raises(MismatchError, match="another order"):
+        attach_trainer(tmp_path, "network", lambda found: [found[1], found[0], found[2]])
+
+
+def test_what_parts_share_has_one_name_in_whatever_order_they_are_given(tmp_path):
+    def attach(*names):
+        shared = torch.nn.Linear(2, 2)
+        parts = {name: torch.nn.Sequential(shared, torch.nn.Linear(2, 1)) for name in "ab"}
+        optimizer = torch.optim.SGD([*parts["a"].parameters(), *parts["b"][1].parameters()], 0.1)
+        checkpointer = checkpointer_class("sync")(tmp_path, interval_steps=1)
+        try:
+            began = checkpointer.attach(optimizer=optimizer, **{name: parts[name] for name in names})
+            checkpointer.step()
+        finally:
+            checkpointer.close()
+        return began
+
+    attach("a", "b")
+    assert attach("b", "a") == 1
+
+
+def test_optimizers_in_containers_are_compared_and_looked_through_as_well(tmp_path):
+    def several(optimizer):
+        return {"one": [optimizer]}
+
+    trained_in(tmp_path / "a", in_order, several)
+    assert trained_in(tmp_path / "a", in_order, several) == 1
+    with pytest.raises(MismatchError, match=r"optimizers\.one\.0: .*another order"):
+        trained_in(tmp_path / "a", reversed_order, several)
+    loose = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigError) as error:
+        trained_in(tmp_path / "b", lambda model: [*model.parameters(), loose], several)
+    assert """more=[optimizers['one'][0].param_groups[0]["params"][2]]""" in str(error.value)
+
+
+def trained_in(directory, parameters, wrap):
+    model = modules()
+    checkpointer = checkpointer_class("sync")(directory, interval_steps=1)
+    try:
+        began = checkpointer.attach(model=model, optimizers=wrap(torch.optim.AdamW(parameters(model))))
+        checkpointer.step()
+    finally:
+        checkpointer.close()
+    return began
+
+
+def test_a_list_that_holds_itself_is_refused_as_what_it_is(tmp_path):
+    itself: list[object] = []
+    itself.append(itself)
+    with pytest.raises(StateError, match="itself"):
+        checkpointer_class("sync")(tmp_path, interval_steps=1).attach(model=modules(), more=itself)
+
+
 # -- what no part holds ------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +253,7 @@ def test_what_is_held_in_another_way_counts_as_attached(tmp_path):
     checkpointer = checkpointer_class("pccheck")(tmp_path, interval_steps=0)
     checkpointer.attach(own=Own(weight), holds=Holds(layer), optimizer=optimizer)
     checkpointer.close()
+    assert attach_trainer(tmp_path / "trainer") == 0
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,37 @@ class InParts(torch.optim.SGD):
             parameter.add_(1)
 
 
+class Application:
+    """A user's own object that keeps model and optimizer, as torch's recipes for distributed checkpoints have it."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def state_dict(self):
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state):
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+@pytest.mark.parametrize("hold", [lambda one: [one], lambda one: {"a": {"b": one}}, lambda one: Application(o=one)])
+@pytest.mark.parametrize("system", ["sync", "pccheck"])
+def test_steps_of_optimizers_in_containers_and_objects_are_seen(system, hold, tmp_path):
+    parts = make_state()
+    optimizer = parts["optimizer"]
+    checkpointer = checkpointer_class(system)(tmp_path)
+    checkpointer.start({"model": parts["model"], "held": hold(optimizer)})
+    optimizer.between = lambda: checkpointer.save(1)
+    optimizer.step()
+    del optimizer.between
+    checkpointer.save(2)
+    checkpointer.drain()
+    outcomes = [event.outcome for event in checkpointer.events]
+    assert outcomes == [Outcome.FAILED, Outcome.DURABLE] and "InParts.step()" in checkpointer.events[0].error
+    checkpointer.close()
+
+
 def make_state():
     parameters = torch.nn.ParameterList(torch.zeros(4) for _ in range(4))
     return {"model": parameters, "optimizer": InParts(parameters.parameters(), 0.1)}

@@ -42,6 +42,7 @@ from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheck
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
+from lastgood.state.held import held_in
 from lastgood.state.optimizers import optimizers_beneath
 from lastgood.state.rng import generators_kept
 
@@ -566,11 +567,15 @@ class Checkpointer(ABC):
 
     def _hook_optimizers(self) -> None:
         """See the steps of optimizers that are not seen yet: a mapping may be given another one after `start`."""
-        for part in self.state.values():
-            for optimizer in optimizers_beneath(part):
-                if not any(optimizer is known for known in self._hooks.optimizers):
-                    self._hooks.handles += see_steps(optimizer, self._step_begins, self._step_ends)
-                    self._hooks.optimizers.append(optimizer)
+        for optimizer in self._optimizers():
+            if not any(optimizer is known for known in self._hooks.optimizers):
+                self._hooks.handles += see_steps(optimizer, self._step_begins, self._step_ends)
+                self._hooks.optimizers.append(optimizer)
+
+    def _optimizers(self) -> list[Any]:
+        """All that the state holds now, also in containers and in a user's own objects."""
+        held = (one for name, part in self.state.items() for _, one in held_in(part, name))
+        return [optimizer for one in held for optimizer in optimizers_beneath(one)]
 
     def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
         """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
@@ -623,8 +628,7 @@ class Checkpointer(ABC):
         """
         event = self._request(step)
         try:
-            optimizers = [optimizer for part in self.state.values() for optimizer in optimizers_beneath(part)]
-            with self._steps.kept_out(DEFAULT_TIMEOUT_S, optimizers):
+            with self._steps.kept_out(DEFAULT_TIMEOUT_S, self._optimizers):
                 self._save(event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
             self._fail(event, error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError, MismatchError
-from lastgood.state import flatten, is_stateful
+from lastgood.state import flatten
 from lastgood.state.compare import other_order, plain_names
+from lastgood.state.held import held_in
 from lastgood.state.optimizers import is_optimizer, trained_parameters
 from lastgood.state.shards import local_part
 
@@ -29,7 +30,7 @@ class Trained:
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
-        self._known: tuple[int, ...] = ()
+        self._known: tuple[int, ...] | None = None
         self._order: dict[str, str] = {}
         self._updates = 0
         self._windows = 0
@@ -38,7 +39,7 @@ class Trained:
         """For each optimizer a line for each of its parameters, in the order of their numbers: name and shape."""
         optimizers = self._optimizers()
         found = tuple(id(one) for part in optimizers.values() for _, _, one in trained_parameters(part))
-        if found != self._known or not self._order:
+        if found != self._known:
             names = self._names()
             self._order = {
                 name: "\n".join(
@@ -52,14 +53,16 @@ class Trained:
     def check_order(self, saved: Any, path: str) -> None:
         """Raise MismatchError, naming both sides, if a number of an optimizer was another parameter in a checkpoint.
 
-        Checkpoints of before this was kept say nothing, and pass; so does a name that one side does not know.
+        Checkpoints of before this was kept say nothing, and pass; so does a name that one side does not know, or gives
+        to nothing any more (an attribute of a user's object that was renamed).
         """
         if not isinstance(saved, Mapping):
             return
-        live = self.order()
+        live, known = self.order(), set(self._names().values())
         for name in live.keys() & saved.keys():
             before, now = str(saved[name]).split("\n"), live[name].split("\n")
-            if len(before) == len(now) and any(_differ(*pair) for pair in zip(before, now, strict=True)):
+            names = {line.split(" ", 1)[0] for line in before}
+            if len(before) == len(now) and any(_differ(*pair, names, known) for pair in zip(before, now, strict=True)):
                 raise MismatchError(f"{path}: {name}: {other_order(before, now)}")
 
     def refuse_forgotten(self, state: Mapping[str, Any]) -> None:
@@ -78,10 +81,10 @@ class Trained:
 
     def forgotten(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What is trained and lies in no part of `state`: in words, and how to get at it."""
-        names = self._names()
+        names, optimizers = self._names(), self._optimizers()
         loose = [
             (name, group, place, one)
-            for name, part in self._optimizers().items()
+            for name, part in optimizers.items()
             for group, place, one in trained_parameters(part)
             if one.requires_grad and id(one) not in names and one.numel()
         ]
@@ -90,15 +93,16 @@ class Trained:
         # A part may hold the memory under another object: masters of a wrapper, what its state_dict shows.
         blocks = flatten(state, spread=True).blocks
         held = [(block.device, block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
+        reached = {".".join(map(str, keys)): _expression(keys) for keys, _ in self._held(objects=False)}
         found = []
         for name, group, place, one in loose:
             local = local_part(one)
             begin, end = local.data_ptr(), local.data_ptr() + local.nbytes
             if not any(local.device == device and first <= begin and end <= last for device, first, last in held):
                 text = f"{name}: parameter {place} of group {group}, of shape {tuple(one.shape)}"
-                own = self._parts[name].param_groups[group].get("param_names")
+                own = optimizers[name].param_groups[group].get("param_names")
                 text += "" if own is None else f" ({own[place]})"
-                found.append((text, f'{name}.param_groups[{group}]["params"][{place}]'))
+                found.append((text, f'{reached[name]}.param_groups[{group}]["params"][{place}]'))
         return found
 
     def loses_gradients(self, updates: int, *, saves: bool) -> bool:
@@ -119,38 +123,35 @@ class Trained:
         self._windows = -1
         return True
 
+    def _held(self, *, objects: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        # In an order that does not hang on that of the call: what several parts share has the name of the first.
+        for name in sorted(self._parts):
+            yield from held_in(self._parts[name], name, objects=objects)
+
     def _optimizers(self) -> dict[str, Any]:
-        return {name: part for name, part in self._parts.items() if is_optimizer(part)}
+        """Those that were attached, alone or in containers. What an object of the user's own steps is its affair."""
+        return {".".join(map(str, keys)): one for keys, one in self._held(objects=False) if is_optimizer(one)}
 
     def _names(self) -> dict[int, str]:
         """Names of parameters and tensors in all parts that are no optimizers, by the objects' ids."""
         found: dict[int, str] = {}
-        for name, part in self._parts.items():
-            if not is_optimizer(part):
-                for one, path in _tensors_in(part, name):
-                    found.setdefault(id(one), plain_names([path])[0])
+        for keys, one in self._held(objects=True):
+            path = ".".join(map(str, keys))
+            if isinstance(one, torch.nn.Module):
+                for name, parameter in one.named_parameters(prefix=path, remove_duplicate=False):
+                    found.setdefault(id(parameter), plain_names([name])[0])
+            elif isinstance(one, torch.Tensor):
+                found.setdefault(id(one), plain_names([path])[0])
         return found
 
 
-def _tensors_in(part: Any, name: str) -> Iterator[tuple[torch.Tensor, str]]:
-    if isinstance(part, torch.Tensor):
-        yield part, name
-    elif isinstance(part, torch.nn.Module):
-        for path, one in part.named_parameters(prefix=name, remove_duplicate=False):
-            yield one, path
-    elif isinstance(part, Mapping) and not is_stateful(part):
-        for key, value in part.items():
-            yield from _tensors_in(value, f"{name}.{key}")
-    elif isinstance(part, (list, tuple)):
-        for number, value in enumerate(part):
-            yield from _tensors_in(value, f"{name}.{number}")
-    elif is_stateful(part):
-        # A user's own object around modules: what it keeps of them is its state_dict's to say.
-        for key, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, (torch.nn.Module, torch.Tensor)):
-                yield from _tensors_in(value, f"{name}.{key}")
+def _expression(keys: tuple[Any, ...]) -> str:
+    """How a user gets at what lies under these keys."""
+    return str(keys[0]) + "".join(f"[{key!r}]" for key in keys[1:])
 
 
-def _differ(before: str, now: str) -> bool:
+def _differ(before: str, now: str, saved: Collection[str], known: Collection[str]) -> bool:
     names, shapes = zip(before.split(" ", 1), now.split(" ", 1), strict=True)
-    return shapes[0] != shapes[1] or (_UNKNOWN not in names and names[0] != names[1])
+    if shapes[0] != shapes[1]:
+        return True
+    return _UNKNOWN not in names and names[0] != names[1] and (names[0] in known or names[1] in saved)

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -65,10 +65,10 @@ class UpdateSteps:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def kept_out(self, timeout_s: float, optimizers: Sequence[Any] = ()) -> Iterator[None]:
+    def kept_out(self, timeout_s: float, optimizers: Callable[[], Sequence[Any]] = list) -> Iterator[None]:
         """While inside, no step of another thread begins. Waits for those that run in other threads.
 
-        `optimizers` are those that training still has: what a step of another one has left is forgotten.
+        `optimizers` returns those that training still has: what a step of another one has left is forgotten.
 
         Raises CheckpointError in a step of this thread (a signal handler, a hook), inside another save of this thread,
         or after a step that an exception has ended; WaitTimeout.
@@ -95,12 +95,12 @@ class UpdateSteps:
                 self._saving = None
                 self._changed.notify_all()
 
-    def _runs(self, me: int, optimizers: Sequence[Any]) -> bool:
+    def _runs(self, me: int, optimizers: Callable[[], Sequence[Any]]) -> bool:
         """Whether another thread is in a step. Raises CheckpointError if this one is, or if a step was broken off."""
         running = False
         for key, step in list(self._steps.items()):
             threads = _threads_in(step)
-            if not threads and not any(step.optimizer is one for one in optimizers):
+            if not threads and not any(step.optimizer is one for one in optimizers()):
                 del self._steps[key]
                 continue
             kind = type(step.optimizer).__name__
