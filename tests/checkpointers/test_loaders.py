@@ -261,6 +261,42 @@ def test_a_loader_whose_length_is_nobodys_business_is_left_alone(tmp_path, recwa
     assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own-generator"])
+def test_the_length_of_a_loader_is_asked_once_an_epoch_and_draws_nothing(own, tmp_path):
+    class Drawn:
+        """Makes its batches when it is asked for their number, as samplers that sort by length do."""
+
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(3) if own else None
+            self.asked = 0
+
+        def __iter__(self):
+            return iter([[number] for number in torch.randperm(12, generator=self.generator).tolist()])
+
+        def __len__(self):
+            self.asked += 1
+            return sum(1 for _ in self)
+
+    torch.manual_seed(3)
+    wanted = [
+        int(batch) for loader in [DataLoader(range(12), batch_sampler=Drawn())] for _ in range(2) for batch in loader
+    ]
+    sampler = Drawn()
+    checkpointer = checkpointer_class("sync")(tmp_path, interval_steps=1)
+    torch.manual_seed(3)
+    checkpointer.attach(
+        model=torch.nn.ParameterList([torch.ones(1)]), data=DataLoader(range(12), batch_sampler=sampler)
+    )
+    seen = []
+    for _ in range(2):
+        for batch in checkpointer.data:
+            seen.append(int(batch))
+            checkpointer.step()
+    checkpointer.close()
+    assert seen == wanted
+    assert sampler.asked <= 5
+
+
 def test_a_checkpoint_that_says_nothing_of_its_data_is_taken(tmp_path, monkeypatch):
     from lastgood.checkpointers import data_cursor
 

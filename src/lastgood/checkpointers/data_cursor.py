@@ -88,6 +88,7 @@ class CountedLoader(Checked):
         self._resume_generators: dict[str, Any] | None = None
         """Where the generators stood when the resumed loop was begun first: a look at a batch draws from them."""
         self._epoch_start: dict[str, Any] = {}
+        self._made_of: dict[str, Any] | None = None
         self._running: object = None
 
     def __len__(self) -> int:
@@ -102,6 +103,7 @@ class CountedLoader(Checked):
             if self.batches:
                 self._end_epoch()  # an iterator that was put away and never finished
             self._epoch_start = self._generators()
+            self._made_of = None
             batches = iter(self.loader)
         self._begun = True
         ticket = self._running = object()
@@ -124,7 +126,7 @@ class CountedLoader(Checked):
 
     def _end_epoch(self) -> None:
         self._resume = self._resume_generators = None
-        self._running = None
+        self._running = self._made_of = None
         self.epoch += 1
         self.batches = 0
 
@@ -140,8 +142,18 @@ class CountedLoader(Checked):
             "epoch_start": self._epoch_start,
             "generators": [generator.get_state() for generator in self._own_generators()],
             "loader": self._own_state(),
-            "made_of": describe_data(self.loader),
+            "made_of": self._facts(),
         }
+
+    def _facts(self) -> dict[str, Any]:
+        """What the epoch's order was made from: asked once an epoch, since a length may cost, or draw, something."""
+        if self._made_of is None:
+            own = [(generator, generator.get_state()) for generator in self._own_generators()]
+            with generators_kept():
+                self._made_of = describe_data(self.loader)
+            for generator, state in own:
+                generator.set_state(state)
+        return self._made_of
 
     def _own_state(self) -> Any:
         """What the loader says of its place, if it keeps one; asking it leaves the generators alone."""
@@ -173,7 +185,7 @@ class CountedLoader(Checked):
                 f"{path}: the checkpoint was made with {before}, and {now} is attached; attach the same kind"
             )
         if self._changed == "refuse" and saved["batches"]:
-            found = difference(saved.get("made_of"), describe_data(self.loader), int(saved["batches"]))
+            found = difference(saved.get("made_of"), self._facts(), int(saved["batches"]))
             if found is not None and not found.complete:
                 raise MismatchError(f"{path}: {found.refusal}")
 
@@ -212,7 +224,7 @@ class CountedLoader(Checked):
 
         It is another place if the data changed, and `changed` says what to do then.
         """
-        found = difference(state.get("made_of"), describe_data(self.loader), int(state["batches"]))
+        found = difference(state.get("made_of"), self._facts(), int(state["batches"]))
         if found is None or not state["batches"]:
             return state, bool(state["batches"])
         if found.complete or self._changed == "epoch":
