@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -175,3 +177,33 @@ def test_checkmate_asks_for_the_optimizer_beneath():
     with pytest.raises(ConfigError, match=r"attach\(optim=optim.optimizer\)"):
         Tracked({"model": model, "optim": optimizer})
     assert Tracked({"model": model, "optim": optimizer.optimizer}).optimizer is optimizer.optimizer
+
+
+def test_a_copy_of_a_wrapper_steps_its_own_optimizer(tmp_path):
+    """What is put into an object is copied with it (copy.deepcopy), and must not lead back to the first."""
+
+    class Wrapper:
+        def __init__(self, inner):
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self):
+            self.inner.step()
+
+        def state_dict(self):
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state):
+            self.inner.load_state_dict(state)
+
+    model = torch.nn.Linear(2, 1)
+    wrapper = Wrapper(adam(model.parameters()))
+    checkpointer = PCcheck(tmp_path, interval_steps=0)
+    checkpointer.attach(model=model, optimizer=wrapper)
+    twin, other = copy.deepcopy((model, wrapper))
+    twin(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone(), twin.weight.detach().clone()
+    other.step()
+    assert torch.equal(model.weight, before[0]) and not torch.equal(twin.weight, before[1])
+    checkpointer.close()
+    other.step()
+    assert torch.equal(model.weight, before[0])

@@ -66,13 +66,16 @@ class _Wrapped:
         self._removed = False
         inner = getattr(owner, name)
         self._before = vars(owner).get(name)
+        own = getattr(inner, "__self__", None) is owner
 
         @functools.wraps(inner)
         def seen(part: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._removed:  # others may have put their own method over this one, and still call it
-                return inner(*args, **kwargs)
+            # A copy of the object (copy.deepcopy) has this method too, bound to itself.
+            step = inner if part is self._owner() or not own else types.MethodType(inner.__func__, part)
+            if self._removed or step is not inner:  # others may have put their own method over this one
+                return step(*args, **kwargs)
             first(part, sys._getframe())
-            result = inner(*args, **kwargs)
+            result = step(*args, **kwargs)
             last(part)
             return result
 
