@@ -4,7 +4,9 @@ import multiprocessing
 
 import pytest
 
-from lastgood.errors import ConfigError
+from lastgood.cli._peer import read_token as read_peer_token
+from lastgood.errors import ConfigError, StorageError
+from lastgood.experiments.ceilings import Peer
 from lastgood.tokens import read_token
 
 
@@ -34,6 +36,27 @@ def test_what_is_no_token_is_refused(tmp_path, content, mode, match):
     path.chmod(mode)
     with pytest.raises(ConfigError, match=match):
         read_token(path, make=True)
+
+
+@pytest.mark.parametrize("make", [False, True])
+@pytest.mark.parametrize("name", ["x" * 300, "file/token", "folder", "loop"])
+def test_where_no_file_can_be_that_is_an_error_with_its_name(tmp_path, name, make):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match=name):
+        read_token(tmp_path / name, make=make)
+
+
+def test_the_token_of_a_measured_port_is_its_owner_s_too(tmp_path):
+    path = tmp_path / "token"
+    path.write_bytes(b"x" * 32 + b"\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"--peer-token-file: .*chmod 600"):
+        read_peer_token(path)
+    path.chmod(0o600)
+    assert read_peer_token(path) == "x" * 32
+    assert "x" * 32 not in repr(Peer("other", 5, "x" * 32))
 
 
 def make(path, queue):

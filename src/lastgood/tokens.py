@@ -48,7 +48,7 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
             content = file.read(_MOST_BYTES + 1).strip()
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: there is no token; copy the file that `lastgood storage serve` made there"
+            f"{path}: there is no token; copy the other side's file there (`lastgood storage serve` makes one)"
         ) from None
     except OSError as error:
         raise StorageError(f"{path}: the token cannot be read: {error.strerror or error}") from error
@@ -59,10 +59,10 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
 
 def _make(path: Path) -> None:
     """Write a new token in one step: another process finds it whole, or not at all."""
-    if path.exists():
-        return
     draft = temporary_beside(path)
     try:
+        if path.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
             file.write(new_token().encode() + b"\n")

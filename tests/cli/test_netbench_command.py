@@ -72,6 +72,7 @@ def test_loopback_as_a_table_and_as_json() -> None:
 def test_a_peer_in_all_directions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
+    token.chmod(0o600)
     monkeypatch.delenv("LASTGOOD_PEER_TOKEN", raising=False)
     ways = ("--way", "send", "--way", "both", "--way", "receive")
     with serving() as address:

@@ -443,6 +443,7 @@ def test_two_commands_measure_the_network_between_them(tmp_path: Path) -> None:
         token = server.stderr.readline().strip().rpartition("LASTGOOD_PEER_TOKEN=")[2]
         assert "answering on 127.0.0.1" in server.stderr.readline()
         (tmp_path / "token").write_text(token + "\n")
+        (tmp_path / "token").chmod(0o600)
         kept = make_ceilings(machine="box", where=where_run(tmp_path / "s"))
         kept.write(tmp_path / "c.json")
         arguments = ["ceilings", "--scratch", tmp_path / "s", "--out", tmp_path / "c.json", "--machine", "box"]

@@ -7,14 +7,13 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from lastgood import tokens
 from lastgood.errors import ConfigError, StorageError
-from lastgood.files import read_bounded
 from lastgood.units import format_seconds
 
 __all__ = ["TOKEN_VARIABLE", "needed_token", "read_token", "serve_peer"]
 
 TOKEN_VARIABLE = "LASTGOOD_PEER_TOKEN"
-_MAX_TOKEN_FILE_BYTES = 4096
 
 
 def read_token(path: Path | None) -> str | None:
@@ -22,9 +21,9 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get(TOKEN_VARIABLE)
     try:
-        return read_bounded(path, _MAX_TOKEN_FILE_BYTES, follow=True).decode().strip()
-    except (OSError, StorageError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--peer-token-file {path}: cannot read a token: {error}") from error
+        return tokens.read_token(path).decode()
+    except (ConfigError, StorageError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--peer-token-file: {error}") from error
 
 
 def needed_token(path: Path | None, peer: str, serve_option: str) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal
@@ -61,7 +61,7 @@ class Peer:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
     @property
     def address(self) -> str:
