@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state import Layout, flatten, unflatten
+from lastgood.state.layout import check_cost
 from lastgood.state.layout_rules import MAX_DEPTH
 from tests.storage.craft import dense, entries, layout_json, part
 
@@ -243,14 +244,28 @@ def test_what_passes_can_be_built_and_described(data):
     unflatten(layout, blocks, "here")
 
 
-def test_plain_values_that_take_far_more_memory_than_their_file_has_are_neither_read_nor_saved():
-    """Looked at before anything is made of the text, so that this costs nothing."""
-    many = b'["l",[]],' * 400_000
+@pytest.mark.parametrize("written", [b'["l",[]],', b'[ "l",[]],', b'["l" ,[]],', b'["\\u006c",[]],'])
+def test_plain_values_that_take_far_more_memory_than_their_file_has_are_not_read(written):
+    """However they are written. Looked at before anything is made of the text, so that this costs nothing."""
+    # Without the containers that are built of them they would pass.
+    many = written * 250_000
     text = (
         b'{"layout_version":1,"deferred_blocks":0,"block_bytes":[],"tree":["d",[[["s","a"],["l",[%b["n"]]]]]]}' % many
     )
     with pytest.raises(CorruptCheckpoint, match="plain values"):
         Layout.from_json(text, "here")
+
+
+@pytest.mark.parametrize("wide", ["\U0001f600".encode(), b"\\ud83d\\ude00", b'\\"\\ud83d\\ude00'])
+def test_a_long_text_of_wide_characters_is_reckoned_with_four_bytes_for_each(wide):
+    text = b'"' + wide + b"a" * (1 << 20) + b'"'
+    check_cost(text, len(text))
+    with pytest.raises(ValueError, match="plain values"):
+        check_cost(text + b"[" * 930_000, len(text))
+    check_cost(text.replace(wide, b"") + b"[" * 930_000, len(text))
+
+
+def test_plain_values_that_take_far_more_memory_than_their_file_has_are_not_saved():
     layout = Layout(entries(a=["l", [["i", 1]] * 400_000]), (), 0)
     with pytest.raises(StateError, match="plain values"):
         layout.to_json()

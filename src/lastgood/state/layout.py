@@ -178,16 +178,28 @@ def check_cost(text: bytes, held_bytes: int) -> None:
     """Raise ValueError if a layout's values take far more memory than the file that holds them has bytes.
 
     An upper bound of what Python makes of a text, and of the state that is built of it: a node of six bytes becomes a
-    list of eighty, and a container once more.
+    list of eighty, and a container once more. Whoever wrote it may have written white space anywhere, and any letter of
+    a tag as an escape. Texts with one character beyond 16 bits take four bytes for each.
     """
     nodes, commas, quotes = text.count(b"["), text.count(b","), text.count(b'"')
-    containers = sum(text.count(b'["%c",' % tag) for tag in b"lteEdoC")
-    cost = len(text) + 72 * (nodes + text.count(b"{")) + 40 * commas + 28 * quotes + 100 * containers
+    containers = sum(text.count(b'"%c"' % tag) for tag in b"lteEdoC") + text.count(b'"\\u00')
+    lists = 72 * nodes + 100 * containers + 400 * text.count(b"{")
+    cost = len(text) + 3 * _wide_bytes(text) + lists + 40 * commas + 28 * quotes
     if cost > memory_for(held_bytes):
         raise ValueError(
             f"plain values that take {format_bytes(cost)} of memory in a checkpoint of {format_bytes(held_bytes)}; "
             "long lists of numbers belong into tensors or numpy arrays"
         )
+
+
+def _wide_bytes(text: bytes) -> int:
+    """Bytes of what may become texts of more than one byte for each character."""
+    if not text.isascii():
+        return len(text)
+    if b"\\u" not in text:
+        return 0
+    pieces = text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    return sum(len(piece) for piece in pieces if b"\\u" in piece)
 
 
 def _aligned(size: int) -> int:
