@@ -12,7 +12,7 @@ import torch
 from lastgood.checkpointers import checkmate_life
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
-from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.device_mover import DeviceMover
 from lastgood.state import state_digest
 from lastgood.units import KIB
@@ -449,6 +449,39 @@ def test_a_shadow_dies_and_another_one_is_seeded_while_training_goes_on(shadows,
     fresh = SmallTraining(seed=1)
     assert make().restore(fresh.state) == training.step_number
     assert fresh.digest() == training.digest()
+
+
+def test_no_training_begins_anew_beside_a_shadow_that_knows_of_complete_steps(tmp_path):
+    """One that was started anew lacks them. Once all are, nothing is known any more."""
+    shadows, made = Shadows(tmp_path, 2), []
+
+    def attached(**how):
+        training = SmallTraining()
+        made.append(Checkmate(tmp_path / "job", **shadows.knobs, bucket_bytes=4096))
+        parts = {name: part for name, part in training.state.items() if name != "rng"}
+        return training, made[-1], made[-1].attach(**parts, **how)
+
+    try:
+        training, checkpointer, first = attached()
+        for _ in range(2):
+            training.step()
+            checkpointer.step()
+        checkpointer.drain(WAIT_S)
+        checkpointer.close()
+        shadows.kill(1)
+        shadows.restart(1)
+        with pytest.raises(CorruptCheckpoint, match=r"step 2 was complete on all; shadow 1 has been started anew"):
+            attached()
+        assert made[-1].latest() is None
+        with pytest.raises(NoCheckpoint, match="step 7"):
+            attached(resume_step=7)
+        shadows.kill(0)
+        shadows.restart(0)
+        assert [first, attached()[2]] == [0, 0]
+    finally:
+        for one in made:
+            one.close()
+        shadows.end()
 
 
 @pytest.mark.slow

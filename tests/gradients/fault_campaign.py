@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastgood.errors import CheckpointError, LastgoodError, NoCheckpoint
+from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint
 from lastgood.gradients.asking import Asker, connect_shadow
 from lastgood.gradients.copy_faults import FaultPlan
 from lastgood.gradients.messages import GREETING, Hello
@@ -346,7 +346,7 @@ def _run(schedule: Schedule, oracle: Oracle, bed: Bed) -> Report:
         try:
             restored, digests = restore_afresh(schedule.kind, bed.options(bed.addresses), job)
             why = ""
-        except NoCheckpoint as error:
+        except (CorruptCheckpoint, NoCheckpoint) as error:
             restored, digests, why = None, [], str(error)
         if plan.end == "zombie":
             _end(plan, life, net)

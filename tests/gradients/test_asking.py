@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
-from lastgood.gradients.asking import _scratch, check_set, choose, connect_shadow
+from lastgood.gradients.asking import _scratch, check_set, choose, connect_shadow, signs_of_loss
 from lastgood.gradients.messages import CHUNK_BYTES, PROTOCOL_VERSION, Entry, Hello, Saved, Status
 from lastgood.wire.frames import Wire
 from tests.wire.answering import prove_peer
@@ -67,6 +67,33 @@ def test_a_spill_that_all_hold_is_chosen_though_their_memory_is_of_two_layouts()
     second = status(1, memory=[newer], durable=[saved], layout="c" * 64)
     choice = choose([first, second])
     assert (choice.source, choice.saved) == ("durable", saved)
+
+
+def test_a_life_that_ends_before_its_first_step_is_complete_leaves_no_sign_of_loss():
+    first = Saved(epoch=1, iteration=1, step=1)
+    assert signs_of_loss([status(0, memory=[first]), status(1)]) == []
+    assert signs_of_loss([status(0, layout=None), status(1, layout=None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sign"),
+    [
+        ({"memory": [3]}, {"epoch": 0, "job": None, "layout": None}, "shadow 1 has been started anew"),
+        ({}, {"promised": 3}, "shadow 1 knows that step 3 was complete on all"),
+        ({"durable": [4]}, {}, "shadow 0 has spilled step 4"),
+    ],
+)
+def test_signs_that_a_complete_step_was_lost(first, second, sign):
+    answers = []
+    for shadow, told in enumerate((first, second)):
+        saved = {
+            name: (Saved(epoch=1, iteration=1, step=one),)
+            for name in ("memory", "durable")
+            for one in told.get(name, ())
+        }
+        answers.append(status(shadow).model_copy(update={**told, **saved}))
+    (found,) = signs_of_loss(answers)
+    assert found.startswith(sign)
 
 
 def test_shadows_must_be_all_and_in_their_order():

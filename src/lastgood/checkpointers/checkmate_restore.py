@@ -169,26 +169,35 @@ def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
     job_of(directory, knobs, token)
     try:
         return _choose(knobs, token, None).step
-    except NoCheckpoint:
+    except (NoCheckpoint, CorruptCheckpoint):
         return None
 
 
 def _choose(knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
-    """What all shadows hold now. Raises NoCheckpoint.
+    """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint where they held something and lost it.
 
     A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
     iteration is applied anywhere, all hold it, so a second answer tells, unless all have moved on again.
     """
     before: list[Status] | None = None
-    for _ in range(_LOOKS):
+    looks = 0
+    while True:
         statuses = _statuses(knobs, token)
+        looks += 1
         try:
             return asking.choose(statuses, step)
-        except NoCheckpoint:
-            if before is not None and _held(statuses) == _held(before):
+        except NoCheckpoint as error:
+            if looks <= _LOOKS and (before is None or _held(statuses) != _held(before)):
+                before = statuses
+                continue
+            signs = asking.signs_of_loss(statuses)
+            if step is not None or not signs:
                 raise
-            before = statuses
-    return asking.choose(_statuses(knobs, token), step)
+            raise CorruptCheckpoint(
+                f"checkmate: {error}, and a training would begin anew after steps that were complete: "
+                f"{'; '.join(signs)}. Start the shadows with the folders for spills that they had, if they spilled; to "
+                "begin anew, end all shadows and start them with other folders for spills"
+            ) from error
 
 
 def _held(statuses: Sequence[Status]) -> list[tuple[Any, ...]]:
@@ -262,7 +271,7 @@ def check_held(directory: Path, knobs: CheckmateOptions, step: int | None) -> No
 
 
 def _look(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> str:
-    """The job, where all shadows hold something of it. Raises NoCheckpoint, and as `job_of`."""
+    """The job, where all shadows hold something of it. Raises as `_choose` and `job_of`."""
     job = job_of(directory, knobs, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")

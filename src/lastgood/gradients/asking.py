@@ -41,7 +41,7 @@ from lastgood.wire.frames import Wire, keep_alive, prove_trainer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Asker", "Choice", "ask_all", "choose", "connect_shadow", "fence", "fetch", "fetch_side"]
+__all__ = ["Asker", "Choice", "ask_all", "choose", "connect_shadow", "fence", "fetch", "fetch_side", "signs_of_loss"]
 
 _CONNECT_S = 10.0
 _MAX_SIDE_BYTES = 1 << 34
@@ -231,6 +231,23 @@ def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
         wanted = "no iteration" if step is None else f"no iteration of step {step}"
         raise NoCheckpoint(f"{wanted} is held by all shadows ({held})")
     return max(found, key=lambda one: (one.saved.epoch, one.saved.iteration, one.source == "memory"))
+
+
+def signs_of_loss(statuses: Sequence[Status]) -> list[str]:
+    """Why shadows that hold nothing in common may have lost what they held; nothing where no step was ever complete.
+
+    A life that ends before its first step is complete leaves steps with some shadows, and none of these signs.
+    """
+    held = [saved.epoch for status in statuses for saved in status.memory]
+    found = []
+    for status in statuses:
+        if status.promised is not None:
+            found.append(f"shadow {status.shadow} knows that step {status.promised} was complete on all")
+        elif status.durable:
+            found.append(f"shadow {status.shadow} has spilled step {status.durable[0].step}")
+        elif status.epoch < max(held, default=0):
+            found.append(f"shadow {status.shadow} has been started anew since others took what they hold")
+    return found
 
 
 def describe(status: Status) -> str:

@@ -51,7 +51,7 @@ __all__ = [
     "parse_message",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of these messages and of side records: another one where one side would not understand what the other one says."""
 GREETING = b"lastgood shadow %d\n" % PROTOCOL_VERSION
 """Opens every connection to a shadow (`wire.frames.prove_trainer`)."""
@@ -358,6 +358,8 @@ class Status(_Message):
     """Saved iterations from `applied` to `have`: any of them can be given back if all shadows hold it."""
     durable: tuple[Saved, ...]
     """Spilled iterations, newest first."""
+    promised: _Number | None = None
+    """The newest step of which rank 0 has said that all shadows have it, held still or not; None: of none."""
     refused: dict[str, _Number]
     """Records and connections that were refused, by cause."""
 

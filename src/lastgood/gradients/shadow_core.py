@@ -127,6 +127,7 @@ class ShadowCore:
                 have=self.state.have,
                 memory=tuple(self.state.restorable()),
                 durable=self._durable(),
+                promised=self.state.promised,
                 refused=self.all_refused(),
             )
 

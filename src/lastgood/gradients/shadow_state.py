@@ -40,6 +40,8 @@ class ShadowState(ShadowHoldings):
         self.declared = False
         """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
         self.missed_checks = 0
+        self.promised: int | None = None
+        """The newest step that was ever complete on all shadows, in whichever epoch, held still or not."""
         self.word: Complete | None = None
         """The last one of this epoch."""
         self._seeds: dict[int, Seeded] = {}
@@ -250,6 +252,9 @@ class ShadowState(ShadowHoldings):
         """All shadows (but lost ones) hold everything up to this iteration."""
         if message.iteration >= self.completed and message != self.word:
             self.word, self.completed = message, message.iteration
+            for iteration, saved in self._known.saves.items():
+                if iteration <= message.iteration and message.promises(iteration):
+                    self.promised = max(saved.step, self.promised or 0)
             self._out.append(Tell(message, everyone=True))
             self._settle()
 
