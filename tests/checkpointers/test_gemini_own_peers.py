@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 
 import pytest
+import torch
 
 from lastgood.checkpointers.gemini import Gemini, GeminiOptions
 from lastgood.checkpointers.gemini_memory.address import Address
@@ -13,7 +15,7 @@ from lastgood.checkpointers.gemini_memory.partition import Network
 from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings
 from lastgood.checkpointers.gemini_memory.together import address_for_peers
 from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.errors import CheckpointError, ConfigError
+from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from tests.checkpointers.peer_processes import kill_peer, peers_below, peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
 
@@ -123,3 +125,67 @@ def test_records_of_before_keep_their_names():
     assert "peers" not in GeminiOptions().model_dump()
     assert GeminiOptions(peers="own").model_dump()["peers"] == "own"
     assert GeminiOptions.model_validate(GeminiOptions(peers="own").model_dump()).peers == "own"
+
+
+class Ranks:
+    """In place of `Together`: this rank, and another one that holds what this one holds, or nothing."""
+
+    lost = False
+
+    def __init__(self, machine, machines, timeout_s):
+        pass
+
+    def tell(self, mine):
+        checkpoints = isinstance(mine, list) and mine and isinstance(mine[0], tuple)
+        return [mine, []] if checkpoints and Ranks.lost else [mine]
+
+
+def attached(directory, saves=0, timeout_s=60.0):
+    model = torch.nn.Linear(3, 3)
+    options = GeminiOptions(peers="own", buffer_bytes=1 << 20, peer_timeout_s=timeout_s)
+    gemini = Gemini(directory, options.model_copy(update={"machines": 1, "replicas": 1}), interval_steps=1)
+    try:
+        first = gemini.attach(model=model)
+        for _ in range(saves):
+            gemini.step()
+            gemini.drain()
+        return first
+    finally:
+        gemini.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.setattr("lastgood.checkpointers.gemini.Together", Ranks)
+    monkeypatch.setattr(Ranks, "lost", False)
+    return Ranks
+
+
+def test_ranks_do_not_begin_anew_beside_a_peer_that_does_not_answer(tmp_path, ranks):
+    assert attached(tmp_path, saves=1) == 0
+    (pid,) = peers_below(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(CheckpointError, match=r"begin anew beside what these peers may hold: .*peer-0-") as refused:
+        attached(tmp_path, timeout_s=0.5)
+    assert not isinstance(refused.value, NoCheckpoint)
+    os.kill(pid, signal.SIGCONT)
+    assert attached(tmp_path) == 1
+
+
+def test_ranks_begin_anew_beside_a_step_of_some_only_if_none_was_ever_complete(tmp_path, ranks, monkeypatch, caplog):
+    assert attached(tmp_path, saves=1) == 0
+    monkeypatch.setattr(Ranks, "lost", True)
+    assert attached(tmp_path, saves=2) == 0
+    assert "no whole checkpoint that all machines have" in caplog.text
+    with pytest.raises(CheckpointError, match=r"peers may hold: .*\(steps \[2, 1\]\)"):
+        attached(tmp_path)
+    monkeypatch.setattr(Ranks, "lost", False)
+    assert attached(tmp_path) == 2
+
+
+def test_ranks_whose_peers_have_ended_are_told_that_they_begin_anew(tmp_path, ranks, caplog):
+    assert attached(tmp_path, saves=2) == 0
+    (pid,) = peers_below(tmp_path)
+    kill_peer(pid)
+    assert attached(tmp_path) == 0
+    assert "what a peer held is gone with it" in caplog.text

@@ -380,14 +380,27 @@ class Gemini(Checkpointer):
         try:
             super()._resume(state, step)
         except NoCheckpoint as error:
-            # Where ranks tell each other, what one of them lacks is a checkpoint of none.
-            doubtful = [] if self._together else self._peers.may_hold(self._knobs.machine, self._holders)
+            doubtful = self._doubtful()
             if doubtful:
                 raise CheckpointError(
                     f"{error}; a training would begin anew beside what these peers may hold: {'; '.join(doubtful)}. "
                     "Try again when they answer; or, to begin anew, end them and remove these files"
                 ) from error
+            if self._peers.known(self._holders):
+                _log.warning("gemini: %s", error)  # attach() goes on from nothing
             raise
+
+    def _doubtful(self) -> list[str]:
+        """The peers that hold what was complete, or might: those of all machines, where ranks tell each other.
+
+        There one step may be with some ranks only, since the life that saved it ended before it was complete. With two
+        of them the older one was complete: ranks save the next one, and tell peers what to forget, after that.
+        """
+        together = self._together
+        found = self._peers.may_hold(self._knobs.machine, self._holders, at_least=1 if together is None else 2)
+        if together is None:
+            return found
+        return list(dict.fromkeys(one for theirs in together.tell(found) for one in theirs))
 
     def _meet(self) -> Together | None:
         """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""

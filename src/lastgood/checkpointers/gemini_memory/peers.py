@@ -291,7 +291,9 @@ class Peers:
             lock.release()
 
     def own(self, machine: int) -> list[Address]:
-        """The addresses of `machine`'s peers, newest first, for other machines to `learn`."""
+        """The addresses of `machine`'s peers, newest first, for other machines to `learn`; not of those that ended."""
+        for path in self.addresses(machine):
+            self._forget_if_ended(path)
         return [Address.read(path) for path in self.addresses(machine)]
 
     def learn(self, machine: int, addresses: list[Address]) -> None:
@@ -339,33 +341,35 @@ class Peers:
     def _may_start(self, machine: int) -> bool:
         return self._settings.starts in (None, machine)
 
-    def may_hold(self, owner: int, machines: list[int]) -> list[str]:
-        """The peers that hold something of `owner`, or might: all but those that say no, and those that have ended."""
+    def known(self, machines: list[int]) -> list[Path]:
+        """The address files of these machines' peers."""
+        return [path for machine in machines for path in self.addresses(machine)]
+
+    def may_hold(self, owner: int, machines: list[int], at_least: int = 1) -> list[str]:
+        """The peers that hold so many checkpoints of `owner`, or might: not those that have ended."""
         found = []
-        for path in [path for machine in machines for path in self.addresses(machine)]:
+        for path in self.known(machines):
             try:
                 with self.connect(path) as link:
                     steps = [one.step for one in link.held(owner)]
-                if steps:
+                if len(steps) >= at_least:
                     found.append(f"{path} (steps {steps})")
             except (LastgoodError, OSError) as error:
                 if not self._has_ended(path):
                     found.append(f"{path} ({error})")
         return found
 
-    @classmethod
-    def _forget_if_ended(cls, path: Path) -> None:
-        if cls._has_ended(path):
+    def _forget_if_ended(self, path: Path) -> None:
+        if self._has_ended(path):
             path.unlink(missing_ok=True)
 
-    @staticmethod
-    def _has_ended(path: Path) -> bool:
+    def _has_ended(self, path: Path) -> bool:
         """Whether that is known: of a peer on another machine it is not."""
         try:
             address = Address.read(path)
         except (CorruptCheckpoint, OSError):
             return False
-        if not address.on_this_machine:
+        if not address.on_this_machine and address.host != self._settings.host:
             return False
         try:
             state = Path("/proc", str(address.pid), "stat").read_text(encoding="ascii", errors="replace")
