@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -126,6 +127,7 @@ def test_a_tuple_comes_back_with_its_plain_values_and_its_own_tensors():
     assert pair[2].tolist() == [1, 1]
     assert not holds_its_values((torch.zeros(2), 4)), "attach could not give the 4 back"
     assert holds_its_values((torch.zeros(2), [4]))
+    assert not holds_its_values(([4],)), "a tuple without live parts is replaced"
 
 
 def test_the_order_of_a_mapping_comes_back():
@@ -134,3 +136,26 @@ def test_the_order_of_a_mapping_comes_back():
     state = {"recent": {"a": tensor, "b": 0}}
     apply_tree(state, tree, "here", objects)
     assert list(state["recent"].items()) == [("b", 1), ("a", tensor)]
+
+
+@pytest.mark.parametrize(
+    ("live", "saved"),
+    [
+        ([1, 2], (1, 2)),
+        (([1],), ([2],)),
+        ((torch.zeros(2), [1]), (torch.ones(2), (1,))),
+        ((torch.zeros(2), {}), (torch.ones(2), 5)),
+        ((torch.zeros(2), np.zeros(3)), (torch.ones(2), np.zeros(4))),
+    ],
+)
+def test_what_would_have_to_be_replaced_in_a_mapping_that_cannot_be_changed_is_refused_first(live, saved):
+    flat = flatten({"model": torch.nn.Linear(2, 2), "x": saved})
+    tree = unflatten(flat.layout, flat.blocks, "here")
+    model = torch.nn.Linear(2, 2)
+    before = state_digest({"model": model})
+    with pytest.raises(MismatchError, match="here: x"):
+        apply_tree(MappingProxyType({"model": model, "x": live}), tree, "here", stateful_paths(flat.layout))
+    assert state_digest({"model": model}) == before
+    state = {"model": model, "x": live}
+    apply_tree(state, tree, "here", stateful_paths(flat.layout))
+    assert state_digest(state) == state_digest({"model": model, "x": saved})

@@ -45,7 +45,7 @@ def apply_tree(
 
 def holds_its_values(value: Any) -> bool:
     """Whether `load_tree` puts values back into this object itself, where all who hold it see them."""
-    return stays_itself(value)
+    return stays_itself(value, value)
 
 
 def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> None:

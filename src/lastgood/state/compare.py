@@ -55,10 +55,10 @@ def check_tree(
             raise MismatchError(f"{path}: the state holds {_kind(live)}, the checkpoint {_kind(saved)}")
         if isinstance(live, np.ndarray) and live.flags.writeable and _kind(live) != _kind(saved):
             raise MismatchError(f"{path}: the state holds {_kind(live)}, the checkpoint {_kind(saved)}")
-        if not isinstance(state, MutableMapping) and not stays_itself(live):
+        if not isinstance(state, MutableMapping) and not stays_itself(live, saved):
             raise MismatchError(
-                f"{path} is a plain {type(live).__name__} in a container that cannot be changed; "
-                "pass a dict, or wrap the value in an object with load_state_dict"
+                f"{path} is a plain {type(live).__name__} (in the checkpoint {_kind(saved)}) in a container that "
+                "cannot be changed; pass a dict, or wrap the value in an object with load_state_dict"
             )
 
 
@@ -71,13 +71,18 @@ def holds_live_parts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(holds_live_parts, value))
 
 
-def stays_itself(value: Any) -> bool:
-    """Whether a load puts values back into this object itself, where all who hold it see them."""
-    if isinstance(value, tuple):
-        return bool(value) and all(map(stays_itself, value))
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.writeable)
-    return isinstance(value, (torch.Tensor, MutableMapping, list)) or is_stateful(value)
+def stays_itself(live: Any, saved: Any) -> bool:
+    """Whether a load puts `saved` into `live` itself, where all who hold it see the values."""
+    if isinstance(live, list):
+        return holds_live_parts(live) or isinstance(saved, list)
+    if isinstance(live, tuple):
+        return holds_live_parts(live) and all(map(stays_itself, live, saved))
+    if isinstance(live, np.ndarray):
+        alike = isinstance(saved, np.ndarray) and (live.dtype, live.shape) == (saved.dtype, saved.shape)
+        return alike and bool(live.flags.writeable)
+    if isinstance(live, torch.Tensor) or is_stateful(live):
+        return True
+    return isinstance(live, MutableMapping) and isinstance(saved, Mapping)
 
 
 class _Comparison:
