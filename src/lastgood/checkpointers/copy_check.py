@@ -35,7 +35,7 @@ _LINE_BYTES = 64
 _SAMPLE_BYTES = 4 << 20
 _MOST_OF_A_BLOCK = 64 << 10
 _LEAST_OF_A_BLOCK = 256
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 16 << 20
 """Blocks of so many bytes in all are copied, and then looked at again."""
 _GROUP_BYTES_CUDA = 64 << 20
 """The same with CUDA devices, where each look launches kernels, and copies are faster."""
@@ -96,7 +96,7 @@ class CopyCheck:
         self._lock = threading.RLock()  # a signal handler may come here as well
         share = max(_LEAST_OF_A_BLOCK, min(_MOST_OF_A_BLOCK, _SAMPLE_BYTES // max(1, len(numbers))))
         self._share = share - share % _LINE_BYTES
-        self._seed = random.Random().random()  # not of the training's generator
+        self._seed = random.Random().getrandbits(64)  # not of the training's generator
         self._ended = {group[-1]: number for number, group in enumerate(self.groups)}
         self._samples = [self._sample(group, flat.blocks) for group in range(len(self.groups))]
         self._before = [{device: sample.take(device) for device in sample.devices} for sample in self._samples]
@@ -164,7 +164,7 @@ class CopyCheck:
 
     def _sample(self, group: int, blocks: Sequence[torch.Tensor]) -> Sample:
         """The same places in each call, also for copies of the blocks."""
-        drawn = random.Random(f"{self._seed} {group}")
+        drawn = random.Random(self._seed + group)
         return Sample([blocks[number] for number in self.groups[group]], self._share, drawn)
 
     def _note(self, group: int, index: int | None) -> None:
