@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastgood.wire import gate as gate_module
-from lastgood.wire.gate import Gate, Guest, Handshake, Line, Ready, close_in_forks, open_listener
+from lastgood.wire.gate import Gate, Guest, Handshake, Line, Ready, close_in_forks, connect, open_listener
 
 WAIT_S = 60.0
 SECRET = b"open sesame"
@@ -470,3 +470,12 @@ def test_what_is_kept_for_forks_goes_with_its_socket() -> None:
     with socket.socket() as one:
         close_in_forks(one)
         assert one in gate_module._not_shared
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, "no such host", "a\0b", "[::1]", "1.2.3.4.5"])
+def test_what_no_host_is_called_is_an_error_of_the_system(host: str) -> None:
+    """Python's own is a UnicodeError for some of them, which nobody expects of a connection."""
+    with pytest.raises(OSError):
+        open_listener(host)
+    with pytest.raises(OSError):
+        connect(host, 1, WAIT_S)

@@ -40,6 +40,7 @@ from lastgood.files import open_log, open_regular, read_bounded, read_end
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.text import is_whole, parse_json
+from lastgood.wire.gate import connect
 
 __all__ = ["find_place", "main", "route_interface"]
 
@@ -101,7 +102,7 @@ class _Lifeline:
         refused = []
         for address in self._ticket.addresses:
             try:
-                connection = socket.create_connection((address, self._ticket.port), timeout=_CONNECT_S)
+                connection = connect(address, self._ticket.port, _CONNECT_S)
             except OSError as error:
                 refused.append(f"{address}: {error}")
                 continue

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_json
-from lastgood.wire.gate import Gate, Guest, Handshake, open_listener
+from lastgood.wire.gate import Gate, Guest, Handshake, connect, open_listener
 
 __all__ = [
     "DEFAULT_PORT",
@@ -389,7 +389,7 @@ class PeerClient:
     ) -> tuple[socket.socket, dict[str, Any]]:
         """A connection on which both sides know each other, and the server's answer to `request`."""
         try:
-            connection = socket.create_connection((self._host, self._port), timeout=_HANDSHAKE_TIMEOUT_S)
+            connection = connect(self._host, self._port, _HANDSHAKE_TIMEOUT_S)
         except OSError as error:
             raise LastgoodError(
                 f"{self._where()}: cannot connect: {error}; start `lastgood ceilings --serve-peer` there first"

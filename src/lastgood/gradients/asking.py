@@ -6,7 +6,6 @@ state. Nothing that is torn, or held by some shadows only, can be chosen.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from lastgood.gradients.messages import (
 )
 from lastgood.gradients.streams import receive_stream
 from lastgood.wire.frames import Wire, keep_alive, prove_trainer
+from lastgood.wire.gate import connect
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,10 +77,10 @@ def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -
     the shadow does not know the token, speaks another version of the protocol, or refuses the hello.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"{address!r} is no address of a shadow; it is HOST:PORT")
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, _CONNECT_S))
+        connection = connect(host.strip("[]"), int(port), min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise CheckpointError(f"the shadow at {address} cannot be reached: {error}") from error
     keep_alive(connection)

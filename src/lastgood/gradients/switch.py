@@ -9,6 +9,7 @@ out by the iteration's end, and asks for a seed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
@@ -294,6 +295,8 @@ class _Target:
             self._found, self._error = [], None
             try:
                 self._found = list(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            except UnicodeError:
+                self._error = OSError(errno.EINVAL, f"{self._host!r:.80} is no name of a host")
             except OSError as error:
                 self._error = error
             self._until = time.monotonic() + _NAME_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from lastgood.gradients.asking import connect_shadow
 from lastgood.gradients.messages import Hello
 from lastgood.gradients.switch import SwitchLink
 from lastgood.wire.frames import Wire, peer_handshake, prove_trainer
-from lastgood.wire.gate import PROOF_S, Gate, Handshake
+from lastgood.wire.gate import PROOF_S, Gate, Handshake, connect
 from lastgood.wire.ring_link import RING_GREETING, listen_ring, parse_address
 
 __all__ = ["Checked", "answer_checks", "check_link", "check_shadow"]
@@ -51,7 +50,7 @@ def check_link(link: SwitchLink, token: bytes, timeout_s: float) -> Checked:
 def _prove(address: str, token: bytes, timeout_s: float) -> str | None:
     """What is wrong at an address; None if nothing is."""
     try:
-        connection = socket.create_connection(parse_address(address), timeout_s)
+        connection = connect(*parse_address(address), timeout_s)
     except OSError as error:
         return f"nobody takes a connection ({error})"
     wire = Wire(connection, address, timeout_s)

@@ -40,6 +40,7 @@ __all__ = [
     "Ready",
     "Step",
     "close_in_forks",
+    "connect",
     "open_listener",
 ]
 
@@ -422,8 +423,23 @@ def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         raise OSError(errno.EINVAL, f"{port} is no port (0 to 65535)")
     if host == "" and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    try:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    except UnicodeError as error:
+        raise _no_name(host) from error
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection. Raises OSError, for what no host can be called as well (Python says UnicodeError there)."""
+    try:
+        return socket.create_connection((host, port), timeout_s)
+    except UnicodeError as error:
+        raise _no_name(host) from error
+
+
+def _no_name(host: str) -> OSError:
+    return OSError(errno.EINVAL, f"{host!r:.80} is no name of a host")
 
 
 def _room() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, HostError, MismatchError, WaitTimeout
 from lastgood.wire.frames import Wire, message_step, peer_handshake, prove_trainer
-from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake, open_listener
+from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake, connect, open_listener
 
 __all__ = ["RING_GREETING", "Hello", "Link", "connect_ring", "listen_ring", "parse_address", "parse_hello"]
 
@@ -143,7 +143,7 @@ def _connect(own: Hello, address: str, token: bytes, deadline: float, timeout_s:
     why = "it was not tried"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection(parse_address(address), timeout=left)
+            connection = connect(*parse_address(address), left)
         except OSError as error:
             why = str(error)
         else:

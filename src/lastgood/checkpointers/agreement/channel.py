@@ -17,7 +17,7 @@ from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.wire.frames import HEADER_BYTES, message_frame, message_step, parse_header, parse_message, proof
-from lastgood.wire.gate import Handshake, close_in_forks
+from lastgood.wire.gate import Handshake, close_in_forks, connect
 
 __all__ = ["Channel", "coordinator_handshake", "open_channel", "whole_number"]
 
@@ -153,7 +153,7 @@ def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channe
     where = f"the coordinator of rank 0 at {host}:{port}"
     deadline = time.monotonic() + timeout_s
     try:
-        connection = socket.create_connection((host, port), timeout_s)
+        connection = connect(host, port, timeout_s)
     except TimeoutError:
         raise WaitTimeout(f"waited {timeout_s:g} s for {where} to take a connection") from None
     except OSError as error:

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from lastgood.wire.frames import (
     chunk_checksum,
     prove_trainer,
 )
+from lastgood.wire.gate import connect
 
 _log = logging.getLogger("lastgood")
 
@@ -96,7 +96,7 @@ class PeerLink:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         try:
-            connection = socket.create_connection((address.host, address.port), timeout_s)
+            connection = connect(address.host, address.port, timeout_s)
         except TimeoutError:
             raise WaitTimeout(f"waited {timeout_s:g} s for {address} to take a connection") from None
         except OSError as error:
