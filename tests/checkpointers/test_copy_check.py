@@ -250,3 +250,23 @@ def test_ctrl_c_while_a_snapshot_begins_leaves_no_thread_that_nobody_waits_for(s
             checkpointer.drain()
         assert checkpointer.events[0].outcome is Outcome.DURABLE
         checkpointer.close()
+
+
+@pytest.mark.parametrize("system", ["checkfreq", "gemini", "dcp"])
+def test_a_signal_handler_that_drains_inside_a_drain_leaves_it_in_order(system, tmp_path):
+    with peers_end_with_the_test(tmp_path):
+        checkpointer = checkpointer_class(system)(tmp_path / "job")
+        checkpointer.start(make_state())
+        checkpointer.save(1)
+        worker = checkpointer._flight if system == "dcp" else checkpointer._worker
+        join = worker.join
+
+        def join_and_be_interrupted(*args):
+            join(*args)
+            worker.join = join
+            checkpointer.drain()
+
+        worker.join = join_and_be_interrupted
+        checkpointer.drain()
+        assert checkpointer.events[0].outcome is Outcome.DURABLE
+        checkpointer.close()

@@ -160,15 +160,17 @@ class DirectorySystem(Checkpointer):
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until the checkpoint under way is durable, or has failed."""
-        if self._flight is None:
+        flight = self._flight  # a signal handler, or another thread, may drain as well
+        if flight is None:
             return
-        self._flight.join(timeout_s)
-        if self._flight.is_alive():
+        flight.join(timeout_s)
+        if flight.is_alive():
             raise WaitTimeout(
-                f"waited {timeout_s:.0f} s for {self.name} to write the checkpoint of step {self._flight.event.step} "
+                f"waited {timeout_s:.0f} s for {self.name} to write the checkpoint of step {flight.event.step} "
                 f"into {self.directory}"
             )
-        self._flight = None
+        if self._flight is flight:
+            self._flight = None
 
     def _abandon(self) -> None:
         if self._flight is not None:

@@ -206,19 +206,21 @@ class Gemini(Checkpointer):
         self._updates += 1
         if self._updates % max(len(self._hooks.optimizers), 1) == 0:
             self.traffic.update()
-        if self._snapshot is not None:
-            self._wait_for(self._snapshot.fence, DEFAULT_TIMEOUT_S)
+        snapshot = self._snapshot
+        if snapshot is not None:
+            self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until the checkpoint under way is complete at its peers, or has failed."""
-        if self._worker is None:
+        worker = self._worker  # a signal handler, or another thread, may drain as well
+        if worker is None:
             return
         with self.traffic.hurried():
-            self._worker.join(timeout_s)
-        if self._worker.is_alive():
-            raise WaitTimeout(f"waited {timeout_s:.0f} s for {self._worker.name} in {self.directory}")
-        self._worker = None
-        self._snapshot = None
+            worker.join(timeout_s)
+        if worker.is_alive():
+            raise WaitTimeout(f"waited {timeout_s:.0f} s for {worker.name} in {self.directory}")
+        if self._worker is worker:
+            self._worker = self._snapshot = None
 
     def _abandon(self) -> None:
         self.traffic.cancel()
