@@ -9,6 +9,7 @@ import errno
 import fcntl
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,13 @@ from types import TracebackType
 from lastgood.errors import LockHeld
 from lastgood.files import PUBLIC, open_new, open_regular, storage_error
 
-__all__ = ["FileLock", "describe_process", "lock_holders"]
+__all__ = ["FileLock", "describe_process", "finishes_beside", "lock_holders"]
 
 _POLL_S = 0.2
+_FINISH_S = 10.0
+"""For what a dropped holder of a lock has under way, in this very process."""
+_LOOKS = 3
+"""At a lock that nobody holds by the time its holders are read."""
 
 
 class FileLock:
@@ -65,14 +70,17 @@ class FileLock:
             raise storage_error(error, self.path, "opening the lock file") from error
         deadline = time.monotonic() + timeout_s
         told = ""
-        collected = False
+        collected, looks = False, 0
         try:
             while not _try_flock(descriptor):
                 holders = lock_holders(descriptor)
                 if os.getpid() in holders and not collected:
                     collected = True
-                    gc.collect()  # what was dropped in this process gives its lock back, perhaps only now
+                    _let_dropped_end()
                     continue
+                looks += not holders
+                if not holders and looks < _LOOKS:
+                    continue  # given back between the two looks, or /proc/locks cannot be read
                 holder = " and ".join(map(describe_process, holders)) or "another process"
                 if time.monotonic() >= deadline:
                     waited = f" (waited {timeout_s:.0f} s)" if timeout_s else ""
@@ -137,6 +145,23 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+_finishing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def finishes_beside(thread: threading.Thread) -> None:
+    """Note a thread that ends by itself, and until then keeps alive what holds a lock (a checkpoint under way)."""
+    _finishing.add(thread)
+
+
+def _let_dropped_end() -> None:
+    """What was dropped in this process gives its lock back, perhaps only now."""
+    deadline = time.monotonic() + _FINISH_S
+    for thread in list(_finishing):
+        if thread is not threading.current_thread() and thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
+    gc.collect()
 
 
 def _try_flock(descriptor: int) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
-from lastgood import PCcheck, notices
+from lastgood import PCcheck, locks, notices
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LockHeld
 from lastgood.storage import SlotStore
@@ -125,6 +128,32 @@ def test_a_dropped_checkpointer_gives_its_directory_back(system, tmp_path):
         gc.enable()
 
 
+@pytest.mark.parametrize(("system", "last"), [("pccheck", "_fly"), ("checkfreq", "_persist")])
+def test_what_a_dropped_one_has_under_way_is_waited_for(system, last, tmp_path, monkeypatch):
+    kind, asked = checkpointer_class(system), threading.Event()
+    work, ends = getattr(kind, last), locks._let_dropped_end
+
+    def held_back(self, *args):
+        assert asked.wait(60)
+        work(self, *args)
+
+    def let_end():
+        asked.set()
+        ends()
+
+    monkeypatch.setattr(kind, last, held_back)
+    monkeypatch.setattr(locks, "_let_dropped_end", let_end)
+
+    def cell():
+        model = torch.nn.Linear(2, 2)
+        checkpointer = kind(tmp_path, interval_steps=1)
+        began = checkpointer.attach(model=model)
+        checkpointer.step()
+        return began
+
+    assert [cell(), cell()] == [0, 1]
+
+
 def test_an_optimizer_keeps_no_checkpointer_alive(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -134,6 +163,8 @@ def test_an_optimizer_keeps_no_checkpointer_alive(tmp_path):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         del checkpointer
+    gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
 def test_a_lock_that_this_very_process_holds_is_told_so(tmp_path):
@@ -142,3 +173,32 @@ def test_a_lock_that_this_very_process_holds_is_told_so(tmp_path):
         one_step(tmp_path)
     first.close()
     one_step(tmp_path).close()
+
+
+@pytest.mark.parametrize("system", ["pccheck", "checkfreq"])
+def test_a_forked_child_that_trains_waits_for_nothing_and_saves_nothing(system, tmp_path, monkeypatch):
+    kind, go = checkpointer_class(system), threading.Event()
+    last = {"pccheck": "_fly", "checkfreq": "_persist"}[system]
+    work = getattr(kind, last)
+    monkeypatch.setattr(kind, last, lambda *args: (go.wait(60), work(*args)))
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    checkpointer = kind(tmp_path, interval_steps=1)
+    checkpointer.attach(weight=weight, optimizer=optimizer)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    checkpointer.step()  # under way until `go`
+    child = os.fork()
+    if child == 0:
+        optimizer.step()
+        checkpointer.step()
+        os._exit(0 if "forked child" in (checkpointer.events[-1].error or "") else 1)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    go.set()
+    checkpointer.close()
+    assert ended == (child, 0), "the child waited for threads that it does not have, or saved"

@@ -22,7 +22,9 @@ from __future__ import annotations
 import difflib
 import enum
 import logging
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -154,6 +156,11 @@ class _Hooks:
                 self.kept_on_device.append((begin_s, begin_s + waited_s))
 
 
+def _remove_all(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
 class Checkpointer(ABC):
     """Takes the state of a running training and can give it back.
 
@@ -232,6 +239,8 @@ class Checkpointer(ABC):
         self._attachment: Attachment | None = None
         self._ending: Ending | None = None
         self._exiting = False
+        self._process = os.getpid()
+        """The one that it was started in: a forked child has no thread of it, and must not write for its parent."""
         self._close_s = DEFAULT_TIMEOUT_S
         """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
@@ -469,8 +478,11 @@ class Checkpointer(ABC):
         if self._state is not None:
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
+        self._process = os.getpid()
         self._tried = b""
         self._health.begin()
+        # One that is dropped without close() leaves no hook in an optimizer that lives on.
+        weakref.finalize(self, _remove_all, self._hooks.handles).atexit = False
         try:
             self._hook_optimizers()
             self._hold_directory()
@@ -482,8 +494,7 @@ class Checkpointer(ABC):
 
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
-        for handle in self._hooks.handles:
-            handle.remove()
+        _remove_all(self._hooks.handles)
         self._hooks = _Hooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
         self._attachment = None
@@ -590,6 +601,8 @@ class Checkpointer(ABC):
         self._health.failed(event, f"{type(error).__name__} {getattr(error, 'errno', None)}", self.events)
 
     def _step_begins(self, optimizer: Any, frame: FrameType) -> None:
+        if os.getpid() != self._process:
+            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CheckpointError(
                 f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
@@ -609,7 +622,8 @@ class Checkpointer(ABC):
             self._hooks.kept.append((before, after))
 
     def _step_ends(self, optimizer: Any) -> None:
-        self._steps.end(optimizer)
+        if os.getpid() == self._process:
+            self._steps.end(optimizer)
 
     # -- what a system does ----------------------------------------------------------------------------------------
 
@@ -628,6 +642,8 @@ class Checkpointer(ABC):
         """
         event = self._request(step)
         try:
+            if os.getpid() != self._process:
+                raise CheckpointError("save() in a forked child: only the process that attached or started it saves")
             with self._steps.kept_out(DEFAULT_TIMEOUT_S, self._optimizers):
                 self._save(event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged

@@ -24,6 +24,7 @@ from lastgood.checkpointers.snapshot import HostSnapshot, host_buffer
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
 from lastgood.errors import ConfigError, WaitTimeout
+from lastgood.locks import finishes_beside
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class CheckFreq(Checkpointer):
         worker = threading.Thread(
             target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{event.step}", daemon=True
         )
+        finishes_beside(worker)
         self._snapshot, self._worker = snapshot, worker
         try:
             worker.start()

@@ -32,6 +32,7 @@ from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.checkpointers.still_weights import StillWeights
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
+from lastgood.locks import finishes_beside
 from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
@@ -334,6 +335,7 @@ class PCcheck(Checkpointer):
             # A daemon: an ending process waits for it for a bounded time, in `end`.
             name = f"pccheck-step-{event.step}"
             thread = threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True)
+            finishes_beside(thread)
             thread.start()
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         except BaseException:
