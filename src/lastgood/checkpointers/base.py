@@ -39,6 +39,7 @@ from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.step_hooks import see_steps
+from lastgood.checkpointers.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
@@ -129,38 +130,6 @@ def _problem(found: Any, known: list[str]) -> str:
     return f"{name}: there is no such option" + (f"; did you mean {close[0]}?" if close else "")
 
 
-@dataclass
-class _Hooks:
-    handles: list[Any] = field(default_factory=list)
-    updates: int = 0
-    """Steps of optimizers that began."""
-    optimizers: list[Any] = field(default_factory=list)
-    stall_s: float = 0.0
-    kept: list[tuple[float, float]] | None = None
-    """Begin and end of the process's waits, if `keep_update_waits` was called."""
-    kept_on_device: list[tuple[float, float]] = field(default_factory=list)
-    kept_from: tuple[float, Any] = (0.0, None)
-    """One moment on the process's clock, and the same on a CUDA device's."""
-    device_waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """CUDA events before and after each wait that a stream did in an optimizer's place."""
-
-    def fold(self) -> None:
-        """Add up the device's waits that are over, so that they do not gather."""
-        while self.device_waits and self.device_waits[0][1].query():
-            before, after = self.device_waits.pop(0)
-            waited_s = float(before.elapsed_time(after)) / 1e3
-            self.stall_s += waited_s
-            zero_s, zero = self.kept_from
-            if zero is not None and zero.device == before.device:
-                begin_s = zero_s + float(zero.elapsed_time(before)) / 1e3
-                self.kept_on_device.append((begin_s, begin_s + waited_s))
-
-
-def _remove_all(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
 class Checkpointer(ABC):
     """Takes the state of a running training and can give it back.
 
@@ -231,7 +200,7 @@ class Checkpointer(ABC):
         self.events_kept: int | None = 100
         """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
         self._state: Mapping[str, Any] | None = None
-        self._hooks = _Hooks()
+        self._hooks = UpdateHooks()
         self._steps = UpdateSteps()
         self._tried = b""
         """Digest of the newest layout that was tried."""
@@ -482,7 +451,7 @@ class Checkpointer(ABC):
         self._tried = b""
         self._health.begin()
         # One that is dropped without close() leaves no hook in an optimizer that lives on.
-        weakref.finalize(self, _remove_all, self._hooks.handles).atexit = False
+        weakref.finalize(self, remove_all, self._hooks.handles).atexit = False
         try:
             self._hook_optimizers()
             self._hold_directory()
@@ -494,8 +463,8 @@ class Checkpointer(ABC):
 
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
-        _remove_all(self._hooks.handles)
-        self._hooks = _Hooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
+        self._hooks.remove()
+        self._hooks = UpdateHooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
         self._attachment = None
         if self._ending is not None:
@@ -526,18 +495,11 @@ class Checkpointer(ABC):
 
         On CUDA the waiting is the stream's; it can be read once the device has come past it (after a synchronisation).
         """
-        self._hooks.fold()
-        return self._hooks.stall_s
+        return self._hooks.stalled_s()
 
     def keep_update_waits(self) -> None:
         """From here to `close` keep when optimizers waited, for a timeline; on CUDA this waits for the device once."""
-        zero = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            self._hooks.fold()  # waits of before are not among those that are kept
-            zero = torch.cuda.Event(enable_timing=True)
-            zero.record()
-        self._hooks.kept, self._hooks.kept_from = [], (time.perf_counter(), zero)
+        self._hooks.keep()
 
     @property
     def update_waits(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -546,9 +508,7 @@ class Checkpointer(ABC):
         First the process's, but for those shorter than 50 microseconds (that is the call itself); then those of the
         CUDA device that was the current one then, as far as it has come past them.
         """
-        self._hooks.fold()
-        process = [(begin, end) for begin, end in self._hooks.kept or () if end - begin >= 5e-5]
-        return process, list(self._hooks.kept_on_device)
+        return self._hooks.waits()
 
     def storage_facts(self) -> dict[str, Any]:
         """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""
@@ -616,10 +576,7 @@ class Checkpointer(ABC):
         except BaseException:
             self._steps.end(optimizer)  # nothing was changed
             raise
-        after = time.perf_counter()
-        self._hooks.stall_s += after - before
-        if self._hooks.kept is not None:
-            self._hooks.kept.append((before, after))
+        self._hooks.waited(before, time.perf_counter())
 
     def _step_ends(self, optimizer: Any) -> None:
         if os.getpid() == self._process:
