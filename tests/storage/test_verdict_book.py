@@ -30,6 +30,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (forgotten.restarts, forgotten.reached) == ({}, 100)
 
 
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff" * 400, "\ud83d\ude00"])
+def test_a_reason_that_no_file_can_hold_is_written_readably(tmp_path: Path, text: str) -> None:
+    """An entry of a state, or a directory, may be called so: the file must be read again, with all else in it."""
+    book = VerdictBook(tmp_path)
+    book.judge(3, Verdict(30, ok=False))
+    book.judge(4, Verdict(40, ok=False, reason=f"state.{text} is wrong"))
+    again = VerdictBook(tmp_path)
+    assert again.is_bad(3) and again.is_bad(4) and again.verdicts == book.verdicts
+    assert "\\ud" in again.verdicts[4].reason
+    assert again.take_back(4, f"state.{text} is wrong")
+
+
 def test_restarts_are_those_of_a_step(tmp_path: Path) -> None:
     """Also those of a checkpoint that was written anew, under another sequence."""
     book = VerdictBook(tmp_path)

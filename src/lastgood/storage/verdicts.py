@@ -165,7 +165,8 @@ def _number(entry: dict[str, Any], key: str, absent: int | None = None) -> int:
 
 
 def _cut(reason: str) -> str:
-    reason = reason[:_MAX_REASON_BYTES]
+    # A path in it may hold half of a surrogate pair, which no reader of the file takes.
+    reason = reason[:_MAX_REASON_BYTES].encode(errors="backslashreplace").decode()
     while len(json.dumps(reason)) - 2 > _MAX_REASON_BYTES:
         reason = reason[: len(reason) * 3 // 4]
     return reason
