@@ -103,10 +103,10 @@ def json_cost(text: bytes) -> int:
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def hashable(items: Iterable[Any], budget: Budget) -> list[Any]:
-    """`items` for a set, each looked at and charged before it is hashed. Raises Refused."""
+def hashable(items: Iterable[Any], budget: Budget, further: tuple[type, ...] = ()) -> list[Any]:
+    """`items` for a set, looked at and charged before it is hashed. `further` as for `key_cost`. Raises Refused."""
     found = list(items)
-    budget.take(sum(96 + key_cost(item) for item in found))
+    budget.take(sum(96 + key_cost(item, further) for item in found))
     check_hashes(found)
     return found
 
@@ -126,17 +126,22 @@ def check_hashes(keys: Collection[Any]) -> None:
 
 def _may_be_alike(key: Any) -> bool:
     kind = type(key)
-    return kind in (complex, tuple, frozenset) or (kind is int and key.bit_length() > _SMALL)
+    # Of what `further` brings too: kinds of tuples.
+    return kind in (complex, frozenset) or isinstance(key, tuple) or (kind is int and key.bit_length() > _SMALL)
 
 
 def key_cost(key: Any, further: tuple[type, ...] = ()) -> int:
-    """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end."""
+    """What hashing a key costs, counted without hashing it: a tuple that holds one tuple many times has no end.
+
+    `further` are types that may be in a key beside those of plain values. One that is a kind of tuple costs what a
+    tuple costs. Raises Refused.
+    """
     cost, seen, waiting = _NOTED if _may_be_alike(key) else 0, 0, [key]
     while waiting:
         item = waiting.pop()
         seen += 1
         kind = type(item)
-        if kind in (tuple, frozenset):
+        if kind in (tuple, frozenset) or (kind in further and isinstance(item, tuple)):
             if seen + len(waiting) + len(item) > _MOST_KEY_ITEMS:
                 raise Refused(f"a key is made of more than {_MOST_KEY_ITEMS} values")
             waiting += item
@@ -157,16 +162,17 @@ _ITEM, _SET_ITEM, _PAIR, _CONTAINER = 40, 260, 200, 900
 """Bytes beside those of a value itself: more than `load_pickle` charges, whatever way the value was written."""
 
 
-def tree_cost(value: Any, leaf_cost: Callable[[Any], int | None], path: str) -> int:
+def tree_cost(value: Any, leaf_cost: Callable[[Any], int | None], path: str, leaf_keys: tuple[type, ...] = ()) -> int:
     """An upper bound of the memory that reading and walking a tree takes: what is in it twice is counted twice.
 
     A tree is made of None, numbers, texts, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset (exact types)
-    and leaves, of which `leaf_cost` says what they cost beside; it gives None for anything else. So what passes here
-    when it is written is read again, and what passes when it is read can be walked without a thought for its depth and
-    its size. Raises Refused, naming the place below `path`, for what is no tree.
+    and leaves, of which `leaf_cost` says what they cost beside; it gives None for anything else. Leaves of the types
+    `leaf_keys` may be in a set, or the key of a mapping. So what passes here when it is written is read again, and what
+    passes when it is read can be walked without a thought for its depth and its size. Raises Refused, naming the place
+    below `path`, for what is no tree.
     """
     try:
-        return _Costs(leaf_cost).of(value, 0)[0]
+        return _Costs(leaf_cost, leaf_keys).of(value, 0)[0]
     except _Misplaced as error:
         place = "".join(reversed(error.steps))
         raise Refused(f"{path}{place[:200]}: {error}") from None
@@ -181,8 +187,9 @@ class _Misplaced(ValueError):
 
 
 class _Costs:
-    def __init__(self, leaf_cost: Callable[[Any], int | None]) -> None:
+    def __init__(self, leaf_cost: Callable[[Any], int | None], leaf_keys: tuple[type, ...]) -> None:
         self._leaf_cost = leaf_cost
+        self._leaf_keys = leaf_keys
         self._known: dict[int, tuple[int, int]] = {}
 
     def of(self, value: Any, depth: int) -> tuple[int, int]:
@@ -229,7 +236,7 @@ class _Costs:
 
     def _key(self, key: Any, depth: int) -> int:
         try:
-            return key_cost(key) + self.of(key, depth)[0]
+            return key_cost(key, self._leaf_keys) + self.of(key, depth)[0]
         except (Refused, _Misplaced) as error:
             raise _Misplaced(f"{error}, as a key") from None
 

@@ -56,6 +56,7 @@ def load_pickle(
     *,
     persistent: Callable[[Any], Any] | None = None,
     build: Mapping[type, Callable[[Any, Any], None]] | None = None,
+    keys: tuple[type, ...] = (),
 ) -> Any:
     """The value of one pickle.
 
@@ -65,12 +66,13 @@ def load_pickle(
         budget: is charged for all that is built.
         persistent: gives the object for a persistent id; without it there are none.
         build: for a type of the objects that makers return, how a state is set on it. Records take theirs once.
+        keys: types beside those of plain values that may be in a set, or the key of a mapping.
 
     What it returns may still hold makers, and containers that hold themselves; `tree_cost` looks for them.
 
     Raises Refused, with the name in `unknown` if it is not one of `names`.
     """
-    machine = _Machine(content, names, budget, persistent, build or {})
+    machine = _Machine(content, names, budget, persistent, build or {}, keys)
     try:
         return machine.run()
     except Refused:
@@ -87,6 +89,7 @@ class _Machine:
         budget: Budget,
         persistent: Callable[[Any], Any] | None,
         build: Mapping[type, Callable[[Any, Any], None]],
+        keys: tuple[type, ...],
     ) -> None:
         self.position = 0
         self._content = content
@@ -94,6 +97,7 @@ class _Machine:
         self._budget = budget
         self._persistent = persistent
         self._build = build
+        self._keys = keys
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: list[Any] = []
@@ -224,7 +228,7 @@ class _Machine:
         if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
             raise Refused(f"its pickle sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self._budget.take(160 + key_cost(key, (Record,)))
+            self._budget.take(160 + key_cost(key, (Record, *self._keys)))
             self._budget.note(target, key)
             target[key] = value
 
@@ -233,12 +237,12 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not set:
             raise Refused(f"its pickle adds items to a {type(target).__name__}")
-        for item in hashable(items, self._budget):
+        for item in hashable(items, self._budget, self._keys):
             self._budget.note(target, item)
             target.add(item)
 
     def _frozen_set(self) -> None:
-        self._push(frozenset(hashable(self._marked(), self._budget)))
+        self._push(frozenset(hashable(self._marked(), self._budget, self._keys)))
 
     def _global(self) -> None:
         module = self._line()

@@ -91,6 +91,8 @@ VALUES = {
     "tuple": (1, (2.5, "x"), [3]),
     "empty": {},
     "set": {1, "a", (2, b"x"), frozenset({3}), (1j, frozenset({(2j,)}))},
+    "set of torch's": {torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), torch.Size([]), 1},
+    "frozenset of torch's": frozenset({(torch.bfloat16, frozenset({torch.device("cpu")})), (torch.Size([4]), None)}),
     "empty set": set(),
     "frozenset": frozenset({1.5, None}),
     "ordered": OrderedDict(b=1, a=OrderedDict()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import pickle
 import struct
@@ -280,6 +281,50 @@ def test_keys_of_one_hash_are_bounded_in_every_container(tmp_path, kind, protoco
     assert load_pickle(pickle.dumps(fine, protocol), file_names(Budget(0)), Budget(0)) == fine
 
 
+OF_TORCH = (torch.float32, torch.qint8, torch.device("cuda:3"), torch.Size([2, 3]), torch.Size([]))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    "value",
+    [
+        set(OF_TORCH),
+        frozenset(OF_TORCH),
+        {key: str(key) for key in OF_TORCH},
+        OrderedDict((key, None) for key in OF_TORCH),
+        Counter(dict.fromkeys(OF_TORCH, 2)),
+        {(OF_TORCH, frozenset(OF_TORCH))},
+    ],
+)
+def test_values_of_torch_are_keys(tmp_path, value, protocol):
+    """What a program notes for each dtype, device or shape."""
+    cost = reading_cost({"x": value}, "state")
+    torch.save({"x": value}, tmp_path / "x", pickle_protocol=protocol)
+    check_proportion(cost, tmp_path / "x", "x")
+    found = read_torch_file(tmp_path / "x")["x"]
+    assert found == value and type(found) is type(value)
+    assert sorted(map(repr, found)) == sorted(map(repr, value))
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_sizes_as_keys_cost_what_tuples_do(tmp_path, kind):
+    alike = [torch.Size(bits) for bits in itertools.islice(itertools.product((-1, -2), repeat=12), 2500)]
+    assert len(set(map(hash, alike))) == 1
+    for keys, words in ((alike, "of one hash"), ([torch.Size([1] * 1001)], "more than 1000 values")):
+        with pytest.raises(StateError, match=words):
+            reading_cost({"x": kind(keys)}, "state")
+        torch.save({"x": kind(keys)}, tmp_path / "x")
+        with pytest.raises(CorruptCheckpoint, match=words):
+            read_torch_file(tmp_path / "x")
+
+
+def test_tensors_are_no_keys(tmp_path):
+    for value in ({torch.ones(1)}, {torch.ones(1): 1}):
+        torch.save({"x": value}, tmp_path / "x")
+        with pytest.raises(CorruptCheckpoint, match="a Tensor is a key"):
+            read_torch_file(tmp_path / "x")
+
+
 def test_as_many_wide_keys_as_anybody_has_are_read(tmp_path):
     """Identifiers of samples fill 64 bits."""
     state = {"seen": {2**63 + 977 * n: n for n in range(3000)}, "set": {2**63 + 977 * n for n in range(3000)}}
@@ -438,7 +483,7 @@ def held(depth):
         (held(MOST_DEPTH - 1), "levels"),
         (1 << 8192, "an integer of more than 1024 bytes"),
         ({"lastgood.numpy": 1}, "is kept for Lastgood"),
-        ({frozenset({torch.float32}): 1}, "a dtype is a key, as a key"),
+        ({frozenset({torch.strided}): 1}, "a layout is a key, as a key"),
         (torch.zeros(1).expand(1 << 28), "memory to read"),
         (list(range(300_000)), "memory to read"),
     ],

@@ -72,7 +72,7 @@ def reading_cost(tree: Any, path: str) -> int:
     Raises StateError, naming the place below `path`, for what torch.save writes and `read_torch_file` does not read.
     """
     try:
-        return tree_cost(tree, _leaf_cost, path)
+        return tree_cost(tree, _leaf_cost, path, _leaf_keys())
     except Refused as error:
         raise StateError(f"{error}; keep it out of the state, or store it as plain values and tensors") from error
 
@@ -122,12 +122,13 @@ class TorchFile:
             self._budget,
             persistent=self._storage,
             build={OrderedDict: set_metadata},
+            keys=_leaf_keys(),
         )
         del content
-        if (
-            tree_cost(value, lambda leaf: 0 if records and type(leaf) is Record else _leaf_cost(leaf), "it")
-            > self._budget.most
-        ):
+        cost = tree_cost(
+            value, lambda leaf: 0 if records and type(leaf) is Record else _leaf_cost(leaf), "it", _leaf_keys()
+        )
+        if cost > self._budget.most:
             raise Refused("it holds so much so many times that it would take memory out of proportion to its file")
         return value
 
@@ -208,9 +209,9 @@ def file_names(budget: Budget | None = None) -> Mapping[tuple[str, str], Any]:
     budget = budget or Budget(0)
     return {
         **_names(),
-        ("builtins", "set"): Maker("builtins.set", lambda items: set(hashable(_listed(items), budget))),
+        ("builtins", "set"): Maker("builtins.set", lambda items: set(hashable(_listed(items), budget, _leaf_keys()))),
         ("builtins", "frozenset"): Maker(
-            "builtins.frozenset", lambda items: frozenset(hashable(_listed(items), budget))
+            "builtins.frozenset", lambda items: frozenset(hashable(_listed(items), budget, _leaf_keys()))
         ),
     }
 
@@ -263,6 +264,11 @@ def _leaf_cost(value: Any) -> int | None:
     # An expanded tensor has few bytes in the file, and a copy of it many.
     elements, stored = int(value.numel() * value.element_size()), value.untyped_storage().nbytes()
     return 3 * _LEAF_BYTES + _AXIS_BYTES * int(value.dim()) + (elements if elements > stored else 0)
+
+
+def _leaf_keys() -> tuple[type, ...]:
+    """Leaves that have a hash of their value: tensors are equal to nothing."""
+    return (torch.dtype, torch.device, torch.Size)
 
 
 def _typed_tensor(

@@ -377,7 +377,8 @@ def _is_set_item(item: Any) -> bool:
     """A set keeps values, not objects: what comes back must be equal to what went in."""
     if type(item) in (tuple, frozenset):
         return all(_is_set_item(one) for one in item)
-    return _is_plain_key(item) or type(item) is complex or isinstance(item, (np.generic, torch.dtype, torch.device))
+    of_torch = (torch.dtype, torch.device, torch.Size)
+    return _is_plain_key(item) or type(item) is complex or isinstance(item, (np.generic, *of_torch))
 
 
 def _is_plain_key(key: Any) -> bool:
