@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -437,3 +439,32 @@ def test_the_version_of_a_modules_state_dict_is_kept():
     blocks = [block.clone() for block in flat.blocks]
     apply_tree({"model": fresh}, unflatten(flat.layout, blocks, "here"), "here")
     assert torch.equal(fresh.weight, saved.weight)
+
+
+PAIR = "\ud83d\ude00"
+HALVES = [PAIR[0], PAIR[1], PAIR[::-1], "\U0001f600" + PAIR[0]]
+
+
+@pytest.mark.parametrize("text", [PAIR, f"x{PAIR}", f"{PAIR[0]}{PAIR}"])
+def test_a_text_that_json_would_make_another_one_is_refused_by_its_path(text):
+    """JSON writes two halves of a pair as it writes the character that they are, which is what comes back."""
+    assert json.loads(json.dumps(text)) != text
+    for value, path in (
+        (text, "state.a.b"),
+        ([0, (text,)], "state.a.b[1][0]"),
+        ({text: 1}, "state.a.b"),
+        ({(1, text): 1}, "state.a.b"),
+        ({1, text}, "state.a.b{}"),
+        (frozenset({(text,)}), "state.a.b{}[0]"),
+        (OrderedDict(x=text), "state.a.b.x"),
+    ):
+        with pytest.raises(StateError, match=rf"^{re.escape(path)}.*surrogate pair"):
+            flatten({"a": {"b": value}})
+    with pytest.raises(StateError, match=r"^state: .*surrogate pair"):
+        flatten({text: 1})
+
+
+def test_halves_of_a_pair_that_make_none_come_back():
+    state = {"x": HALVES, **dict.fromkeys(HALVES, 1), "set": set(HALVES)}
+    layout = Layout.from_json(flatten(state).layout.to_json(), "here")
+    assert unflatten(layout, [], "here") == state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,6 +229,11 @@ class _Walker:
     def node(self, value: Any, path: str) -> Node:
         encode = _PLAIN.get(type(value))
         if encode is not None:
+            if encode is _text and not value.isascii() and _PAIR.search(value):
+                raise StateError(
+                    f"{path}: a text in it holds both halves of a surrogate pair as two characters, which would come "
+                    "back as one; text.encode('utf-16', 'surrogatepass').decode('utf-16') makes one of them"
+                )
             return encode(value)
         if isinstance(value, torch.Tensor):
             if self._spread and is_sharded(value):
@@ -359,13 +365,21 @@ def _float_bits(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+"""What every reader of JSON takes for one character. Halves alone are texts of Python's, and come back."""
+
+
+def _text(value: str) -> Node:
+    return ["s", value]
+
+
 _PLAIN: dict[type, Callable[[Any], Node]] = {
     type(None): lambda _: ["n"],
     bool: lambda value: ["b", value],
     int: lambda value: ["i", value],
     float: lambda value: ["f", _float_bits(value)],
     complex: lambda value: ["c", _float_bits(value.real), _float_bits(value.imag)],
-    str: lambda value: ["s", value],
+    str: _text,
     bytes: lambda value: ["y", value.hex()],
     bytearray: lambda value: ["Y", value.hex()],
 }
