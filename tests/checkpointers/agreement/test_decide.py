@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.agreement.decide import Fate, Held, Report, Tally, Wanted, begin
-from lastgood.checkpointers.agreement.words import report_of, said_report
+from lastgood.checkpointers.agreement.words import cut, report_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage.marks import kept_sequences
-from lastgood.wire.frames import message_frame
+from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message
 
 JOB = "ab" * 16
 OTHER = "cd" * 16
@@ -226,6 +226,18 @@ def test_damage_on_one_rank_takes_all_back_and_is_told():
 def test_a_report_is_the_same_after_a_journey(held, mark, step):
     there = report(3, 9, held, mark=mark, step=step, damaged=("slot: x",))
     assert report_of(said_report(there)) == there
+
+
+@pytest.mark.parametrize("name", ["\udcff", "\ud83d\ude00"])
+def test_a_name_that_is_no_utf8_leaves_the_message_readable(name):
+    """Of a directory, or of an entry of the state in a reason: a message with half of a surrogate pair is refused."""
+    there = replace(report(0, 2), directory=f"/runs/{name}", damaged=(f"state.{name}",))
+    frame = message_frame({"kind": "join", "why": cut(f"state.{name}"), **said_report(there)})
+    header = parse_header(frame[:HEADER_BYTES], "rank 0", "its report")
+    content = parse_message(header, frame[HEADER_BYTES:], "rank 0")
+    shown = name.encode(errors="backslashreplace").decode()
+    assert content["why"] == cut(content["why"]) == f"state.{shown}"
+    assert report_of(content).directory == f"/runs/{shown}"
 
 
 def test_the_longest_report_fits_into_a_message():

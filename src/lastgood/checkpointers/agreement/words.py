@@ -22,8 +22,11 @@ _REASON_LETTERS = 80
 
 
 def cut(value: object, most: int = _MOST_TEXT) -> str:
-    """A text of bounded length, of one line."""
-    text = " ".join(str(value).split())
+    """A text of bounded length, of one line, that a message may hold.
+
+    A path in it may hold half of a surrogate pair: a file's name that is no UTF-8, or an entry's of the state.
+    """
+    text = " ".join(str(value).split()).encode(errors="backslashreplace").decode()
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
