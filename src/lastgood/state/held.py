@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.state.checked import Checked
 from lastgood.state.flatten import is_stateful
+from lastgood.state.layout_rules import MAX_DEPTH
 from lastgood.state.optimizers import is_optimizer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Search:
         if isinstance(value, (torch.nn.Module, torch.Tensor)) or _updates(value, depth):
             yield keys, value
             return
-        if id(value) in self._seen:
+        if id(value) in self._seen or len(keys) > MAX_DEPTH + _DEPTH:  # so deep a state is refused by its path
             return
         self._seen.add(id(value))
         items: Iterable[tuple[Any, Any]] = ()
