@@ -430,3 +430,12 @@ def test_files_of_others_are_refused(tmp_path):
         load_exported(tmp_path / "missing")
     with pytest.raises(StorageError, match="read with torch"):
         load_exported(tmp_path)
+
+
+def test_what_torch_saved_of_a_module_is_read_as_it_was(tmp_path):
+    """A module's state_dict() is an OrderedDict, no dict."""
+    module = torch.nn.BatchNorm1d(3)
+    torch.save(module.state_dict(), tmp_path / "module.pt")
+    found = load_exported(tmp_path / "module.pt")
+    assert list(found) == list(module.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())

@@ -287,7 +287,7 @@ def _one_dtype_each(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
 
 def _load_pt(path: Path) -> dict[str, Any]:
     packed = read_torch_file(path)
-    if type(packed) is not dict:
+    if type(packed) not in (dict, OrderedDict):  # a module's own state_dict() is an OrderedDict
         raise MismatchError(f"{path}: not exported by Lastgood: it holds a {type(packed).__name__}")
     tree: dict[str, Any] = unpack_numpy(packed, str(path))
     return tree
