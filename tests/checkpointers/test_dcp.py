@@ -462,7 +462,7 @@ def test_an_end_of_the_process_gives_up_what_hangs(opened, tmp_path, monkeypatch
     checkpointer = opened(tmp_path, training.state)
     hold = threading.Event()
     monkeypatch.setattr(FileSystemWriter, "write_data", lambda *arguments: hold.wait(120))
-    monkeypatch.setattr(checkpointer, "_exit_drain_s", lambda: 0.2)
+    monkeypatch.setattr(checkpointer, "exit_drain_s", lambda: 0.2)
     training.step()
     checkpointer.save(1)
     checkpointer.end()

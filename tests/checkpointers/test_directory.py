@@ -154,7 +154,9 @@ def test_a_second_training_is_refused_and_loses_nothing(system: type[Checkpointe
     first.attach(x=a_state())
     first.step()
     first.drain()
-    with pytest.raises(LockHeld, match=f"checkpoint directory {tmp_path}.*process {os.getpid()}"):
+    with pytest.raises(
+        LockHeld, match=rf"checkpoint directory {tmp_path} is held by this very process \({os.getpid()}\)"
+    ):
         system(tmp_path, interval_steps=1).attach(x=a_state(5.0))
     with pytest.raises(LockHeld):
         system(tmp_path).start(a_state(5.0))

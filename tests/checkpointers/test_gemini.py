@@ -467,7 +467,7 @@ def test_nothing_is_sent_while_training_communicates(tmp_path):
 def test_an_exit_gives_up_what_waits_for_a_pause(tmp_path):
     training = SmallTraining()
     gemini = Gemini(tmp_path)
-    gemini._exit_drain_s = lambda: 0.3
+    gemini.exit_drain_s = lambda: 0.3
     gemini.start(training.state)
     training.step()
     gemini.traffic.begin()

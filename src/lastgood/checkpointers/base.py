@@ -45,7 +45,6 @@ from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheck
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
-from lastgood.state.held import held_in
 from lastgood.state.optimizers import optimizers_beneath
 from lastgood.state.rng import generators_kept
 
@@ -545,8 +544,7 @@ class Checkpointer(ABC):
 
     def _optimizers(self) -> list[Any]:
         """All that the state holds now, also in containers and in a user's own objects."""
-        held = (one for name, part in self.state.items() for _, one in held_in(part, name))
-        return [optimizer for one in held for optimizer in optimizers_beneath(one)]
+        return [optimizer for part in self.state.values() for optimizer in optimizers_beneath(part)]
 
     def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
         """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""

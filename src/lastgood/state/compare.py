@@ -15,6 +15,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import MismatchError
 from lastgood.state.checked import Checked
 from lastgood.state.flatten import is_stateful
+from lastgood.state.layout_rules import MAX_DEPTH
 from lastgood.state.optimizer_loads import has_torch_layout
 from lastgood.state.optimizers import is_optimizer
 from lastgood.state.shards import is_sharded, same_place
@@ -62,13 +63,15 @@ def check_tree(
             )
 
 
-def holds_live_parts(value: Any) -> bool:
-    """Whether something in `value` must be loaded in place: an object with load_state_dict, or a tensor."""
+def holds_live_parts(value: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether something in `value` must be loaded in place: an object with load_state_dict, or a tensor.
+
+    What lies deeper than a state may is not looked for: `flatten` refuses it by its path.
+    """
     if isinstance(value, torch.Tensor) or is_stateful(value):
         return True
-    if isinstance(value, Mapping):
-        return any(map(holds_live_parts, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(holds_live_parts, value))
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return depth > 0 and any(holds_live_parts(item, depth - 1) for item in items)
 
 
 def stays_itself(live: Any, saved: Any) -> bool:

@@ -43,18 +43,19 @@ class _Search:
 
     def held(self, value: Any, keys: tuple[Any, ...], depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """`depth`: attributes that lead to `value`."""
-        if value is None or isinstance(value, _HOLDS_NOTHING):
+        kind = type(value)  # an attribute may be a proxy of something that is gone, and must not be asked
+        if value is None or issubclass(kind, _HOLDS_NOTHING):
             return
-        if isinstance(value, (torch.nn.Module, torch.Tensor)) or _updates(value, depth):
+        if issubclass(kind, (torch.nn.Module, torch.Tensor)) or _updates(value, depth):
             yield keys, value
             return
         if id(value) in self._seen or len(keys) > MAX_DEPTH + _DEPTH:  # so deep a state is refused by its path
             return
         self._seen.add(id(value))
         items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, dict) or (depth == 0 and isinstance(value, Mapping)):
+        if issubclass(kind, dict) or (depth == 0 and issubclass(kind, Mapping)):
             items = list(value.items())
-        elif isinstance(value, (list, tuple)):
+        elif issubclass(kind, (list, tuple)):
             items = enumerate(value)
         elif self._objects and depth < _DEPTH and (depth > 0 or is_stateful(value)):
             items = list(getattr(value, "__dict__", {}).items())
