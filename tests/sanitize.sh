@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$PWD/.venv/bin/python
+PATH=$PWD/.venv/bin:$PATH # cmake and ninja of tests/requirements.txt
 build=$PWD/build/sanitize
 reports=$build/reports
 
