@@ -361,7 +361,7 @@ except LockHeld as error:
     with open_store(tmp_path):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True)
         assert f"process {os.getpid()}" in done.stdout and str(tmp_path) in done.stdout
-        with pytest.raises(LockHeld, match=f"process {os.getpid()}"):
+        with pytest.raises(LockHeld, match=rf"held by this very process \({os.getpid()}\)"):
             open_store(tmp_path)
     with open_store(tmp_path):
         pass
