@@ -424,8 +424,8 @@ def test_a_file_made_by_hand_takes_the_defaults(tmp_path):
         (GOOD + "writer_threads: two\n", "writer_threads: 'two'"),
         (GOOD + "writer_threads: true\n", "writer_threads: True"),
         (GOOD + "chunk_bytes: 5000\n", "chunk_bytes: 5000: input should be a multiple of 4096"),
-        (GOOD + "keep: 2\nkeep: 3\n", "keep: given twice"),
-        (GOOD + "3: 4\n", "3: a key that is not text"),
+        (GOOD + "keep: 2\nkeep: 3\n", "key 'keep' is given twice"),
+        (GOOD + "3: 4\n", "the key '3' is not text"),
         (GOOD.replace("interval_steps: 5", "interval_steps: 0"), "interval_steps: 0"),
         (GOOD.replace("interval_steps: 5", "interval_steps: '5'"), "interval_steps: '5'"),
         (GOOD.replace("interval_steps: 5\n", ""), "interval_steps: is missing"),
@@ -443,7 +443,7 @@ def test_a_file_that_cannot_be_is_refused_with_file_and_key(tmp_path, text, part
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_tuning(path)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith((f"{path}: ", f"{path}, line "))
     assert part in str(caught.value)
 
 
