@@ -126,9 +126,8 @@ def test_a_rank_that_sits_in_a_collective_of_nccl_ends_at_sigterm(tmp_path):
         assert zero.stdout.readline() == "trained\n" and one.stdout.readline() == "trained\n"
         one.send_signal(signal.SIGKILL)
         assert zero.stdout.readline() == "waits\n"
-        time.sleep(
-            1
-        )  # into the wait for the device; if it is late, Python's own handler ends it, which is right as well
+        # Into the wait for the device. A rank that is late ends by Python's own handler, which is right as well.
+        time.sleep(1)
         began_s = time.monotonic()
         zero.send_signal(signal.SIGTERM)
         assert zero.wait(60) in (-signal.SIGTERM, 128 + signal.SIGTERM)
