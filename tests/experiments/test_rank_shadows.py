@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,25 @@ def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Pat
 
 def test_a_run_without_shadows_asks_nobody(tmp_path: Path) -> None:
     assert ShadowMeters.read(tmp_path, 0).used() == []
+
+
+@pytest.mark.parametrize("answer", [b'a_total{shadow="1} 2\n', b"# TYPE a nothing\n", b"<html>\n"])
+def test_another_service_at_a_shadows_address_is_said(tmp_path: Path, answer: bytes) -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{server.server_port}"
+        places = ShadowPlaces(hosts=["a"], addresses=["a:1"], metrics=[address], token_file="/t")
+        places_path(tmp_path).write_text(places.model_dump_json())
+        with pytest.raises(HostError, match=rf"shadow at {address}: tells no metrics"):
+            ShadowMeters.read(tmp_path, 1)
+        thread.join(60)
 
 
 def test_a_run_whose_shadows_nobody_started_says_so(tmp_path: Path) -> None:

@@ -15,6 +15,17 @@ from lastgood.tokens import read_token
 from tests.gradients.scripted_trainer import Trainer
 from tests.gradients.shadow_processes import shadow_threads
 
+COUNTERS = {
+    *("applied_buckets_total", "applied_iterations_total", "checks_total", "checksum_seconds_total"),
+    *("cpu_seconds_total", "diverged_total", "fences_total", "optimizer_seconds_total", "received_bytes_total"),
+    *("received_records_total", "refused_total", "seed_bytes_total", "seeds_total", "side_bytes_total"),
+    *("spill_errors_total", "spills_total"),
+}
+GAUGES = {
+    *("applied_iteration", "connections", "declared_memory_bytes", "durable_step", "epoch", "have_iteration"),
+    *("newest_saved_step", "parked_connections", "peak_rss_bytes", "whole"),
+}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -33,6 +44,7 @@ def trained(tmp_path_factory):
 
 def test_prometheus_text(trained):
     _, started, trainer = trained
+    started[1].service.core.refuse('a quoted "cause"')
     server = MetricsServer(started[1].service.core, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=30) as answer:
@@ -46,9 +58,14 @@ def test_prometheus_text(trained):
     for line in text.splitlines():
         if not line.startswith("#"):
             name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} ([-+.e\d]+)", line).groups()
-            assert labels.startswith('shadow="1"')
-            assert f"# TYPE {name} " in text and f"# HELP {name} " in text
+            caused = r'cause="a quoted \"cause\"",' if "refused" in name else ""
+            assert labels == caused + 'shadow="1"'
+            assert f"# HELP {name} " in text
             values[name.removeprefix("lastgood_shadow_")] = float(value)
+    types = dict(re.findall(r"^# TYPE lastgood_shadow_(\w+) (\w+)$", text, flags=re.M))
+    assert types == dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
+    assert values.keys() == types.keys()
+    assert values["refused_total"] == 1
     assert values["applied_iterations_total"] == 2
     assert values["received_bytes_total"] == 2 * trainer.layout.bytes_of(1)
     assert values["have_iteration"] == values["applied_iteration"] == 2

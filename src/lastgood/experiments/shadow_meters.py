@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import HostError, LastgoodError
@@ -20,7 +20,6 @@ __all__ = ["ShadowMeters", "ShadowPlaces", "places_path", "shadow_options"]
 
 _ANSWER_S: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 1 << 20
-_SAMPLE: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^}]*\})? ([-+0-9.eE]+|NaN)(?: [0-9]+)?")
 _CPU: Final = "lastgood_shadow_cpu_seconds_total"
 _RECEIVED: Final = "lastgood_shadow_received_bytes_total"
 _OPTIMIZER: Final = "lastgood_shadow_optimizer_seconds_total"
@@ -113,8 +112,12 @@ def _metrics(address: str) -> dict[str, float]:
     finally:
         connection.close()
     found: dict[str, float] = {}
-    for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line.strip())
-        if match is not None:
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    try:
+        for metric in text_string_to_metric_families(text):
+            for sample in metric.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError as error:
+        raise HostError(
+            f"shadow at {address}: tells no metrics: {error}; does another service answer there?"
+        ) from error
     return found

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
 from lastgood.errors import CorruptCheckpoint, HostError
 from lastgood.gradients.shadow_core import ShadowCore
 from lastgood.wire.gate import Gate, Handshake, Line, open_listener
 
-__all__ = ["MetricsServer", "metrics_text"]
+__all__ = ["MetricsServer"]
 
 _log = logging.getLogger("lastgood.shadow")
 _PREFIX = "lastgood_shadow_"
@@ -18,54 +24,55 @@ _MAX_LINE_BYTES = 4096
 _MAX_FIELDS = 100
 
 
-def metrics_text(core: ShadowCore) -> str:
-    """All numbers in Prometheus' text format, version 0.0.4."""
-    status, counters, received = core.status(), core.counters, core.receiver_counters()
-    cpu_s, peak_bytes = core.process_usage()
-    shadow = f'{{shadow="{status.shadow}"}}'
-    rows: list[tuple[str, str, str, float]] = [
-        ("cpu_seconds_total", "counter", "Processor time, user and system.", cpu_s),
-        ("peak_rss_bytes", "gauge", "Most resident memory so far.", peak_bytes),
-        ("declared_memory_bytes", "gauge", "Memory for the declared layout.", core.memory_bytes()),
-        ("received_bytes_total", "counter", "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
-        ("received_records_total", "counter", "Gradient records held.", received.get("records", 0)),
-        ("checksum_seconds_total", "counter", "Time for checksums of records.", received.get("checksum_s", 0.0)),
-        ("connections", "gauge", "Data connections that are open.", received.get("connections", 0)),
-        ("parked_connections", "gauge", "Of these, not read: a window is full.", received.get("parked", 0)),
-        ("applied_iterations_total", "counter", "Iterations applied to all buckets.", counters.applied_iterations),
-        ("applied_buckets_total", "counter", "Updates of single buckets.", counters.applied_buckets),
-        ("optimizer_seconds_total", "counter", "Time in the optimizer.", counters.optimizer_s),
-        ("epoch", "gauge", "The epoch that trainers must have.", status.epoch),
-        ("applied_iteration", "gauge", "All buckets are behind this iteration.", status.applied),
-        ("have_iteration", "gauge", "The newest iteration that it can be brought to.", status.have),
-        (
-            "newest_saved_step",
-            "gauge",
-            "The training's step of the newest iteration in memory.",
-            _newest(status.memory),
-        ),
-        ("durable_step", "gauge", "The same of the newest spill.", _newest(status.durable)),
-        ("whole", "gauge", "1 if no bucket waits for a seed.", int(status.whole)),
-        ("seeds_total", "counter", "Buckets that were seeded.", counters.seeds),
-        ("seed_bytes_total", "counter", "Bytes of these seeds.", counters.seed_bytes),
-        ("side_bytes_total", "counter", "Bytes of side records kept.", counters.side_bytes),
-        ("checks_total", "counter", "Buckets compared with the trainers'.", counters.checks),
-        ("diverged_total", "counter", "Of these, found to differ.", counters.diverged),
-        ("spills_total", "counter", "Iterations made durable.", counters.spills),
-        ("spill_errors_total", "counter", "Iterations that could not be made durable.", counters.spill_errors),
-        ("fences_total", "counter", "Epochs begun.", counters.fences),
-    ]
-    lines = []
-    for name, kind, text, value in rows:
-        lines += [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
-        lines.append(f"{_PREFIX}{name}{shadow} {value}")
-    lines += [
-        f"# HELP {_PREFIX}refused_total Records, messages and connections refused.",
-        f"# TYPE {_PREFIX}refused_total counter",
-    ]
-    for cause, count in sorted(status.refused.items()):
-        lines.append(f'{_PREFIX}refused_total{{shadow="{status.shadow}",cause="{cause}"}} {count}')
-    return "\n".join(lines) + "\n"
+@dataclass
+class _Numbers(Collector):
+    """What a shadow tells at the moment of asking."""
+
+    core: ShadowCore
+
+    def collect(self) -> Iterator[Metric]:
+        core = self.core
+        status, counters, received = core.status(), core.counters, core.receiver_counters()
+        cpu_s, peak_bytes = core.process_usage()
+        rows: list[tuple[str, str, float]] = [
+            ("cpu_seconds_total", "Processor time, user and system.", cpu_s),
+            ("peak_rss_bytes", "Most resident memory so far.", peak_bytes),
+            ("declared_memory_bytes", "Memory for the declared layout.", core.memory_bytes()),
+            ("received_bytes_total", "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
+            ("received_records_total", "Gradient records held.", received.get("records", 0)),
+            ("checksum_seconds_total", "Time for checksums of records.", received.get("checksum_s", 0.0)),
+            ("connections", "Data connections that are open.", received.get("connections", 0)),
+            ("parked_connections", "Of these, not read: a window is full.", received.get("parked", 0)),
+            ("applied_iterations_total", "Iterations applied to all buckets.", counters.applied_iterations),
+            ("applied_buckets_total", "Updates of single buckets.", counters.applied_buckets),
+            ("optimizer_seconds_total", "Time in the optimizer.", counters.optimizer_s),
+            ("epoch", "The epoch that trainers must have.", status.epoch),
+            ("applied_iteration", "All buckets are behind this iteration.", status.applied),
+            ("have_iteration", "The newest iteration that it can be brought to.", status.have),
+            ("newest_saved_step", "The training's step of the newest iteration in memory.", _newest(status.memory)),
+            ("durable_step", "The same of the newest spill.", _newest(status.durable)),
+            ("whole", "1 if no bucket waits for a seed.", int(status.whole)),
+            ("seeds_total", "Buckets that were seeded.", counters.seeds),
+            ("seed_bytes_total", "Bytes of these seeds.", counters.seed_bytes),
+            ("side_bytes_total", "Bytes of side records kept.", counters.side_bytes),
+            ("checks_total", "Buckets compared with the trainers'.", counters.checks),
+            ("diverged_total", "Of these, found to differ.", counters.diverged),
+            ("spills_total", "Iterations made durable.", counters.spills),
+            ("spill_errors_total", "Iterations that could not be made durable.", counters.spill_errors),
+            ("fences_total", "Epochs begun.", counters.fences),
+        ]
+        shadow = str(status.shadow)
+        for name, text, value in rows:
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = family(_PREFIX + name, text, labels=["shadow"])
+            metric.add_metric([shadow], value)
+            yield metric
+        refused = CounterMetricFamily(
+            f"{_PREFIX}refused_total", "Records, messages and connections refused.", labels=["shadow", "cause"]
+        )
+        for cause, count in sorted(status.refused.items()):
+            refused.add_metric([shadow, cause], count)
+        yield refused
 
 
 def _newest(held: tuple[object, ...]) -> float:
@@ -112,7 +119,7 @@ class MetricsServer:
         if words[0] != "GET":
             status, text = "405 Method Not Allowed", "there is GET only\n"
         elif known:
-            status, text = "200 OK", metrics_text(self._core)
+            status, text = "200 OK", generate_latest(_Numbers(self._core)).decode()
         else:
             status, text = "404 Not Found", "there is /metrics only\n"
         content = text.encode()
