@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from lastgood.experiments.network_ceilings import NetworkPlan, iperf3_loopback, 
 from lastgood.experiments.network_peer import Direction, PeerClient, PeerServer, parse_address
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
+from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES, Wire, message_frame, prove_trainer
 from lastgood.wire.gate import Handshake
 from tests.experiments.records import make_ceilings
 
@@ -156,19 +158,20 @@ def test_another_token_is_refused_and_the_server_lives_on() -> None:
             pass
         with PeerClient("127.0.0.1", server.port, TOKEN).session() as client:
             assert client.measure("send", 1, KIB, 0.01) > 0
-        wait_until_told(told, "its token is another one")
+        wait_until_told(told, "does not know the token")
 
 
 def test_a_server_that_does_not_know_the_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sends no measurement to whoever happens to listen there."""
 
-    def impostor(_: bytes) -> Handshake[bytes]:
-        yield network_peer._MAGIC + bytes(32)
-        yield len(network_peer._MAGIC) + 32 + 4 + len(b'{"kind": "session"}') + 32
-        yield bytes(32)
-        return b'{"kind": "session"}'
+    def impostor(*_: object) -> Handshake[int]:
+        yield len(network_peer._GREETING) + NONCE_BYTES
+        yield bytes(NONCE_BYTES)
+        yield PROOF_BYTES
+        yield secrets.token_bytes(PROOF_BYTES)
+        return 2
 
-    monkeypatch.setattr(network_peer, "_answer_client", impostor)
+    monkeypatch.setattr(network_peer, "peer_handshake", impostor)
     server = PeerServer("127.0.0.1", 0, "does not matter at all")
     thread = threading.Thread(target=server.serve, args=(30.0,), daemon=True)
     thread.start()
@@ -183,17 +186,25 @@ def test_a_server_that_does_not_know_the_token_is_refused(monkeypatch: pytest.Mo
         thread.join(60)
 
 
-def test_a_request_changed_on_the_way_is_refused() -> None:
-    """The proof covers the request: who stands between the two cannot ask for something else."""
-    asked, changed = b'{"kind": "session"}', b'{"kind": "stream_"}'
-    with serving() as server:
-        for sent, taken in ((asked, True), (changed, False)):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-                magic_and_nonce = network_peer._receive_exactly(connection, len(network_peer._MAGIC) + 32)
-                nonce = magic_and_nonce[-32:]
-                proof = network_peer._proof(TOKEN.encode(), b"client", nonce, bytes(32), asked)
-                connection.sendall(network_peer._MAGIC + bytes(32) + len(sent).to_bytes(4, "little") + sent + proof)
-                assert bool(connection.recv(1)) == taken
+@pytest.mark.parametrize(
+    ("request_bytes", "why"),
+    [
+        (b"\xff" * 28, "sent no frame of this protocol"),
+        (message_frame({"kind": "x" * 5000}), "over the limit of 4096"),
+        (message_frame({"kind": "session"})[:-1] + b"?", "no message, or damaged"),
+    ],
+)
+def test_a_request_that_is_none_is_refused(request_bytes: bytes, why: str) -> None:
+    told: list[str] = []
+    with serving(report=told.append) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            wire = Wire(connection, "the server", 60)
+            prove_trainer(wire, TOKEN.encode(), network_peer._GREETING)
+            wire.write("a request", request_bytes)
+            assert why in wire.receive_message("its answer")["error"]
+        with PeerClient("127.0.0.1", server.port, TOKEN).session():
+            pass
+        wait_until_told(told, why)
 
 
 def test_a_stream_without_a_session_is_refused() -> None:
@@ -247,10 +258,9 @@ def test_the_turn_is_held_during_a_session_and_given_back(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), "another protocol"),
-        (network_peer._MAGIC + bytes(32) + b"\xff\xff\xff\xff", "a request of 4294967295 bytes"),
-        (network_peer._MAGIC + bytes(32) + b"\x02\x00\x00\x00[]" + bytes(32), "its token is another one"),
-        (network_peer._MAGIC, "it closed the connection before its proof"),
+        (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), "does not speak this protocol"),
+        (network_peer._GREETING + bytes(32) + bytes(32), "does not know the token"),
+        (network_peer._GREETING, "it closed the connection before its proof"),
     ],
 )
 def test_strangers_are_shown_the_door(sent: bytes, why: str) -> None:
@@ -265,7 +275,7 @@ def test_strangers_are_shown_the_door(sent: bytes, why: str) -> None:
             with contextlib.suppress(ConnectionResetError):
                 while part := stranger.recv(4096):
                     answer += part
-        assert len(answer) <= len(network_peer._MAGIC) + 32
+        assert len(answer) <= NONCE_BYTES + PROOF_BYTES
         with PeerClient("127.0.0.1", server.port, TOKEN).session():
             pass
         wait_until_told(told, why)
@@ -276,7 +286,7 @@ def test_more_clients_than_allowed_are_closed_and_strangers_do_not_count(monkeyp
     with serving() as server, contextlib.ExitStack() as opened:
         for _ in range(20):
             held = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
-            assert held.recv(1)
+            held.sendall(network_peer._GREETING)
         with PeerClient("127.0.0.1", server.port, TOKEN).session() as client:
             with pytest.raises(LastgoodError, match="no answer to a request"):
                 client._connect({"kind": "stream"})
@@ -337,7 +347,7 @@ def test_the_server_bounds_them_too() -> None:
         for bad in ({"seconds": 1e9}, {"seconds": 1, "message_bytes": 1 << 40}):
             with pytest.raises(LastgoodError, match="refuses: a message has"):
                 client._connect({**request, **bad})
-        with pytest.raises(LastgoodError, match=r"refuses: a request: .*not finite"):
+        with pytest.raises(LastgoodError, match=r"refuses: a message of .*not finite"):
             client._connect({**request, "seconds": float("nan")})
 
 

@@ -658,20 +658,24 @@ def _measuring(thing: Any, folder: Path) -> Prepared:
     from lastgood.experiments.network_peer import PeerServer
     from lastgood.wire.gate import Guest
 
-    text = text_of(thing)[:4096]
+    content = framed(thing)[:8192]
 
     def read() -> None:
         server = PeerServer("127.0.0.1", 0, "t" * 32)
-        near, far = socket.socketpair()
+        near, far = tcp_pair()
         server._slots.acquire()
         with near, far, server._gate:
+            near.sendall(content)
             near.shutdown(socket.SHUT_WR)
             try:
-                server._answer(Guest(far, "it", text, b""))
+                server._answer(Guest(far, "it", 2, b""))
             except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
                 raise LastgoodError("one request less") from error  # each ends its own connection
+            except LastgoodError as error:
+                if "this session is over" not in str(error):  # it was read, then
+                    raise
 
-    return len(text), read
+    return len(content), read
 
 
 @decoder("digests of other ranks", lambda: [{"[0, 1]": "ab" * 32}], change=tree_or_bits)

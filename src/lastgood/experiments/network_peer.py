@@ -1,9 +1,9 @@
 """Plain TCP streams between two processes that share a token: what `lastgood ceilings` measures networks with.
 
 The server answers on one machine, the client measures from the other. On each connection both sides prove that they
-know the token (HMAC-SHA256 over both sides' nonces and the request), so neither sends bytes to a stranger. Then one
-side sends whole messages for the time asked for, the other reads to the end and answers with its count. Nothing that
-is received is kept. Every length is bounded and every wait has a timeout.
+know the token (`wire.frames`), so neither sends bytes to a stranger. Then one side sends whole messages for the time
+asked for, the other reads to the end and answers with its count. Nothing that is received is kept. Every length is
+bounded and every wait has a timeout.
 
 Sender and receiver are two processes, also on loopback: two threads of one interpreter would take turns at its lock
 between system calls, and the number would be Python's instead of the kernel's.
@@ -11,9 +11,7 @@ between system calls, and the number would be Python's instead of the kernel's.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import json
 import re
 import secrets
 import socket
@@ -26,10 +24,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import lru_cache
 from typing import Any, Literal
 
-from lastgood.errors import ConfigError, LastgoodError
+from lastgood.errors import CheckpointError, ConfigError, LastgoodError, MismatchError
 from lastgood.processes import die_with_parent
-from lastgood.text import parse_json
-from lastgood.wire.gate import Gate, Guest, Handshake, connect, open_listener
+from lastgood.wire.frames import Wire, peer_handshake, prove_trainer
+from lastgood.wire.gate import Gate, Guest, connect, open_listener
 
 __all__ = [
     "DEFAULT_PORT",
@@ -53,10 +51,8 @@ MIN_TOKEN_LENGTH = 16
 Direction = Literal["send", "receive", "both"]
 """As the client sees it; ``both``: at the same time, over as many connections each way."""
 
-_MAGIC = b"LGNET1\n\0"
-_NONCE_BYTES = 32
-_PROOF_BYTES = hashlib.sha256().digest_size
-_MAX_JSON_BYTES = 4096
+_GREETING = b"lastgood measure 2\n"
+_MAX_REQUEST_BYTES = 4096
 _HANDSHAKE_TIMEOUT_S = 10.0
 _GRACE_S = 15.0
 """How much longer than asked a stream may take before it counts as stuck."""
@@ -104,36 +100,6 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
             raise EOFError(f"the other side closed after {len(parts)} of {count} bytes")
         parts += part
     return bytes(parts)
-
-
-def _send_json(connection: socket.socket, value: dict[str, Any]) -> None:
-    text = json.dumps(value).encode()
-    connection.sendall(struct.pack("<I", len(text)) + text)
-
-
-def _receive_json(connection: socket.socket) -> dict[str, Any]:
-    return _json_object(_receive_exactly(connection, _json_length(_receive_exactly(connection, 4))))
-
-
-def _json_length(content: bytes) -> int:
-    (length,) = struct.unpack("<I", content)
-    if length > _MAX_JSON_BYTES:
-        raise ValueError(f"a request of {length} bytes, and {_MAX_JSON_BYTES} are allowed")
-    return int(length)
-
-
-def _json_object(text: bytes) -> dict[str, Any]:
-    value = parse_json(text, "a request", most_bytes=_MAX_JSON_BYTES, error=LastgoodError)
-    if not isinstance(value, dict):
-        raise ValueError("a request that is no JSON object")
-    return value
-
-
-def _proof(key: bytes, side: bytes, *parts: bytes) -> bytes:
-    digest = hmac.new(key, side, hashlib.sha256)
-    for part in parts:
-        digest.update(struct.pack("<I", len(part)) + part)
-    return digest.digest()
 
 
 def _pump(connection: socket.socket, message_bytes: int, seconds: float) -> int:
@@ -201,7 +167,11 @@ class PeerServer:
         self.port: int = listener.getsockname()[1]
 
         self._gate = Gate(
-            listener, lambda _: _answer_client(self._key), "a measured port", report, proof_s=_HANDSHAKE_TIMEOUT_S
+            listener,
+            lambda other: peer_handshake(other, self._key, _GREETING),
+            "a measured port",
+            report,
+            proof_s=_HANDSHAKE_TIMEOUT_S,
         )
 
     def serve(self, seconds: float) -> None:
@@ -221,80 +191,53 @@ class PeerServer:
         """End `serve` within a fraction of a second."""
         self._stopping.set()
 
-    def _answer(self, guest: Guest[bytes]) -> None:
+    def _answer(self, guest: Guest[int]) -> None:
+        wire = Wire(guest.connection, guest.other, _HANDSHAKE_TIMEOUT_S, _MAX_REQUEST_BYTES)
         try:
-            guest.connection.settimeout(_HANDSHAKE_TIMEOUT_S)
-            try:
-                request = _json_object(guest.known)
-            except (LastgoodError, ValueError) as error:
-                _send_json(guest.connection, {"error": str(error)[:500]})
-                raise
+            request = wire.receive_message("a request")
             if request.get("kind") == "session":
-                self._hold_session(guest.connection, guest.other)
+                self._hold_session(wire)
             else:
-                self._stream(guest.connection, request)
+                self._stream(wire, guest.connection, request)
+        except LastgoodError as error:
+            wire.send_message(error=str(error)[:500])
+            raise
         finally:
             self._slots.release()
 
-    def _hold_session(self, connection: socket.socket, who: str) -> None:
+    def _hold_session(self, wire: Wire) -> None:
         """Keep this machine's turn until the client closes the connection, or for `_SESSION_LIMIT_S`."""
         if not self._session_lock.acquire(timeout=_HAND_OVER_S):
-            _send_json(connection, {"error": "it is being measured by another client"})
-            return
+            raise LastgoodError("it is being measured by another client")
         try:
             with self._turn():
                 self._session = secrets.token_hex(16)
-                self._report(f"{who}: measuring")
-                _send_json(connection, {"session": self._session})
-                connection.settimeout(_POLL_S)
+                self._report(f"{wire.other}: measuring")
+                wire.send_message(session=self._session)
                 end = time.monotonic() + _SESSION_LIMIT_S
                 while not self._stopping.is_set() and time.monotonic() < end:
-                    try:
-                        if not connection.recv(1):
-                            break
-                    except TimeoutError:
-                        continue
-                self._report(f"{who}: done")
-        except LastgoodError as error:
-            _send_json(connection, {"error": str(error)[:500]})
+                    if wire.wait_readable(_POLL_S):
+                        break
+                self._report(f"{wire.other}: done")
         finally:
             self._session = None
             self._session_lock.release()
 
-    def _stream(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _stream(self, wire: Wire, connection: socket.socket, request: dict[str, Any]) -> None:
         message_bytes, seconds = int(request["message_bytes"]), float(request["seconds"])
         session = self._session
         if session is None or not hmac.compare_digest(str(request["session"]).encode(), session.encode()):
-            _send_json(connection, {"error": "this session is over"})
-            return
+            raise LastgoodError("this session is over")
         # "not within" refuses NaN as well.
         if not (1 <= message_bytes <= MAX_MESSAGE_BYTES and 0 < seconds <= MAX_SECONDS):
-            _send_json(
-                connection, {"error": f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, a pass up to {MAX_SECONDS:g} s"}
-            )
-            return
+            raise LastgoodError(f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, a pass up to {MAX_SECONDS:g} s")
         work = {"send": _sink, "receive": _pump}[str(request["direction"])]
         # Made before the clock starts: a first message costs more than a pass.
         _message(message_bytes)
-        _send_json(connection, {})
-        _receive_exactly(connection, 1)
+        wire.send_message()
+        wire.read_into(memoryview(bytearray(1)), "the start of a pass")
         connection.settimeout(seconds + _GRACE_S)
         work(connection, message_bytes, seconds)
-
-
-def _answer_client(key: bytes) -> Handshake[bytes]:
-    """The server's side of the proof; strangers learn nothing from it. Returns the request, still to be read."""
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    yield _MAGIC + ours
-    if (yield len(_MAGIC)) != _MAGIC:
-        raise ValueError("speaks another protocol or version")
-    theirs = yield _NONCE_BYTES
-    text = yield _json_length((yield 4))
-    proof = yield _PROOF_BYTES
-    if not hmac.compare_digest(proof, _proof(key, b"client", ours, theirs, text)):
-        raise ValueError("refused: its token is another one")
-    yield _proof(key, b"server", ours, theirs, text)
-    return text
 
 
 def serve_for_parent(parent_pid: int, seconds: float) -> None:
@@ -394,36 +337,26 @@ class PeerClient:
             raise LastgoodError(
                 f"{self._where()}: cannot connect: {error}; start `lastgood ceilings --serve-peer` there first"
             ) from error
+        wire = Wire(connection, self._where(), _HANDSHAKE_TIMEOUT_S, _MAX_REQUEST_BYTES)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _receive_exactly(connection, len(_MAGIC)) != _MAGIC:
-                raise LastgoodError(
-                    f"{self._where()}: no peer of this version answers there; both machines need the same Lastgood"
-                )
-            theirs, ours = _receive_exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-            text = json.dumps(request).encode()
-            proof = _proof(self._key, b"client", theirs, ours, text)
-            connection.sendall(_MAGIC + ours + struct.pack("<I", len(text)) + text + proof)
-            self._check_server(connection, _proof(self._key, b"server", theirs, ours, text))
-            connection.settimeout(answer_timeout_s)
-            answer = _receive_json(connection)
-        except (OSError, EOFError, ValueError) as error:
+            prove_trainer(wire, self._key, _GREETING)
+            wire.send_message(**request)
+            wire.timeout_s = answer_timeout_s
+            answer = wire.receive_message("its answer")
+            if "error" in answer:
+                raise LastgoodError(f"{self._where()} refuses: {answer['error']}")
+        except MismatchError as error:
             connection.close()
-            raise LastgoodError(f"{self._where()}: no answer to a request: {error}; try again") from error
+            raise LastgoodError(
+                f"{self._where()} refuses this token, or does not know the token: both machines need the same one "
+                "(LASTGOOD_PEER_TOKEN)"
+            ) from error
+        except CheckpointError as error:
+            connection.close()
+            raise LastgoodError(
+                f"{error}: no answer to a request; try again, with the same Lastgood on both machines"
+            ) from error
         except BaseException:
             connection.close()
             raise
-        if "error" in answer:
-            connection.close()
-            raise LastgoodError(f"{self._where()} refuses: {answer['error']}")
         return connection, answer
-
-    def _check_server(self, connection: socket.socket, expected: bytes) -> None:
-        try:
-            proof = _receive_exactly(connection, _PROOF_BYTES)
-        except (EOFError, ConnectionResetError) as error:
-            raise LastgoodError(
-                f"{self._where()} refuses this token; both machines need the same one (LASTGOOD_PEER_TOKEN)"
-            ) from error
-        if not hmac.compare_digest(proof, expected):
-            raise LastgoodError(f"{self._where()} does not know the token: it is not the peer that you started")
