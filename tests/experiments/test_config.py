@@ -42,7 +42,7 @@ def _on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["laptop", "gpu", "paper"])
-def test_the_shipped_files_are_complete_and_valid(name: str) -> None:
+def test_the_shipped_files_are_valid(name: str) -> None:
     config = configure(file=ROOT / "config" / f"{name}.yaml")
     assert config.scale == name
     assert config.systems[0] == "none"
@@ -190,7 +190,7 @@ def test_all_problems_are_named_at_once() -> None:
 
 def test_faults_in_the_file_are_blamed_on_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    text = LAPTOP.read_text(encoding="utf-8")
+    text = (LAPTOP.parent / "default.yaml").read_text(encoding="utf-8")
     file.write_text(text.replace("iterations: 50 ", "iterations: 1_10 ").replace("seed: 0\n", ""), encoding="utf-8")
     message = refusal("repetitions=0", file=file)
     assert f"{file}: iterations: '1_10': not a whole number" in message

@@ -443,7 +443,7 @@ def _claims_table(thing: Any, folder: Path) -> Prepared:
 
 
 def _yaml_texts() -> list[str]:
-    return [(ROOT / "config" / "laptop.yaml").read_text()]
+    return [(ROOT / "config" / "default.yaml").read_text()]
 
 
 def _yaml_trees(paths: list[Path]) -> list[Any]:
@@ -458,7 +458,12 @@ def _machine_has_no_say(path: Path) -> object:
     return parse_config(path)
 
 
-@decoder("configuration", lambda: _yaml_trees([ROOT / "config" / "laptop.yaml"]), change=tree_or_bits)
+def _configurations() -> list[Any]:
+    default = ROOT / "config" / "default.yaml"
+    return [*_yaml_trees([default]), {"base": str(default), "checkmate": {"options": {"opt": {"layers": 2}}}}]
+
+
+@decoder("configuration", _configurations, change=tree_or_bits)
 def _config(thing: Any, folder: Path) -> Prepared:
     return put(folder / "c.yaml", text_of(thing)), partial(_machine_has_no_say, folder / "c.yaml")
 

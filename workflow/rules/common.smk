@@ -35,7 +35,8 @@ def read_configuration():
     settings = workflow.config_settings
     files = settings.configfiles or [Path(workflow.basedir, "config", "laptop.yaml")]
     if len(files) > 1:
-        sys.exit(f"--configfile takes one complete file, not {len(files)}: {', '.join(map(str, files))}")
+        names = ", ".join(map(str, files))
+        sys.exit(f"--configfile takes one file, not {len(files)}: {names}; a file names the one it changes as its `base`")
     try:
         overrides = parse_overrides(settings.config_args or [])
         return parse_config(Path(files[0]), overrides)[0] if SUBMITS else load_config(Path(files[0]), overrides)

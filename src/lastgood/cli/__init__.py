@@ -12,6 +12,7 @@ from lastgood.cli import (
     check,
     claims,
     collect,
+    config,
     data,
     doctor,
     export,
@@ -68,6 +69,7 @@ app.command()(offset.offset)
 app.command()(switch.switch)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
+app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
 app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")

@@ -17,7 +17,7 @@ def plan(
     figure: Annotated[str, typer.Argument(help="A figure, for instance fig8, or test_simple.")],
     more: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further overrides.")] = None,
     configfile: Annotated[
-        Path | None, typer.Option(help="A complete configuration [default: the checkout's config/laptop.yaml].")
+        Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
     ] = None,
     config: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override one key of the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan to stdout as JSON.")] = False,

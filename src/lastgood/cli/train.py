@@ -40,7 +40,7 @@ def train(
     ] = None,
     policy: Annotated[str, typer.Option(help="Where a shadow is slow: block, queue or drop.")] = "block",
     configfile: Annotated[
-        Path | None, typer.Option(help="A complete configuration [default: the checkout's config/laptop.yaml].")
+        Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
     ] = None,
     config: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override one key of the file.")] = None,
     timeout_s: Annotated[

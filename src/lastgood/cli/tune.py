@@ -26,7 +26,7 @@ def tune(
     workload: Annotated[str | None, typer.Option(help="Train this workload of the configuration.")] = None,
     configfile: Annotated[
         Path | None,
-        typer.Option(help="With --workload: a complete configuration [default: the checkout's config/laptop.yaml]."),
+        typer.Option(help="With --workload: a configuration file [default: the checkout's config/laptop.yaml]."),
     ] = None,
     config: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --workload: override one key of the file.")

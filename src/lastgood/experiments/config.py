@@ -1,15 +1,16 @@
 """The configuration: pydantic models are its only schema, and all that cannot work is refused before any job starts.
 
-A configuration is one complete file (config/laptop.yaml is the default) and overrides from the command line
-(``--config models=vgg16 intervals=1,10``), which win. Needs no torch.
+A configuration is one file (config/laptop.yaml is the default), what it changes in the file that it names as its `base`
+(config/default.yaml has all defaults), and overrides from the command line (``--config models=vgg16 intervals=1,10``),
+which win. Needs no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -58,6 +59,7 @@ __all__ = [
     "SimpleTest",
     "Sources",
     "load_config",
+    "load_files",
     "load_yaml",
     "parse_config",
     "parse_overrides",
@@ -65,11 +67,8 @@ __all__ = [
 ]
 
 _MOST_BYTES = 1 << 20
-_SECTIONS = (
-    *("data", "workloads", "knobs", "simple"),
-    *("fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f", "checkmate"),
-)
-"""Keys whose value is a mapping: an override changes the entries it names and keeps the others."""
+_MOST_FILES = 8
+"""A file, its base, the base of that, and so on."""
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -175,6 +174,15 @@ class Config(Part):
         return checkpointer_class(system).Options.model_validate(self.knobs.get(system, {}))
 
 
+def _sections() -> list[str]:
+    """Keys whose value is a mapping: an overlay or override changes the entries it names and keeps the others."""
+    kinds = {name: get_origin(field.annotation) or field.annotation for name, field in Config.model_fields.items()}
+    return [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel | dict)]
+
+
+_SECTIONS = _sections()
+
+
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +192,34 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds {type(found).__name__} where a mapping of keys to values is needed")
     return found
+
+
+def load_files(configfile: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Read `configfile` and the files below it; each names the next as its `base`, relative to its own folder.
+
+    Returns each file's path and values, without `base`; the lowest comes first, and each changes what those before it
+    say. Raises ConfigError, naming the file, if one cannot be read, names itself through others, or there are too many.
+    """
+    files: list[tuple[Path, dict[str, Any]]] = []
+    path, named_by = configfile, ""
+    while True:
+        try:
+            values = load_yaml(path)
+        except ConfigError as error:
+            raise ConfigError(f"{named_by}{error}") from error.__cause__
+        if any(path.samefile(earlier) for earlier, _ in files):
+            raise ConfigError(f"{named_by}{path} is this file, or has this file as its own base")
+        has_base = "base" in values
+        base = values.pop("base", None)
+        files.insert(0, (path, values))
+        if not has_base:
+            return files
+        if not isinstance(base, str) or not base or "\0" in base:
+            raise ConfigError(f"{path}: base: {base!r} is not the name of a file")
+        named_by = f"{path}: base: "
+        path = path.parent / base
+        if len(files) == _MOST_FILES:
+            raise ConfigError(f"{named_by}{base}: more than {_MOST_FILES} files, each the base of another")
 
 
 def parse_overrides(entries: Iterable[str]) -> dict[str, Any]:
@@ -217,22 +253,29 @@ def load_config(configfile: Path, overrides: Mapping[str, Any] | None = None) ->
 class Sources:
     """Which source a value came from, for messages."""
 
-    def __init__(self, configfile: Path, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-        self._configfile = configfile
-        self._values = values
+    def __init__(self, files: Sequence[tuple[Path, Mapping[str, Any]]], overrides: Mapping[str, Any]) -> None:
+        """`files` as `load_files` returns them: the last one is the file that the user named."""
+        self._files = files
         self._overrides = overrides
 
     def overridden(self, location: tuple[str | int, ...]) -> bool:
         """Whether the value at `location` was given on the command line."""
         given = _look_up(self._overrides, location)
         # A section that both sources have is merged, and its faults lie in its entries.
-        merged = isinstance(given, Mapping) and isinstance(_look_up(self._values, location), Mapping)
-        return given is not _ABSENT and not (merged and location[0] in _SECTIONS)
+        merged = isinstance(given, Mapping) and any(
+            isinstance(_look_up(values, location), Mapping) for _, values in self._files
+        )
+        return given is not _ABSENT and not merged
 
     def problem(self, location: tuple[str | int, ...], text: str) -> str:
         """One line of a message: source, key and what is wrong."""
-        source = "--config" if self.overridden(location) else str(self._configfile)
+        source = "--config" if self.overridden(location) else str(self._file_of(location))
         return f"{source}: {_dotted(location)}: {text}"
+
+    def _file_of(self, location: tuple[str | int, ...]) -> Path:
+        """The last file that gives `location`; the user's own if none does."""
+        holding = [path for path, values in self._files if _look_up(values, location) is not _ABSENT]
+        return holding[-1] if holding else self._files[-1][0]
 
 
 _ABSENT = object()
@@ -252,9 +295,11 @@ def _look_up(values: Any, location: tuple[str | int, ...]) -> Any:
 def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Config, Sources]:
     """Read and check a configuration without looking at this machine. Raises ConfigError, see `load_config`."""
     given = dict(overrides or {})
-    stored = load_yaml(configfile)
-    values = _merge(stored, given)
-    sources = Sources(configfile, stored, given)
+    files = load_files(configfile)
+    values: dict[str, Any] = {}
+    for changes in (*(changes for _, changes in files), given):
+        values = _merge(values, changes)
+    sources = Sources(files, given)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -275,17 +320,10 @@ def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -
     return config, sources
 
 
-def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for key, value in overrides.items():
-        merged[key] = _merge_section(merged.get(key), value) if key in _SECTIONS else value
-    return merged
-
-
-def _merge_section(base: Any, change: Any) -> Any:
+def _merge(base: Any, change: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(change, Mapping):
         return change
-    return {**base, **{key: _merge_section(base.get(key), value) for key, value in change.items()}}
+    return {**base, **{key: _merge(base.get(key), value) for key, value in change.items()}}
 
 
 def _option_problems(config: Config, section: str, used: list[str], sources: Sources) -> list[str]:

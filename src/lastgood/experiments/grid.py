@@ -103,4 +103,4 @@ def load_grid(root: Path, figure: str) -> Grid:
     try:
         return Grid.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(show_errors(error, Grid, Sources(path, values, {})))) from None
+        raise ConfigError("\n".join(show_errors(error, Grid, Sources([(path, values)], {})))) from None
