@@ -37,3 +37,11 @@ def show(
         emit_json(values)
     else:
         typer.echo(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120), nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of configuration files, by which editors complete and check them (config/schema.json)."""
+    from lastgood.experiments.config_editors import editor_schema
+
+    typer.echo(editor_schema(), nl=False)
