@@ -1,0 +1,91 @@
+"""The only file of these tests that imports Lastgood's modules: when they move, nothing else here changes.
+
+What is asked of the command line (`lastgood plan`, `collect`, `plot`) needs no module's name at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from typer.testing import CliRunner
+
+import lastgood.experiments.config as config_module
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.cli import app
+from lastgood.experiments.config import parse_config, parse_overrides
+from lastgood.experiments.figure_csv import load_csv
+from lastgood.experiments.figures import figure_names, load_function, record_kind
+from lastgood.experiments.goodput_record import GoodputSpec
+from lastgood.experiments.optimizer_record import OptimizerSpec
+from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow
+from lastgood.experiments.spec import RunSpec
+from lastgood.state import state_digest
+
+__all__ = [
+    "ROOT",
+    "checkpointer_class",
+    "command",
+    "configure",
+    "figure_names",
+    "kind_of",
+    "load_record",
+    "load_table",
+    "parse_spec",
+    "plan_figure",
+    "plan_names",
+    "plan_workflow",
+    "state_digest",
+    "without_machine_checks",
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+_SPECS: dict[str, Any] = {"run": RunSpec, "goodput": GoodputSpec, "optimizer": OptimizerSpec}
+
+
+def parse_spec(kind: str, text: str) -> Any:
+    """A spec of `kind` from its JSON."""
+    return _SPECS[kind].model_validate_json(text)
+
+
+def kind_of(spec: Any) -> str:
+    """The name in these tests' data of a spec's kind."""
+    return next(kind for kind, cls in _SPECS.items() if type(spec) is cls)
+
+
+def load_record(kind: str, path: Path) -> Any:
+    """Read a record with the loader of its kind."""
+    return load_function(record_kind(_SPECS[kind].model_construct()).load)(path)
+
+
+def load_table(path: Path) -> Any:
+    """The data frame of a figure's tidy CSV."""
+    return load_csv(path).frame
+
+
+def plan_names() -> list[str]:
+    """All that can be planned."""
+    return [*figure_names(), SIMPLE]
+
+
+def configure(file: Path, overrides: list[str]) -> Any:
+    """A configuration as it is, without a look at this machine."""
+    return parse_config(file, parse_overrides(overrides))[0]
+
+
+@contextmanager
+def without_machine_checks() -> Iterator[None]:
+    """Let commands load a configuration that this machine could not run."""
+    with mock.patch.object(config_module, "check_machine", lambda *_: None):
+        yield
+
+
+def command(*arguments: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What `lastgood ARGUMENTS` prints to stdout. Raises what the command raises."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False, env=dict(environment))
+    assert done.exit_code == 0, done.output
+    return done.stdout
