@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
 import threading
 import time
 
 import pytest
 import torch
 
-from lastgood.checkpointers import checkmate_life
+from lastgood.checkpointers import checkmate_job, checkmate_life
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
+from lastgood.checkpointers.checkmate_job import JOB_FILE, NotedJob, Promises, note_job, noted_job
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.files import ReadableBy
 from lastgood.gradients.device_mover import DeviceMover
 from lastgood.state import state_digest
 from lastgood.units import KIB
@@ -399,6 +403,57 @@ def test_a_step_that_is_not_held_is_refused_and_nobody_is_fenced_off(make):
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 3
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"job": "{"ab" * 16}", "promised": {wrong}}}'
+        for wrong in ("-1", "true", "1e3", '"7"', "[]", "9223372036854775808", "1" * 50, "NaN", '1, "promised": 2')
+    ]
+    + ["[]", "7", "{}", '{"job": 7}', f'{{"job": "{"ab" * 16}", "more": "{"a" * 5000}"}}'],
+)
+def test_a_jobs_file_that_cannot_be_believed_is_refused(text, tmp_path):
+    (tmp_path / JOB_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"cannot be read .*remove it"):
+        noted_job(tmp_path)
+
+
+def test_a_jobs_file_says_the_first_step_that_was_complete_and_the_last_one(tmp_path):
+    assert noted_job(tmp_path) is None
+    note_job(tmp_path, "ab" * 16)  # as every life of earlier versions wrote it
+    assert noted_job(tmp_path) == NotedJob("ab" * 16)
+    promises = Promises(tmp_path, "ab" * 16, ReadableBy.OWNER)
+    for step in (3, 4, 9):
+        promises.made(step)
+        assert noted_job(tmp_path) == NotedJob("ab" * 16, 3)
+    promises.close()
+    assert noted_job(tmp_path) == NotedJob("ab" * 16, 9)
+
+
+def test_a_life_whose_directory_was_given_to_another_job_leaves_its_file_alone(tmp_path):
+    promises = Promises(tmp_path, "ab" * 16, ReadableBy.OWNER)
+    promises.made(3)
+    promises.made(4)
+    (tmp_path / JOB_FILE).unlink()
+    note_job(tmp_path, "cd" * 16)
+    promises.close()
+    assert noted_job(tmp_path) == NotedJob("cd" * 16)
+
+
+def test_a_jobs_file_that_cannot_be_written_costs_no_save(make, tmp_path, monkeypatch, caplog):
+    training, checkpointer = SmallTraining(), make()
+    checkpointer.start(training.state)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkmate_job, "write_atomically", full)
+    steps(training, checkpointer, 2)
+    assert outcomes(checkpointer) == [Outcome.DURABLE] * 2
+    checkpointer.close()
+    assert "checkmate.json cannot be written: [Errno 28]" in caplog.text
+    assert noted_job(tmp_path / "job").promised is None
+
+
 # -- bad days ----------------------------------------------------------------------------------------------------------
 
 
@@ -451,8 +506,8 @@ def test_a_shadow_dies_and_another_one_is_seeded_while_training_goes_on(shadows,
     assert fresh.digest() == training.digest()
 
 
-def test_no_training_begins_anew_beside_a_shadow_that_knows_of_complete_steps(tmp_path):
-    """One that was started anew lacks them. Once all are, nothing is known any more."""
+def test_no_training_begins_anew_after_complete_steps_whichever_shadows_were_lost(tmp_path):
+    """One that was started anew lacks them. Once all are, only the job's file tells of them."""
     shadows, made = Shadows(tmp_path, 2), []
 
     def attached(**how):
@@ -475,9 +530,25 @@ def test_no_training_begins_anew_beside_a_shadow_that_knows_of_complete_steps(tm
         assert made[-1].latest() is None
         with pytest.raises(NoCheckpoint, match="step 7"):
             attached(resume_step=7)
-        shadows.kill(0)
-        shadows.restart(0)
-        assert [first, attached()[2]] == [0, 0]
+        for number in range(2):
+            shadows.kill(number)
+            shadows.restart(number)
+        noted = tmp_path / "job" / "checkmate.json"
+        with pytest.raises(CorruptCheckpoint, match=rf"{noted} says that step 2, .*to begin anew, move {noted} away"):
+            attached()
+        assert made[-1].latest() is None
+        with pytest.raises(NoCheckpoint, match="step 7"):
+            attached(resume_step=7)
+        job = json.loads(noted.read_text())["job"]
+        noted.rename(tmp_path / "moved away")
+        training, checkpointer, again = attached()
+        assert [first, again] == [0, 0]
+        assert json.loads(noted.read_text()).keys() == {"job"}, "no step of this life is complete yet"
+        training.step()
+        checkpointer.step()
+        checkpointer.drain(WAIT_S)
+        found = json.loads(noted.read_text())
+        assert found["promised"] == 1 and found["job"] != job
     finally:
         for one in made:
             one.close()

@@ -54,22 +54,22 @@ def look(monkeypatch):
     return answer
 
 
-def test_shadows_that_answer_one_after_another_are_asked_again(look):
+def test_shadows_that_answer_one_after_another_are_asked_again(look, tmp_path):
     look(([4], [5]), ([5, 6], [6]))
-    assert checkmate_restore._choose(CheckmateOptions(), b"", None).step == 60
+    assert checkmate_restore._choose(tmp_path, CheckmateOptions(), b"", None).step == 60
 
 
-def test_shadows_that_stand_still_and_hold_nothing_together_are_believed(look):
+def test_shadows_that_stand_still_and_hold_nothing_together_are_believed(look, tmp_path):
     asked = look(([4], [5]))
     with pytest.raises(NoCheckpoint, match="held by all shadows"):
-        checkmate_restore._choose(CheckmateOptions(), b"", None)
+        checkmate_restore._choose(tmp_path, CheckmateOptions(), b"", None)
     assert len(asked) == 2
 
 
-def test_a_step_that_a_moving_training_never_shows_is_refused_in_the_end(look):
+def test_a_step_that_a_moving_training_never_shows_is_refused_in_the_end(look, tmp_path):
     asked = look(*(([number], [number]) for number in range(1, 40)))
     with pytest.raises(NoCheckpoint, match="step 7"):
-        checkmate_restore._choose(CheckmateOptions(), b"", 7)
+        checkmate_restore._choose(tmp_path, CheckmateOptions(), b"", 7)
     assert len(asked) < 40
 
 

@@ -142,11 +142,11 @@ def _shadow(thing: Any, folder: Path) -> Prepared:
     return len(text_of(thing)), partial(_read, text_of(thing), "here")
 
 
-@decoder("job of a directory of checkmate's", lambda: [{"job": "ab" * 16}], change=tree_or_bits)
+@decoder("job of a directory of checkmate's", lambda: [{"job": "ab" * 16, "promised": 7}], change=tree_or_bits)
 def _noted(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers import checkmate_restore
+    from lastgood.checkpointers.checkmate_job import JOB_FILE, noted_job
 
-    return put(folder / checkmate_restore._JOB_FILE, text_of(thing)), partial(checkmate_restore._noted_job, folder)
+    return put(folder / JOB_FILE, text_of(thing)), partial(noted_job, folder)
 
 
 def _ticket_sample() -> list[Any]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.checkmate_job import Promises
 from lastgood.checkpointers.checkmate_life import Life, begin_life
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import Restored, check_held, find_newest, restore_together
@@ -77,6 +78,8 @@ class Checkmate(Checkpointer):
         self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
         self._hooked = False
         self._life: Life | None = None
+        self._promises: Promises | None = None
+        """On rank 0."""
         self._restored: Restored | None = None
         self._pending: dict[int, tuple[CheckpointEvent, GradientStream]] = {}
         self._settling = threading.Condition()
@@ -140,6 +143,7 @@ class Checkmate(Checkpointer):
         )
         self._restored = None
         self._life = life
+        self._promises = None if life.rank else Promises(self.directory, life.job, self.readable_by)
         self._seeds_from = life.stream.iteration
 
     def _close(self) -> None:
@@ -156,6 +160,8 @@ class Checkmate(Checkpointer):
         self._tap.close()
         if life is not None:
             life.close()
+            if self._promises is not None and life.conductor.fenced is None:
+                self._promises.close()
         self._fail_pending("the training ended before all shadows held it")
 
     # -- every iteration -------------------------------------------------------------------------------------------
@@ -317,6 +323,12 @@ class Checkmate(Checkpointer):
     def _settled(self, word: Complete) -> None:
         """Rank 0 has said what became of everything up to an iteration."""
         now = time.perf_counter()
+        with self._settling:
+            promised = [
+                event.step for one, (event, _) in self._pending.items() if one <= word.iteration and word.promises(one)
+            ]
+        if promised and self._promises is not None:
+            self._promises.made(max(promised))  # on the disk before anybody is told
         with self._settling:
             for number in [one for one in self._pending if one <= word.iteration]:
                 event = self._take_pending(number)

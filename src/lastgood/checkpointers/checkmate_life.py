@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.checkmate_job import note_job
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.checkmate_restore import (
     Restored,
     check_shadows,
     job_of,
-    note_job,
     ranks_together,
     read_token,
 )
@@ -58,6 +58,7 @@ _SEEDING_BYTES_PER_S = 50e6
 class Life:
     """What belongs together from a start to an end."""
 
+    job: str
     rank: int
     layout: GradientLayout
     first: int
@@ -177,6 +178,7 @@ def begin_life(
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
         mover = _mover_for(tracked, stream, knobs)
         life = Life(
+            job,
             rank,
             layout,
             first,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.checkmate_job import JOB_FILE, note_job, noted_job
 from lastgood.checkpointers.checkmate_options import CheckmateOptions
 from lastgood.checkpointers.gemini_memory.together import Together
 from lastgood.errors import (
@@ -23,9 +22,7 @@ from lastgood.errors import (
     LastgoodError,
     MismatchError,
     NoCheckpoint,
-    StorageError,
 )
-from lastgood.files import ReadableBy, make_directory, read_bounded, write_atomically
 from lastgood.gradients import asking
 from lastgood.gradients.layout import GradientLayout
 from lastgood.gradients.messages import Entry, Status
@@ -33,7 +30,6 @@ from lastgood.gradients.side import SIDE_VERSIONS, open_side, restored_tree
 from lastgood.gradients.tracked import Tracked
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
-from lastgood.text import parse_json
 from lastgood.tokens import read_token as read_token_file
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ __all__ = [
     "check_shadows",
     "find_newest",
     "job_of",
-    "note_job",
     "ranks_together",
     "read_token",
     "restore_together",
@@ -55,7 +50,6 @@ __all__ = [
 
 _log = logging.getLogger("lastgood")
 
-_JOB_FILE = "checkmate.json"
 _READING_BYTES_PER_S = 50e6
 """A shadow may take as long as a disk of this speed needs before it gives anything back, beyond the usual limit."""
 _TIMES = 8
@@ -114,7 +108,8 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
 
     Raises MismatchError where shadows keep another job, CheckpointError where one cannot be asked.
     """
-    noted = _noted_job(directory)
+    on_disk = noted_job(directory)
+    noted = None if on_disk is None else on_disk.job
     kept = {status.job for status in _statuses(knobs, token) if status.job is not None}
     if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
         raise MismatchError(
@@ -122,36 +117,6 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
             f"{', '.join(sorted(kept))}; give the shadows of this job, or start them anew"
         )
     return noted or (kept.pop() if kept else None)
-
-
-_MOST_JOB_BYTES = 4096
-
-
-def _noted_job(directory: Path) -> str | None:
-    path = directory / _JOB_FILE
-    try:
-        job = parse_json(read_bounded(path, _MOST_JOB_BYTES), str(path), most_bytes=_MOST_JOB_BYTES)["job"]
-        if not isinstance(job, str) or not re.fullmatch("[0-9a-f]{32}", job):
-            raise ValueError("no job of 32 hex digits")
-    except FileNotFoundError:
-        return None
-    except (OSError, CorruptCheckpoint, StorageError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); remove it to take the job that the shadows keep"
-        ) from error
-    return job
-
-
-def note_job(directory: Path, job: str, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
-    """Let this directory belong to a job. Raises StorageError."""
-    path = directory / _JOB_FILE
-    if path.exists():
-        return
-    try:
-        make_directory(directory, readable_by.directory_mode)
-        write_atomically(path, (json.dumps({"job": job}) + "\n").encode(), mode=readable_by.file_mode)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
@@ -168,13 +133,13 @@ def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
     token = read_token(knobs)
     job_of(directory, knobs, token)
     try:
-        return _choose(knobs, token, None).step
+        return _choose(directory, knobs, token, None).step
     except (NoCheckpoint, CorruptCheckpoint):
         return None
 
 
-def _choose(knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
-    """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint where they held something and lost it.
+def _choose(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
+    """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint if they held something and lost it.
 
     A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
     iteration is applied anywhere, all hold it, so a second answer tells, unless all have moved on again.
@@ -190,13 +155,19 @@ def _choose(knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.C
             if looks <= _LOOKS and (before is None or _held(statuses) != _held(before)):
                 before = statuses
                 continue
-            signs = asking.signs_of_loss(statuses)
+            signs, anew = asking.signs_of_loss(statuses), []
+            if signs:
+                anew.append("end all shadows and start them with other folders for spills")
+            noted = noted_job(directory)
+            if noted is not None and noted.promised is not None:
+                signs.append(f"{directory / JOB_FILE} says that step {noted.promised}, at least, was complete on all")
+                anew.append(f"move {directory / JOB_FILE} away, or give another directory")
             if step is not None or not signs:
                 raise
             raise CorruptCheckpoint(
                 f"checkmate: {error}, and a training would begin anew after steps that were complete: "
                 f"{'; '.join(signs)}. Start the shadows with the folders for spills that they had, if they spilled; to "
-                "begin anew, end all shadows and start them with other folders for spills"
+                f"begin anew, {', and '.join(anew)}"
             ) from error
 
 
@@ -276,7 +247,7 @@ def _look(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
     try:
-        _choose(knobs, token, step)
+        _choose(directory, knobs, token, step)
     except NoCheckpoint as error:
         _log.warning("checkmate: %s", error)  # attach() goes on from nothing
         raise
