@@ -11,8 +11,10 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.agreement import rank_directories, rank_directory
+from lastgood.checkpointers.checkmate_job import JOB_FILE, Promises, note_job
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CorruptCheckpoint, LastgoodError, MismatchError, StorageError
+from lastgood.files import ReadableBy
 from lastgood.ports import free_ports
 from lastgood.storage import SlotStore
 from lastgood.storage import format as fmt
@@ -95,6 +97,22 @@ def test_another_systems_checkpoints(system, other, saved, tmp_path):
         assert attach(system, directory) == 1
         return
     refused(system, directory, rf"of steps 1, which {system} cannot resume; .*move them away")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_directory_of_a_checkmate_job(system, readable, tmp_path):
+    """Its checkpoints are in shadows; a job none of whose steps was complete has none."""
+    directory = tmp_path / "job"
+    note_job(tmp_path / "early", "ab" * 16)
+    assert attach(system, tmp_path / "early") == 0
+    promises = Promises(directory, "ab" * 16, ReadableBy.OWNER)
+    promises.made(7)
+    words = rf"of steps 7, which {system} cannot resume"
+    if not readable:
+        (directory / JOB_FILE).write_text("{")
+        words = "none of which can be read"
+    refused(system, directory, rf"shadows of checkmate \(checkmate.json\).*{words}")
 
 
 @pytest.mark.parametrize("system", KEEPING)

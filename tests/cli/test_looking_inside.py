@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from lastgood.checkpointers import stored
+from lastgood.checkpointers.checkmate_job import Promises, note_job
 from lastgood.checkpointers.export import load_exported
+from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cli import app
 from lastgood.errors import (
     CheckpointError,
@@ -25,6 +28,7 @@ from lastgood.errors import (
     NoGoodCheckpoint,
     StorageError,
 )
+from lastgood.files import ReadableBy
 from lastgood.state import state_digest
 from lastgood.storage import SlotView, Verdict, VerdictBook
 from lastgood.storage import format as fmt
@@ -117,6 +121,49 @@ def test_inspect_shows_every_kind_of_value(tmp_path):
     assert "(in use)" in text
     assert "long" * 50 in text, "names are never cut"
     assert "<i2 (numpy)" in text
+
+
+@pytest.mark.parametrize(
+    ("system", "what"),
+    [
+        ("sync", "files of sync or checkfreq (checkpoint-*.pt)"),
+        ("checkfreq", "files of sync or checkfreq (checkpoint-*.pt)"),
+        ("dcp", "folders of dcp (checkpoint-*-step-*/)"),
+        ("checkmate", "the job of shadows of checkmate (checkmate.json)"),
+    ],
+)
+def test_inspect_says_what_lies_there_of_systems_without_slots(system, what, directory, tmp_path):
+    for rank in range(2):
+        other = tmp_path / "other" / f"rank-0000{rank}"
+        if system == "checkmate":
+            note_job(other, "ab" * 16)
+            assert run("inspect", other) == f"{other}: there is no checkpoint here\n"
+            promises = Promises(other, "ab" * 16, ReadableBy.OWNER)
+            promises.made(2)
+            continue
+        checkpointer = checkpointer_class(system)(other, interval_steps=1)
+        checkpointer.start(state_of(0))
+        for step in (1, 2):
+            checkpointer.save(step)
+            checkpointer.drain(60)
+        checkpointer.close()
+    steps = [2] if system == "checkmate" else [2, 1]
+    told = f"{other} holds {what} of steps {', '.join(map(str, steps))}; that system restores them"
+    assert told in run("inspect", other)
+    assert json.loads(run("inspect", other, "--json"))["other_checkpoints"] == [{"what": what, "steps": steps}]
+    with pytest.raises(NoCheckpoint, match=re.escape(told)):
+        run("verify", other)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        run("inspect", other, "--layout")
+    assert f"{tmp_path}: there is no checkpoint here, but in " in run("inspect", tmp_path)
+    found = json.loads(run("inspect", other.parent, "--json"))
+    assert [one["other_checkpoints"][0]["steps"] for one in found["ranks"]] == [steps, steps]
+    assert run("inspect", other.parent).count(what) == 2
+    for path in other.iterdir():
+        path.rename(directory / path.name)
+    found = json.loads(run("inspect", directory, "--json"))
+    assert found["slots"] and found["other_checkpoints"] == [{"what": what, "steps": steps}]
+    assert what in run("inspect", directory)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

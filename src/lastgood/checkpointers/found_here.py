@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.checkpointers.agreement import rank_directories
+from lastgood.checkpointers.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.directories import CheckpointDirectories
 from lastgood.checkpointers.ranks import job_of
 from lastgood.checkpointers.torch_files import TorchFiles
-from lastgood.errors import MismatchError
+from lastgood.errors import CheckpointError, MismatchError
 from lastgood.files import storage_error
 
-__all__ = ["Found", "found_in", "refuse_beside", "words_on_control", "words_on_layout"]
+__all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
 
 _LIBRARIES = {".metadata": "dcp", ".snapshot_metadata": "torchsnapshot", "state.pt": "nvrx"}
 _MOST_STEPS = 4
@@ -52,9 +53,18 @@ def found_in(directory: Path) -> list[Found]:
     Raises StorageError where it cannot be read.
     """
     try:
+        slots = _slots(directory) if directory.is_dir() else None
+    except OSError as error:
+        raise storage_error(error, directory, "reading the directory") from error
+    return [*([] if slots is None else [slots]), *others_in(directory)]
+
+
+def others_in(directory: Path) -> list[Found]:
+    """As `found_in`, without what lies in slots."""
+    try:
         if not directory.is_dir():
             return []
-        found = [_slots(directory)]
+        found = []
         files = TorchFiles(directory, 1).steps()
         if files:
             found.append(Found(directory, "files of sync or checkfreq (checkpoint-*.pt)", tuple(files)))
@@ -63,13 +73,24 @@ def found_in(directory: Path) -> list[Found]:
             kinds = {_library(path) for _, _, path in folders}
             what = f"folders of {' and '.join(sorted(kinds))} (checkpoint-*-step-*/)"
             found.append(Found(directory, what, tuple(step for _, step, _ in folders)))
+        in_shadows = _in_shadows(directory)
+        return found if in_shadows is None else [*found, in_shadows]
     except OSError as error:
         raise storage_error(error, directory, "reading the directory") from error
-    return [one for one in found if one is not None]
 
 
 def _library(checkpoint: Path) -> str:
     return next((name for file, name in _LIBRARIES.items() if (checkpoint / file).exists()), "an unknown system")
+
+
+def _in_shadows(directory: Path) -> Found | None:
+    """What Checkmate's shadows keep, or kept: its job's directory says of one step that it was complete."""
+    what = f"the job of shadows of checkmate ({JOB_FILE})"
+    try:
+        noted = noted_job(directory)
+    except CheckpointError:
+        return Found(directory, what, ())
+    return None if noted is None or noted.promised is None else Found(directory, what, (noted.promised,))
 
 
 def _slots(directory: Path) -> Found | None:

@@ -143,18 +143,24 @@ def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
 
 
 def words_on_none(directory: Path) -> str:
-    """What to say of a directory that holds no checkpoint: also which folders in it do, the newest three of them.
+    """What to say of a directory that holds no checkpoint in slots: what it holds of systems that have none.
 
-    DeepSpeed's `save_checkpoint` is given the folder above those that hold its files.
+    Else which folders in it hold some, the newest three of them: DeepSpeed's `save_checkpoint` is given the folder
+    above those that hold its files. Raises StorageError.
     """
     from lastgood.checkpointers.agreement import rank_directories
+    from lastgood.checkpointers.found_here import others_in
     from lastgood.storage.reader import find_slots
     from lastgood.storage.single import is_single_file
 
     def holds(folder: Path) -> bool:
         files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
-        return bool(find_slots(folder) or rank_directories(folder)) or any(is_single_file(path) for path in files)
+        here = find_slots(folder) or rank_directories(folder) or others_in(folder)
+        return bool(here) or any(is_single_file(path) for path in files)
 
+    others = others_in(directory)
+    if others:
+        return f"{'; '.join(map(str, others))}; that system restores them, and only slots are looked into here"
     found: list[tuple[float, str]] = []
     with contextlib.suppress(OSError):
         for folder in islice((path for path in directory.iterdir() if path.is_dir()), _LOOKED_AT):

@@ -44,8 +44,8 @@ def inspect(
 ) -> None:
     """Show the slots of a checkpoint directory: which are whole, and which is the newest; and what is in one.
 
-    Reads records and layouts, not the data; `lastgood verify` does. Exit 1 if something that was asked for is not
-    readable; all else is shown before.
+    Of systems without slots (sync, checkfreq, dcp, ...) it says which steps are there. Reads records and layouts, not
+    the data; `lastgood verify` does. Exit 1 if something that was asked for is not readable; all else is shown before.
     """
     from lastgood.checkpointers.agreement import rank_directories
     from lastgood.checkpointers.stored import words_on_none
@@ -58,7 +58,9 @@ def inspect(
         return
     shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
     troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
-    common = _common(directory, troubles) if ranks else []
+    slots = any(one["slots"] for one, _ in shown)
+    others = any(one["other_checkpoints"] for one, _ in shown)
+    common = _common(directory, troubles) if ranks and (slots or not others) else []
     if json:
         job = {"directory": str(directory), "ranks": [one for one, _ in shown], "whole": common}
         emit_json(job if ranks else shown[0][0])
@@ -69,10 +71,12 @@ def inspect(
             if not one["slots"]:
                 sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
                 continue
+            for other in one["other_checkpoints"]:
+                sys.stdout.write(f"{one['directory']}: beside the slots {other['what']} of steps {other['steps']}\n")
             _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}{_age(one)}", one["slots"])
             if contents is not None:
                 _show_contents(contents)
-        if ranks:
+        if ranks and (slots or not others):
             listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common]
             sys.stdout.write(f"whole on all ranks: {', '.join(listed) or 'none'}\n")
     if troubles:
@@ -129,6 +133,7 @@ def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
 
 def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What one rank's directory holds, and the contents of the checkpoint that was asked for."""
+    from lastgood.checkpointers.found_here import others_in
     from lastgood.checkpointers.stored import look_at_slots
     from lastgood.storage import SlotStore
     from lastgood.storage.reader import newest_first
@@ -154,7 +159,13 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
                 contents = _contents(view, step)
             except CheckpointError as error:
                 troubles.append(str(error))
-    found: dict[str, Any] = {"directory": str(directory), "in_use": held, "slots": described}
+    others = [{"what": one.what, "steps": list(one.steps)} for one in others_in(directory)]
+    found: dict[str, Any] = {
+        "directory": str(directory),
+        "in_use": held,
+        "slots": described,
+        "other_checkpoints": others,
+    }
     if mark is not None:
         found["global"] = mark._asdict()
     if layout or step is not None:
