@@ -29,9 +29,10 @@ from lastgood import PCcheck
 from lastgood.checkpointers import recovery
 from lastgood.checkpointers.agreement import rank_directory
 from lastgood.checkpointers.ranks import whole_checkpoints
+from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.replicas import StoreExchange
 from lastgood.checkpointers.reshard import restore_ranks
-from lastgood.errors import WaitTimeout
+from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, state_digest
 
@@ -367,6 +368,30 @@ def lonely(rank, world):
     dist.barrier()
     texts = [text.decode() for text in StoreExchange(rank, world, WAIT_S).gather(f"{rank} again".encode())]
     return found or texts
+
+
+def train(rank, world, system, folder, steps, attached=None):
+    """Begin, and train so many steps; what it began at, and what it was refused with."""
+    if attached is not None and rank not in attached:
+        return {"began": None, "error": None}
+    knobs = {"control": "off"} if system == "pccheck" else {}
+    checkpointer = checkpointer_class(system)(folder.format(rank=rank), interval_steps=1, **knobs)
+    found = {"began": None, "error": None}
+    refused = False
+    try:
+        found["began"] = checkpointer.attach(model=torch.nn.Linear(2, 2))
+    except LastgoodError as error:
+        found["error"], refused = f"{type(error).__name__}: {error}", True
+    refusals = [None] * world
+    if attached is None:  # as the exchange of gradients: nobody's step ends before all have begun
+        dist.all_gather_object(refusals, refused)
+    try:
+        for _ in range(0 if any(refusals) else steps):
+            checkpointer.step()
+    except LastgoodError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    checkpointer.close()
+    return found
 
 
 def main():

@@ -36,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.beginnings import Beginnings
 from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.step_hooks import see_steps
@@ -205,6 +206,7 @@ class Checkpointer(ABC):
         """Digest of the newest layout that was tried."""
         self._health = SaveHealth(self.name, max_unsaved_s)
         self._attachment: Attachment | None = None
+        self._beginnings: Beginnings | None = None
         self._ending: Ending | None = None
         self._exiting = False
         self._process = os.getpid()
@@ -259,7 +261,8 @@ class Checkpointer(ABC):
 
         Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is whole),
         MismatchError (parts of other names, shapes or dtypes; another job or world; checkpoints of another system or
-        number of ranks in the directory), LockHeld, ConfigError.
+        number of ranks in the directory), LockHeld, ConfigError. If some ranks of torch.distributed resume and others
+        find nothing, the first `step` raises MismatchError on all of them.
         """
         from lastgood.checkpointers.attachment import Attachment
 
@@ -291,6 +294,8 @@ class Checkpointer(ABC):
             self.close()
             raise
         attachment.begin()
+        began = attachment.progress.step if resumed else None
+        self._beginnings = Beginnings(self.name, attachment.state, self.directory, began)
         with generators_kept():
             self._begun()
         self._attachment = attachment
@@ -304,9 +309,11 @@ class Checkpointer(ABC):
         Call it behind ``optimizer.step()`` and ``scheduler.step()``. `loss`, a number or a tensor of one element, lets
         systems that keep verdicts judge checkpoints by it.
 
-        Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`.
+        Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`; MismatchError if some
+        ranks resumed and others began anew.
         """
         attachment = self._attached()
+        self._compare_beginnings()
         number = attachment.step_finished()
         saves = self._due(number)
         if attachment.trained.loses_gradients(self._hooks.updates, saves=saves):
@@ -376,6 +383,10 @@ class Checkpointer(ABC):
         if self._attachment is None:
             raise CheckpointError(f"{self.name}: attach(...) must be called first, as attach(model=model)")
         return self._attachment
+
+    def _compare_beginnings(self) -> None:
+        if self._beginnings is not None:
+            self._beginnings.compare()
 
     def _rank(self) -> int:
         """This process's number among those of its training."""
@@ -466,6 +477,7 @@ class Checkpointer(ABC):
         self._hooks = UpdateHooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
         self._attachment = None
+        self._beginnings = None
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
@@ -599,6 +611,7 @@ class Checkpointer(ABC):
         try:
             if os.getpid() != self._process:
                 raise CheckpointError("save() in a forked child: only the process that attached or started it saves")
+            self._compare_beginnings()
             with self._steps.kept_out(DEFAULT_TIMEOUT_S, self._optimizers):
                 self._save(event)
         except Exception as error:  # a save never stops training: whatever went wrong is counted and logged
