@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -270,10 +269,20 @@ def test_styles_are_told_apart() -> None:
     assert len({style.colour for style in styles.values()}) == len(styles)
 
 
-def test_titles_agree_with_the_figure_grid() -> None:
-    grid = yaml.safe_load(Path(__file__).parents[2].joinpath("evaluation", "fig8", "grid.yaml").read_text())
-    for workload, facts in grid["panels"].items():
-        assert panel_title("fig8", workload) == f"Figure 8{facts['letter'] or ''}: {facts['title']}"
+@pytest.mark.parametrize(
+    ("workload", "title"),
+    [
+        ("vgg16", "Figure 8a: VGG-16"),
+        ("bert", "Figure 8b: BERT"),
+        ("transformer_xl", "Figure 8c: Transformer-XL"),
+        ("opt", "Figure 8d: OPT"),
+        ("bloom", "Figure 8f: BLOOM"),
+        ("resnet18", "Figure 8: ResNet-18"),
+        ("resnet50", "Figure 8: ResNet-50"),
+    ],
+)
+def test_titles_have_the_letters_of_the_papers_panels(workload: str, title: str) -> None:
+    assert panel_title("fig8", workload) == title
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -160,14 +160,7 @@ def test_ctrl_c_stops_the_run_and_leaves_no_record(house: House) -> None:
     assert house.records() == before
 
 
-def test_the_report_holds_the_figures(house: House) -> None:
-    done = house.call("fig8_transformer_xl", "--report", "report.html")
-    assert done.returncode == 0, done.stdout
-    text = (house.folder / "report.html").read_text(encoding="utf-8")
-    assert "Transformer-XL" in text
-
-
-def test_our_own_page_and_the_claims_are_made_of_the_figures(house: House) -> None:
+def test_the_page_and_the_claims_are_made_of_the_figures(house: House) -> None:
     done = house.call("report", "claims", "--config", "models=transformer_xl")
     assert done.returncode == 0, done.stdout
     page = (house.folder / "figures" / "report.html").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ try:
     from lastgood.errors import LastgoodError
     from lastgood.experiments.config import load_config, parse_config, parse_overrides
     from lastgood.experiments.figures import figure_kind, figure_names
-    from lastgood.experiments.grid import load_grid
     from lastgood.experiments.machine import machine_label
     from lastgood.experiments.plan import SIMPLE, left_out, plan_figure, plan_workflow
     from lastgood.locks import FileLock
@@ -56,7 +55,6 @@ PANELS = [(figure, model) for figure in FIGURE_NAMES for model in figure_kind(fi
 # What nobody gets unasked, as a testbed of nodes, is in no target but its own.
 ALWAYS = [name for name in FIGURE_NAMES if figure_kind(name).always(CONFIG)]
 PANEL_MODELS = sorted({model for _, model in PANELS})
-GRIDS = {name: load_grid(Path(workflow.basedir), name) for name in FIGURE_NAMES}
 MACHINE = CONFIG.machine or machine_label()
 RESULTS = CONFIG.results_dir
 FIGURES = CONFIG.figures_dir
@@ -135,14 +133,6 @@ def reference_of(figure):
     """The file of published numbers to show beside ours, if the checkout has one for this figure."""
     path = Path(workflow.basedir, "figures", "reference", f"{figure}.csv")
     return [str(path)] if path.is_file() else []
-
-
-def caption_facts(wildcards):
-    """What the report says about a panel, beside the picture."""
-    grid = GRIDS[wildcards.figure]
-    facts = {"title": grid.title, "paper": grid.paper.model_dump(), "scale": CONFIG.scale, "machine": MACHINE}
-    lettered = any(panel.letter for panel in grid.panels.values())
-    return {**facts, "panel": grid.panel(wildcards.model).model_dump(), "lettered": lettered}
 
 
 def used_data_kinds():

@@ -6,21 +6,10 @@ rule plot:
         f"{FIGURES}/{{figure}}_{{model}}.csv",
     output:
         pdf=f"{FIGURES}/{{figure}}_{{model}}.pdf",
-        png=report(
-            f"{FIGURES}/{{figure}}_{{model}}.png",
-            caption="../report/panel.rst",
-            category="{figure}",
-            labels={"model": "{model}", "form": "PNG"},
-        ),
-        svg=report(
-            f"{FIGURES}/{{figure}}_{{model}}.svg",
-            caption="../report/panel.rst",
-            category="{figure}",
-            labels={"model": "{model}", "form": "SVG"},
-        ),
+        png=f"{FIGURES}/{{figure}}_{{model}}.png",
+        svg=f"{FIGURES}/{{figure}}_{{model}}.svg",
     params:
         stem=lambda wildcards, output: str(Path(output.pdf).with_suffix("")),
-        facts=caption_facts,
     wildcard_constraints:
         figure="|".join(FIGURE_NAMES),
         model="|".join(PANEL_MODELS),

@@ -12,7 +12,7 @@ from lastgood.experiments.config import Sources, load_yaml, show_errors
 from lastgood.experiments.machine import checkout_root
 from lastgood.experiments.spec import Scale
 
-__all__ = ["Axes", "Grid", "Panel", "Paper", "Prediction", "find_root", "load_grid"]
+__all__ = ["Axes", "Grid", "Paper", "Prediction", "find_root", "load_grid"]
 
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -40,14 +40,6 @@ class Axes(_Part):
     baseline: str
 
 
-class Panel(_Part):
-    """One panel of the figure: one model."""
-
-    letter: str | None = Field(description="the panel's letter in the paper; null for a model that it does not have")
-    title: str
-    alt: str = Field(description="what the panel shows, in one sentence")
-
-
 class Prediction(_Part):
     """A model of how long a run takes, for one scale, where no record of its cell exists yet."""
 
@@ -70,12 +62,7 @@ class Grid(_Part):
     title: str
     paper: Paper
     axes: Axes
-    panels: dict[str, Panel]
     prediction: dict[Scale, Prediction]
-
-    def panel(self, model: str) -> Panel:
-        """The panel of `model`, or a plain one for a model that the grid does not list."""
-        return self.panels.get(model, Panel(letter=None, title=model, alt=f"{self.axes.y} of {model}"))
 
 
 def find_root(folder: Path | None = None) -> Path:
