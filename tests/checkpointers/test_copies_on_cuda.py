@@ -88,6 +88,30 @@ def test_training_on_at_once_is_no_change(started):
     assert state_digest(fresh.state) == expected
 
 
+@pytest.mark.parametrize("saves_before", [0, 3])
+def test_a_save_becomes_durable_beside_a_kernel_that_does_not_end(started, saves_before):
+    training, checkpointer = started
+    for step in range(1, saves_before + 1):
+        training.step()
+        checkpointer.save(step)
+        checkpointer.drain()
+    training.step()
+    expected = state_digest(training.state)
+    checkpointer.save(saves_before + 1)
+    # As one of a collective whose other ranks are gone.
+    torch.cuda._sleep(40_000_000_000)
+    end = torch.cuda.Event()
+    end.record()
+    checkpointer.drain(15)
+    assert not end.query(), "the kernel ended first: this shows nothing"
+    torch.cuda.synchronize()
+    assert not [event.error for event in checkpointer.events if event.outcome is Outcome.FAILED]
+    fresh = Training(1)
+    fresh.step()
+    assert type(checkpointer)(checkpointer.directory).restore(fresh.state) == saves_before + 1
+    assert state_digest(fresh.state) == expected
+
+
 _RANK = """
 import os, signal, sys, torch, torch.distributed as dist
 from lastgood import PCcheck

@@ -20,8 +20,8 @@ from lastgood import _native
 from lastgood.checkpointers.area_copies import copy_through_pinned, store_from_host
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.chunks import stream_pieces
+from lastgood.checkpointers.device_streams import DeviceStreams
 from lastgood.checkpointers.gpm import GPM
-from lastgood.checkpointers.snapshot import DeviceStreams
 from lastgood.errors import CorruptCheckpoint, WaitTimeout
 from lastgood.state import Layout
 from lastgood.storage import SlotView

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.snapshot import DeviceStreams, copy_bytes
+from lastgood.checkpointers.device_streams import DeviceStreams, copy_bytes
 from lastgood.errors import WaitTimeout
 from lastgood.files import storage_error
 

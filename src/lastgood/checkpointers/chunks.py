@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.addresses import address_in
-from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams
+from lastgood.checkpointers.device_streams import DeviceStreams
+from lastgood.checkpointers.snapshot import CopyFence
 from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
 

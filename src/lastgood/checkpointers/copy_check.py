@@ -15,17 +15,16 @@ import random
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.device_streams import DeviceStreams, side_stream
 from lastgood.errors import StateError
 from lastgood.state import FlatState
 from lastgood.state.flatten import changed_while_copied
 
 if TYPE_CHECKING:
     import torch
-
-    from lastgood.checkpointers.snapshot import DeviceStreams
 else:
     torch = lazy_module("torch")
 
@@ -65,10 +64,11 @@ class Sample:
         """Where the blocks are."""
         return {*self._whole, *self._lines}
 
-    def take(self, device: torch.device) -> list[torch.Tensor]:
-        """The bytes of now, on the device, in the order of its current stream."""
-        parts = (self._whole.get(device), self._lines.get(device))
-        return [torch.cat([view for _, view in part]) for part in parts if part]
+    def take(self, device: torch.device, out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The bytes of now, on the device, in the order of its current stream; in the memory of `out` if given."""
+        parts = [part for part in (self._whole.get(device), self._lines.get(device)) if part]
+        memory: Sequence[torch.Tensor | None] = out or [None] * len(parts)
+        return [torch.cat([view for _, view in part], out=target) for part, target in zip(parts, memory, strict=True)]
 
     def find(self, device: torch.device, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> int | None:
         """The first block whose bytes differ between two takes; waits for the device."""
@@ -80,6 +80,44 @@ class Sample:
             ends = accumulate(view.shape[0] for _, view in part)
             return next(number for (number, _), end in zip(part, ends, strict=True) if row < end)
         return None
+
+
+class _Look:
+    """Memory of a second take of a sample on a CUDA device, and of its comparison with the first.
+
+    Asked for in save(): the driver may wait for running kernels before it gives memory or loads a kernel, and one of a
+    collective that hangs never ends. `issue` asks for none.
+    """
+
+    _ready: ClassVar[set[torch.device]] = set()
+    """Devices on which the kernels of `issue` are loaded."""
+
+    def __init__(self, sample: Sample, device: torch.device, before: Sequence[torch.Tensor]) -> None:
+        self._sample, self._device, self._before = sample, device, before
+        side = side_stream(device)
+        with torch.cuda.stream(side):
+            self.after = [torch.empty_like(one) for one in before]
+            self._unlike = [torch.empty(one.shape, dtype=torch.bool, device=device) for one in before]
+            self._any = torch.empty(len(before), dtype=torch.bool, device=device)
+        self._found = torch.empty(len(before), dtype=torch.bool, pin_memory=True, device="cpu")
+        if device not in self._ready:
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                self.issue()
+            side.synchronize()
+            self._ready.add(device)
+
+    def issue(self) -> None:
+        """Take and compare, in the order of the current stream, which is the device's side stream."""
+        self._sample.take(self._device, self.after)
+        for index, (one, other) in enumerate(zip(self._before, self.after, strict=True)):
+            torch.ne(one, other, out=self._unlike[index])
+            torch.any(self._unlike[index], out=self._any[index])
+        self._found.copy_(self._any, non_blocking=True)
+
+    def found(self) -> bool:
+        """Whether the two takes differ; once what was issued has run."""
+        return bool(self._found.any())
 
 
 class CopyCheck:
@@ -100,8 +138,12 @@ class CopyCheck:
         self._ended = {group[-1]: number for number, group in enumerate(self.groups)}
         self._samples = [self._sample(group, flat.blocks) for group in range(len(self.groups))]
         self._before = [{device: sample.take(device) for device in sample.devices} for sample in self._samples]
-        self._flags: list[tuple[int, torch.device, list[torch.Tensor], torch.Tensor]] = []
-        """Of each group on a CUDA device: its sample after the copy, and whether it is another one (on the host)."""
+        self._looks = [
+            {device: _Look(sample, device, before[device]) for device in sample.devices if device.type != "cpu"}
+            for sample, before in zip(self._samples, self._before, strict=True)
+        ]
+        self._issued: list[tuple[int, torch.device]] = []
+        """Groups, each on a device, at which a look was issued."""
 
     def block_copied(
         self, number: int, streams: DeviceStreams | None = None, copies: Sequence[torch.Tensor] | None = None
@@ -131,11 +173,8 @@ class CopyCheck:
                 continue
             assert streams is not None
             with streams.behind(device, before[device]):
-                after = sample.take(device)
-                differ = torch.stack([(one != other).any() for one, other in zip(before[device], after, strict=True)])
-                flag = torch.empty(1, dtype=torch.bool, pin_memory=True, device="cpu")
-                flag.copy_(differ.any().reshape(1), non_blocking=True)
-            self._flags.append((group, device, after, flag))
+                self._looks[group][device].issue()
+            self._issued.append((group, device))
 
     def look_at_versions(self) -> None:
         """See what torch has counted; before the first update at the latest, and only once.
@@ -155,10 +194,11 @@ class CopyCheck:
     def settle(self) -> None:
         """Raise StateError if a block was changed. Everything that was issued has run."""
         self.look_at_versions()
-        for group, device, after, flag in self._flags:
-            if flag.item():
-                self._note(group, self._samples[group].find(device, self._before[group][device], after))
-        self._flags = []
+        for group, device in self._issued:
+            look = self._looks[group][device]
+            if look.found():
+                self._note(group, self._samples[group].find(device, self._before[group][device], look.after))
+        self._issued = []
         if self.changed is not None:
             raise self.changed[1]
 

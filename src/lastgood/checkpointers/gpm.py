@@ -34,9 +34,10 @@ from lastgood.checkpointers.area_copies import (
 )
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.chunks import stream_pieces
+from lastgood.checkpointers.device_streams import DeviceStreams
 from lastgood.checkpointers.recovery import Recovery
 from lastgood.checkpointers.room import room_for
-from lastgood.checkpointers.snapshot import DeviceStreams, PinnedMemory
+from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.errors import CheckpointError
 from lastgood.notices import told_if_slow
 from lastgood.state import FlatState

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.addresses import address_in
 from lastgood.checkpointers.chunks import host_ranges
+from lastgood.checkpointers.device_streams import copy_bytes
 from lastgood.checkpointers.live import LiveTensors, keeps_its_tensors, parameter_beside
-from lastgood.checkpointers.snapshot import PinnedMemory, copy_bytes
+from lastgood.checkpointers.snapshot import PinnedMemory
 from lastgood.checkpointers.stored import NamedTensor, named_tensors, read_timeout_s
 from lastgood.host_memory import fresh_memory
 from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflatten

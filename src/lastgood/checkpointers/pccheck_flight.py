@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
-from lastgood.checkpointers.snapshot import CopyFence, DeviceStreams, freeze
+from lastgood.checkpointers.device_streams import DeviceStreams
+from lastgood.checkpointers.snapshot import CopyFence, freeze
 from lastgood.checkpointers.still_weights import StillBlocks
 from lastgood.state import FlatState
 
