@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import lastgood
-from lastgood.errors import ConfigError, CorruptCheckpoint, DataError
+from lastgood.errors import ConfigError, CorruptCheckpoint, DataError, LastgoodError
+from lastgood.experiments.config import load_config, parse_overrides
+from lastgood.storage.format import RecordError, decode_job, seal_json
+from lastgood.storage.marks import read_mark
+from lastgood.storage.verdicts import VerdictBook
 from lastgood.text import (
     is_whole,
     parse_csv,
@@ -27,6 +33,7 @@ from lastgood.text import (
     read_model,
 )
 
+ROOT = Path(__file__).parents[1]
 MOST = 1 << 20
 PLAIN = (
     st.none() | st.booleans() | st.integers(-(10**39), 10**39) | st.floats(allow_nan=False, allow_infinity=False)
@@ -354,6 +361,48 @@ def test_numbers_are_in_range() -> None:
         with pytest.raises(ValueError, match="is no number from 0 to 10"):
             parse_number(wrong, least=0, most=10)
     assert is_whole(3, 0, 3) and not any(is_whole(one, 0, 3) for one in (4, -1, True, 1.0, "1", None, 10**30))
+
+
+# -- who reads with it -------------------------------------------------------------------------------------------------
+
+ODD = {"infinite": float("inf"), "30 digits": 10**30, "5,000 digits": 10**5000 - 1, "negative": -1, "none": None}
+
+
+def of_sealed(described: dict[str, Any]) -> bytes:
+    """A sealed document with a right checksum, as Python writes it."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return seal_json({"version": 1, **described})
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_numbers_in_sealed_files_end_in_no_other_error(odd: object, tmp_path: Path) -> None:
+    """A right checksum says nothing of what is in it."""
+    with contextlib.suppress(RecordError):  # its callers name the file
+        decode_job(of_sealed({"format": "lastgood-slots", "job_id": "00" * 16, "rank": odd, "world_size": 2}))
+    mark = {"format": "lastgood-global", "incarnation": odd, "step": odd, "sequence": odd}
+    (tmp_path / "global.json").write_bytes(of_sealed(mark))
+    with contextlib.suppress(LastgoodError):
+        read_mark(tmp_path)
+    verdict = {"sequence": odd, "step": odd, "ok": False, "reason": "x"}
+    book = {"format": "lastgood-verdicts", "verdicts": [verdict], "restarts": []}
+    (tmp_path / "verdicts.json").write_bytes(of_sealed(book))
+    with contextlib.suppress(LastgoodError):
+        VerdictBook(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "odd", ["2024-13-45", "!!int x", "!!float 'x'", "9" * 5000, "[" * 2000], ids=lambda odd: odd[:9]
+)
+def test_a_configuration_of_odd_values_is_refused_as_one(odd: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"machine: {odd}\n")
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError):
+        load_config(ROOT / "config" / "laptop.yaml", parse_overrides([f"intervals={odd}"]))
 
 
 # -- nobody reads past it ----------------------------------------------------------------------------------------------

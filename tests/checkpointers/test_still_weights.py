@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +72,12 @@ def copied_at_once(monkeypatch):
     return since_last
 
 
+def resident_bytes(key):
+    """A line of /proc/self/status: VmRSS is what is resident now, VmHWM the most since the peak was reset."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{key}:\s+(\d+) kB$", status, re.MULTILINE)[1]) << 10
+
+
 def save(checkpointer, step):
     checkpointer.save(step)
     checkpointer.drain()
@@ -89,6 +97,21 @@ def test_frozen_weights_are_not_copied_inside_save(started, copied_at_once):
         assert save(checkpointer, step).outcome is Outcome.DURABLE
         assert copied_at_once() == 0
         assert restored(checkpointer) == state_digest(training.state)
+
+
+def test_frozen_weights_take_no_memory_in_save(tmp_path):
+    """By what the process holds, with a staging pool that is much smaller than the weights."""
+    frozen = torch.nn.Linear(4096, 4096, bias=False).requires_grad_(False)  # 64 MiB
+    head = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    checkpointer = checkpointer_class("pccheck")(tmp_path, pool_bytes=4 << 20, chunk_bytes=1 << 20)
+    checkpointer.start({"frozen": frozen, "head": head, "optimizer": optimizer})
+    assert save(checkpointer, 1).outcome is Outcome.DURABLE  # what is made once is there now
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes("VmRSS")
+    assert save(checkpointer, 2).outcome is Outcome.DURABLE
+    assert resident_bytes("VmHWM") - before < 32 << 20
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("counted", [True, False])
