@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 
 ROOT = Path(lastgood.__file__).parent
 FLOORS = [
@@ -49,6 +50,23 @@ def test_public_names_exist():
         assert getattr(lastgood, name) is not None
     with pytest.raises(AttributeError, match="no_such"):
         _ = lastgood.no_such
+
+
+def test_every_built_in_system_has_a_public_name():
+    named = {getattr(lastgood, name) for name in lastgood.__all__}
+    ours = [
+        kind for name in checkpointer_names() if (kind := checkpointer_class(name)).__module__.startswith("lastgood.")
+    ]
+    assert [kind for kind in ours if kind not in named] == []
+
+
+def test_type_checkers_see_the_public_names():
+    stub = ast.parse((ROOT / "__init__.pyi").read_text())
+    seen = {
+        alias.asname: node.module for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == lastgood._HOMES
+    assert (ROOT / "py.typed").is_file()
 
 
 def floor_of(module):

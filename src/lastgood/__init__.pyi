@@ -1,0 +1,15 @@
+from lastgood.checkpointers.base import Checkpointer as Checkpointer
+from lastgood.checkpointers.checkfreq import CheckFreq as CheckFreq
+from lastgood.checkpointers.checkmate import Checkmate as Checkmate
+from lastgood.checkpointers.dcp import TorchDCP as TorchDCP
+from lastgood.checkpointers.gemini import Gemini as Gemini
+from lastgood.checkpointers.gpm import GPM as GPM
+from lastgood.checkpointers.none import NoCheckpointing as NoCheckpointing
+from lastgood.checkpointers.nvrx import ResiliencyExtension as ResiliencyExtension
+from lastgood.checkpointers.pccheck import PCcheck as PCcheck
+from lastgood.checkpointers.registry import checkpointer_class as checkpointer_class
+from lastgood.checkpointers.registry import checkpointer_names as checkpointer_names
+from lastgood.checkpointers.sync import SyncCheckpointer as SyncCheckpointer
+from lastgood.checkpointers.torchsnapshot import TorchSnapshot as TorchSnapshot
+from lastgood.state import RngState as RngState
+from lastgood.state import state_digest as state_digest
