@@ -81,7 +81,7 @@ else
     constraints=(-c constraints.txt)
 fi
 say "installing packages (torch alone takes some gigabytes and a few minutes the first time)"
-"${pip[@]}" install "${constraints[@]}" -e '.[test]' \
+"${pip[@]}" install "${constraints[@]}" -e '.[harness,test]' \
     || fail "pip could not install the packages; its message is above. Behind a proxy or mirror, set pip up first (pip config)"
 
 say "checking"

@@ -39,6 +39,7 @@ from lastgood.cli import (
 )
 from lastgood.cli._app import App
 from lastgood.errors import LastgoodError
+from lastgood.extras import why_missing
 
 __all__ = ["app", "main"]
 
@@ -88,7 +89,20 @@ def main() -> None:
     except LastgoodError as error:
         sys.stderr.write(f"lastgood: {error}\n")
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        reason = why_missing(error, f"lastgood {_command()}")
+        if reason is None:
+            raise
+        sys.stderr.write(f"lastgood: {reason}\n")
+        sys.exit(1)
     except BrokenPipeError:
         # The reader went away, as `lastgood plan fig8 | head` does; Python must not complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _command() -> str:
+    """The command that was called, as in ``plot`` or ``goodput run``."""
+    words = sys.argv[1:3]
+    groups = {group.name for group in app.registered_groups}
+    return " ".join(words if groups & set(words[:1]) else words[:1])

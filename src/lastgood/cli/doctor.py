@@ -54,7 +54,8 @@ def _software() -> Iterator[_Finding]:
         try:
             yield _Finding("ok", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield _Finding("fault", package, "missing", "run bash install.sh")
+            to_do = "run bash install.sh in the checkout, or pip install 'lastgood[harness]'"
+            yield _Finding("fault", package, "missing", to_do)
     try:
         from lastgood import _native
     except ImportError as error:
