@@ -1,7 +1,6 @@
 """What texts of errors and of the log suggest to write exists: commands, options, keywords, targets, extras, variables.
 
-All literals that are raised, logged, returned, passed on or named are read from the source. What calls they suggest is
-executed in tests/checkpointers/test_advice.py.
+Here each is looked up; the other modules of this folder follow them.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +17,8 @@ from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.cli import app
 from lastgood.storage import SlotStore
+from tests.suggestions.source_texts import ROOT, TREES, said, text_of
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "src" / "lastgood"
-TREES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 COMMANDS = typer.main.get_command(app)
 OTHERS_OPTIONS = {"--force-reinstall", "--format"}
 """Of pip, and of git."""
@@ -42,41 +37,6 @@ OTHERS_VARIABLES = {
     *("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "PR_SET_PDEATHSIG", "ELEM_SIZE"),  # the kernel's, and an argument's name
     *("NCCL_BUFFSIZE", "SLURM_CONF"),
 }
-
-
-def text_of(node: ast.AST) -> str | None:
-    """A literal's text; what an f-string fills in stands as {}."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part) or "{}" for part in node.values)
-    return None
-
-
-def literals(node: ast.AST) -> Iterator[tuple[int, str]]:
-    text = text_of(node)
-    if text is not None:
-        yield getattr(node, "lineno", 0), text
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from literals(child)
-
-
-def says(node: ast.AST) -> bool:
-    return isinstance(node, ast.Raise | ast.Return | ast.Assign | ast.AnnAssign | ast.Call)
-
-
-def is_sentence(text: str) -> bool:
-    """Not a word, nor a program for another machine, or an answer of a protocol."""
-    return " " in text and text.count("\n") < 3
-
-
-def said() -> list[tuple[str, str]]:
-    found = {}
-    for path, tree in TREES.items():
-        for node in filter(says, ast.walk(tree)):
-            found |= {(f"{path}:{line}", text): None for line, text in literals(node) if is_sentence(text)}
-    return list(found)
 
 
 def children_of(command: Any) -> dict[str, Any]:

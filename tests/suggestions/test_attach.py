@@ -15,22 +15,10 @@ from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError
 from lastgood.gradients.tracked import Tracked
 from tests.checkpointers.wrapped_optimizers import Forwarding
+from tests.suggestions.following import advice, follows, refusal
 
 MODEL = torch.nn.Linear(2, 2)
 CheckFreq, GPM = checkpointer_class("checkfreq"), checkpointer_class("gpm")
-
-
-def refusal(call) -> str:
-    with pytest.raises(LastgoodError) as error:
-        call()
-    return str(error.value)
-
-
-def advice(message: str, pattern: str) -> str:
-    """What the message says to write."""
-    found = re.search(pattern, message)
-    assert found, message
-    return found[1] if found.groups() else found[0]
 
 
 def attached(directory, **parts):
@@ -46,6 +34,7 @@ def call_of(message: str, **known) -> dict:
 
 
 @pytest.mark.parametrize("system", ["sync", "checkfreq", "gpm", "pccheck", "dcp"])
+@follows("attach() needs interval_steps")
 def test_a_missing_interval(system, tmp_path):
     kind = checkpointer_class(system)
     message = refusal(lambda: kind(tmp_path / "a b'c").attach(model=MODEL))
@@ -87,6 +76,7 @@ def test_a_name_that_is_nothing_like_an_option_is_not_guessed(tmp_path):
             assert "no such option" not in str(error)
 
 
+@follows("an interval is given by name", "make them with {}.Options()")
 def test_an_interval_without_its_name(tmp_path):
     message = refusal(lambda: PCcheck(tmp_path, 10))
     made = eval(advice(message, r"by name, as (.*)"), {"PCcheck": PCcheck})
@@ -95,12 +85,14 @@ def test_an_interval_without_its_name(tmp_path):
     assert eval(advice(message, r"make them with (.*)"), {"PCcheck": PCcheck}) == PCcheck.Options()
 
 
+@follows("not both; put all into one")
 def test_options_given_twice(tmp_path):
     message = refusal(lambda: PCcheck(tmp_path, PCcheck.Options(), keep=3, pressure="skip"))
     options = eval(advice(message, r"as (PCcheck\.Options.*)"), {"PCcheck": PCcheck})
     assert (PCcheck(tmp_path, options).options.keep, options.pressure) == (3, "skip")
 
 
+@follows("with interval_steps=0 only save(step) saves")
 def test_an_interval_below_zero(tmp_path):
     message = refusal(lambda: PCcheck(tmp_path, interval_steps=-1))
     checkpointer = eval(
@@ -130,6 +122,7 @@ def test_half_of_an_archive(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rng", "progress"])
+@follows("makes {} by itself; give your part another name")
 def test_a_name_that_is_taken(name, tmp_path):
     message = refusal(lambda: attached(tmp_path, model=MODEL, **{name: {"a": 1}}))
     other = advice(message, r"as attach\((\w+)=\.\.\.\)")
@@ -137,10 +130,12 @@ def test_a_name_that_is_taken(name, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [{"epoch": 3}, {"note": "it's"}, {"rate": 0.5}, {}, {"model": None}])
+@follows("put it into a dict, attach(", "nothing to keep; pass at least the model", one_of_them=True)
 def test_parts_that_cannot_be_kept_so(parts, tmp_path):
     attached(tmp_path, **call_of(refusal(lambda: attached(tmp_path, **parts)))).close()
 
 
+@follows("must be called first, as attach(model=model)", "close() it first", "as attach(..., data=loader)")
 def test_calls_out_of_order(tmp_path):
     checkpointer = PCcheck(tmp_path, interval_steps=1)
     checkpointer.attach(**call_of(refusal(checkpointer.step)))
@@ -162,6 +157,7 @@ def test_data_that_can_be_gone_through_once(tmp_path):
     attached(tmp_path, model=MODEL, data=loader).close()
 
 
+@follows("data_changed='samples'")
 def test_data_that_changed(tmp_path):
     checkpointer = attached(tmp_path, model=MODEL, data=DataLoader(torch.arange(8), 2))
     for _ in checkpointer.data:
@@ -179,6 +175,7 @@ def test_data_that_changed(tmp_path):
     attached(tmp_path, model=MODEL, data=DataLoader(torch.arange(8), 2)).close()
 
 
+@follows("more=[{}{}]")
 def test_what_no_part_holds(tmp_path):
     loose = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
     optimizer = torch.optim.SGD([{"params": [*MODEL.parameters(), loose[0]]}, {"params": loose[1:]}], 0.1)
@@ -191,6 +188,7 @@ def test_what_no_part_holds(tmp_path):
     attached(tmp_path / "b", model=MODEL, optimizer=optimizer, **other).close()
 
 
+@follows("numpy.random.set_bit_generator")
 def test_another_kind_of_numpys_generator(tmp_path):
     usual = numpy.random.get_bit_generator()
     try:
@@ -221,6 +219,7 @@ def test_state_of_replaced_parameters(tmp_path):
     attached(tmp_path, model=model, optimizer=optimizer).close()
 
 
+@follows("call its close()")
 def test_a_lock_of_this_very_process(tmp_path):
     first = attached(tmp_path, model=MODEL)
     assert "call its close()" in refusal(lambda: attached(tmp_path, model=MODEL))
@@ -228,12 +227,14 @@ def test_a_lock_of_this_very_process(tmp_path):
     attached(tmp_path, model=MODEL).close()
 
 
+@follows("as attach({}={}.optimizer)")
 def test_an_optimizer_that_wraps_another_under_checkmate():
     optimizer = Forwarding(torch.optim.SGD(MODEL.parameters()))
     message = refusal(lambda: Tracked({"model": MODEL, "optimizer": optimizer}))
     Tracked({"model": MODEL, **call_of(message, optimizer=optimizer)})
 
 
+@follows("[p for p in model.parameters()")
 def test_frozen_parameters_under_checkmate():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
@@ -242,6 +243,7 @@ def test_frozen_parameters_under_checkmate():
     Tracked({"model": model, "optimizer": torch.optim.SGD(parameters)})
 
 
+@follows("{}: {}; name a step, restore with good_only=False, or move the directory")
 def test_checkpoints_that_are_judged_bad(tmp_path):
     first = attached(tmp_path, model=MODEL)
     first.step()
