@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from training_state import LinearTraining
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.processes import die_with_parent
 
 TIMEOUT_S = 120.0

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lastgood.errors import ConfigError, LastgoodError, LockHeld
-from lastgood.experiments.disk_ceilings import refuse_memory_filesystem
-from lastgood.experiments.machine import machine_label, where_run
-from lastgood.experiments.machine_lock import machine_lock
+from lastgood.experiments.ceilings.disk import refuse_memory_filesystem
+from lastgood.experiments.machine.facts import machine_label, where_run
+from lastgood.experiments.machine.lock import machine_lock
 from lastgood.files import write_result
 from lastgood.locks import FileLock
 from lastgood.units import parse_bytes

@@ -37,7 +37,7 @@ _SIDES = ("none", "pccheck")
 
 def measure(options: argparse.Namespace, folder: Path) -> Report:
     if options.device == "cuda":
-        from lastgood.experiments.machine import cuda_devices
+        from lastgood.experiments.machine.facts import cuda_devices
 
         if not cuda_devices():
             cannot("--device cuda, and this machine shows no CUDA device")

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from harness import Comparison, Report, TextTable, cannot, command_line, interleaved, main, say, sizes, spread
 
-from lastgood.experiments.optbench import buckets_of, needed_bytes
-from lastgood.experiments.optbench_models import MODELS, model_shapes
+from lastgood.experiments.optbench.bench import buckets_of, needed_bytes
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
 from lastgood.units import format_bytes
 from lastgood.wire.frames import available_memory_bytes
+from lastgood.workloads.optimizer_shapes import MODELS, model_shapes
 
 BARE_GOAL = 0.8
 DEEPSPEED_GOAL = 1.0

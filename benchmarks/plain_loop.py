@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.snapshot import PinnedMemory
+from lastgood.checkpointers.copies.host import PinnedMemory
 from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import flatten
 from lastgood.units import MIB

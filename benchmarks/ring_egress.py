@@ -23,7 +23,7 @@ from harness import Comparison, Limit, Report, cannot, command_line, interleaved
 from ring_egress_rank import declared_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lastgood.cluster.testbed import Testbed, why_no_testbed
+from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from lastgood.errors import HostError
 from lastgood.ports import free_ports
 from lastgood.units import parse_bytes

@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lastgood.gradients.layout import GradientLayout, plan_layout
+from lastgood.gradients.layout.layout import GradientLayout, plan_layout
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring

@@ -1,8 +1,8 @@
 """What checkpoints cost a training: throughput against training without them, and against what the machine allows.
 
 Without --intervals: a sweep over 1, 10, 25 and 50 on CUDA; on the CPU none against PCcheck at twice the smallest
-interval at which the disk does not bind. Systems take turns, round by round. The bound is lastgood.experiments.bound
-over ceilings that are measured before and after, in the same command.
+interval at which the disk does not bind. Systems take turns, round by round. The bound is that of
+lastgood.experiments.formulas.bound over ceilings that are measured before and after, in the same command.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from harness import Comparison, Report, TextTable, cannot, command_line, interleaved, main, say, spread
 
-from lastgood.experiments.bound import Bound, throughput_bound
-from lastgood.experiments.ceilings import measure_device_copies, measure_memory_copy
-from lastgood.experiments.disk_ceilings import DiskPlan, measure_disk
-from lastgood.experiments.machine import usable_cores
+from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk
+from lastgood.experiments.ceilings.record import measure_device_copies, measure_memory_copy
+from lastgood.experiments.formulas.bound import Bound, throughput_bound
+from lastgood.experiments.machine.facts import usable_cores
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:

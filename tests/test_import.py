@@ -34,10 +34,12 @@ def loaded_after(statement):
         "import lastgood",
         "import lastgood.cli",
         "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
-        "import lastgood.experiments.config, lastgood.experiments.plan, lastgood.experiments.run",
-        "import lastgood.cluster.host_check, lastgood.cluster.testbed",
+        "import lastgood.experiments.config.schema, lastgood.experiments.figures.workflow_plan",
+        "import lastgood.experiments.runs.execute",
+        "import lastgood.cluster.host_check.check, lastgood.cluster.testbed.testbed",
         "import lastgood.integrations.deepspeed",
-        "import lastgood.gradients.shadow, lastgood.gradients.asking, lastgood.gradients.metrics",
+        "import lastgood.gradients.shadow.service, lastgood.gradients.shadow.metrics",
+        "import lastgood.gradients.protocol.client",
     ],
 )
 def test_needs_no_torch(statement):

@@ -17,20 +17,20 @@ import pytest
 
 from lastgood.checkpointers.agreement.channel import open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.checkpointers.gemini_memory.peer import Peer
-from lastgood.cluster.launch_board import Board
-from lastgood.cluster.launch_ticket import launch_proof
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.peer import Peer
+from lastgood.cluster.launch.lifelines import Board
+from lastgood.cluster.launch.order import launch_proof
 from lastgood.errors import WaitTimeout
-from lastgood.experiments.network_peer import PeerClient, PeerServer
-from lastgood.gradients.asking import Asker
-from lastgood.gradients.copies import CopySettings
-from lastgood.gradients.metrics import MetricsServer
-from lastgood.gradients.shadow import ShadowService
-from lastgood.gradients.shadow_core import ShadowCore
-from lastgood.gradients.shadow_settings import ShadowSettings
-from lastgood.gradients.switch import Switch, SwitchLink
-from lastgood.gradients.switch_check import answer_checks, check_link
+from lastgood.experiments.ceilings.network_peer import PeerClient, PeerServer
+from lastgood.gradients.protocol.client import Asker
+from lastgood.gradients.shadow.core import ShadowCore
+from lastgood.gradients.shadow.metrics import MetricsServer
+from lastgood.gradients.shadow.service import ShadowService
+from lastgood.gradients.shadow.settings import ShadowSettings
+from lastgood.gradients.switch.check import answer_checks, check_link
+from lastgood.gradients.switch.forward import CopySettings
+from lastgood.gradients.switch.relay import Switch, SwitchLink
 from lastgood.wire import gate, ring_link
 from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 import lastgood
 from lastgood.errors import ConfigError, CorruptCheckpoint, DataError, LastgoodError
-from lastgood.experiments.config import load_config, parse_overrides
+from lastgood.experiments.config.schema import load_config, parse_overrides
 from lastgood.storage.format import RecordError, decode_job, seal_json
 from lastgood.storage.marks import read_mark
 from lastgood.storage.verdicts import VerdictBook
@@ -410,12 +410,16 @@ def test_a_configuration_of_odd_values_is_refused_as_one(odd: str, tmp_path: Pat
 ALLOWED = {
     "text.py": {"json.loads", "csv.reader", "yaml.parse", "model_validate_json"},
     # Sent alone to hosts on which Lastgood may be missing; what it is asked comes from whoever started it there.
-    "cluster/host_agent.py": {"json.loads"},
+    "cluster/host_check/agent.py": {"json.loads"},
     # Reads bytes that were bounded, and checks each column.
-    "experiments/csv_frames.py": {"pd.read_csv"},
+    "experiments/tables/frames.py": {"pd.read_csv"},
     # Of values that parse_json gave: only from JSON a strict model takes a list for a tuple.
-    "gradients/messages.py": {"_ADAPTER.validate_json"},
-    "gradients/spill.py": {"_ENTRIES.validate_json", "Side.model_validate_json", "Saved.model_validate_json"},
+    "gradients/protocol/messages.py": {"_ADAPTER.validate_json"},
+    "gradients/shadow/spill_store.py": {
+        "_ENTRIES.validate_json",
+        "Side.model_validate_json",
+        "Saved.model_validate_json",
+    },
 }
 READERS = {"json": {"load", "loads"}, "yaml": {"load", "safe_load", "load_all", "compose", "parse", "full_load"}}
 ANYWHERE = {"model_validate_json", "validate_json", "read_csv", "read_json", "literal_eval", "DictReader", "raw_decode"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.machine import is_tmpfs
+from lastgood.experiments.machine.facts import is_tmpfs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

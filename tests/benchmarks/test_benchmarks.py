@@ -206,7 +206,7 @@ def test_checkmate_with_two_ranks_and_a_rank_that_fails(disk: Path) -> None:
 
 def test_a_tmpfs_is_refused(disk: Path) -> None:
     memory = Path("/dev/shm")
-    from lastgood.experiments.machine import is_tmpfs
+    from lastgood.experiments.machine.facts import is_tmpfs
 
     if not is_tmpfs(memory):
         pytest.skip("/dev/shm is no tmpfs here")

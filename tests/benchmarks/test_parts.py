@@ -12,7 +12,7 @@ import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.errors import NoCheckpoint
-from lastgood.experiments.bound import Bound
+from lastgood.experiments.formulas.bound import Bound
 from lastgood.state import flatten
 from lastgood.storage.files import direct_io_works
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lastgood.checkpointers.archive import Archive
+from lastgood.checkpointers.export.archive import Archive
 from tests.checkpointers.stored_helpers import open_store, put
 
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import LastgoodError
-from lastgood.gradients.ddp import checkmate_hook
-from lastgood.gradients.links import ShadowLink as Link
+from lastgood.gradients.link.shadow_link import ShadowLink as Link
+from lastgood.gradients.tap.ddp_hook import checkmate_hook
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, seed_everything, state_digest
 

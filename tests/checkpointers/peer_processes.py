@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-PEER = "lastgood.checkpointers.gemini_memory.peer"
+PEER = "lastgood.checkpointers.gemini.peer"
 
 
 def peers_below(folder: Path) -> list[int]:

@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lastgood import PCcheck
-from lastgood.checkpointers import recovery
-from lastgood.checkpointers.agreement import rank_directory
-from lastgood.checkpointers.ranks import whole_checkpoints
+from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.checkpointers.ranks.directories import whole_checkpoints
+from lastgood.checkpointers.ranks.replicated import StoreExchange
+from lastgood.checkpointers.ranks.reshard import restore_ranks
+from lastgood.checkpointers.recovery import recovery
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.checkpointers.replicas import StoreExchange
-from lastgood.checkpointers.reshard import restore_ranks
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, state_digest

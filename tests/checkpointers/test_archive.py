@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers import archive as archive_module
-from lastgood.checkpointers.archive import Archive, archived_files
-from lastgood.checkpointers.export import load_exported
+from lastgood.checkpointers.export import archive as archive_module
+from lastgood.checkpointers.export.archive import Archive, archived_files
+from lastgood.checkpointers.export.formats import load_exported
 from lastgood.errors import ConfigError, LockHeld, WaitTimeout
 from lastgood.state import state_digest
 from tests.checkpointers.archive_driver import state_of
@@ -118,7 +118,7 @@ def test_one_waits_at_most_and_newer_ones_replace_it(tmp_path, store, monkeypatc
 
 
 def test_the_slot_is_not_reused_while_it_is_exported(tmp_path, store, monkeypatch):
-    from lastgood.checkpointers import export
+    from lastgood.checkpointers.export import formats as export
 
     reading, go_on = threading.Event(), threading.Event()
     real = export.read_blocks

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lastgood import PCcheck
+from lastgood.checkpointers.attach.data_cursor import CountedLoader
 from lastgood.checkpointers.base import BaseOptions
-from lastgood.checkpointers.data_cursor import CountedLoader
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import (
     CheckpointError,

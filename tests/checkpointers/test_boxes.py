@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.boxes import Overlap, Source, cover, full_runs, row_offsets
+from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs, row_offsets
 from lastgood.state.shards import runs_of
 from tests.state.test_shards import SHAPES, cuts, twin
 

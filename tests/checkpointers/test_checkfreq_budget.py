@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.checkfreq import CheckFreq
-from lastgood.checkpointers.checkfreq_profiler import DEFAULT_BUDGET, Profile, choose_interval
+from lastgood.checkpointers.checkfreq.policy import DEFAULT_BUDGET, Profile, choose_interval
+from lastgood.checkpointers.checkfreq.system import CheckFreq
 from lastgood.errors import ConfigError
 from tests.checkpointers.small_training import SmallTraining
 

@@ -11,13 +11,14 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers import checkmate_job, checkmate_life
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
-from lastgood.checkpointers.checkmate_job import JOB_FILE, NotedJob, Promises, note_job, noted_job
+from lastgood.checkpointers.checkmate import incarnation as checkmate_life
+from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
+from lastgood.checkpointers.recovery import checkmate_job
+from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, NotedJob, Promises, note_job, noted_job
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy
-from lastgood.gradients.device_mover import DeviceMover
+from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.state import state_digest
 from lastgood.units import KIB
 from tests.checkpointers.checkmate_shadows import Shadows

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError
 from tests.checkpointers.checkmate_shadows import Shadows
 from tests.checkpointers.rank_pool import RankPool

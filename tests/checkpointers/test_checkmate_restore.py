@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from lastgood.checkpointers import checkmate_restore
-from lastgood.checkpointers.checkmate import Checkmate
-from lastgood.checkpointers.checkmate_options import CheckmateOptions
+from lastgood.checkpointers.checkmate import restore as checkmate_restore
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError, NoCheckpoint
-from lastgood.gradients import asking
-from lastgood.gradients.messages import Saved, Status
-from lastgood.gradients.spill import SpillStore
+from lastgood.gradients.protocol import client as asking
+from lastgood.gradients.protocol.messages import Saved, Status
+from lastgood.gradients.shadow.spill_store import SpillStore
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.fault_training import Life, ranks_in_threads, restore_afresh
 from tests.gradients.shadow_processes import shadow_threads

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers.checkmate import Checkmate, CheckmateOptions
-from lastgood.checkpointers.checkmate_ring import check_ring
+from lastgood.checkpointers.checkmate.ring import check_ring
+from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
 from lastgood.errors import ConfigError
-from lastgood.gradients.ring_tap import RingTap
-from lastgood.gradients.tracked import Tracked
+from lastgood.gradients.tap.ring import RingTap
+from lastgood.gradients.trainer.parameters import Tracked
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from tests.checkpointers.checkmate_shadows import Shadows

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import NoCheckpoint, StateError
-from lastgood.gradients.conductor import Conductor
-from lastgood.gradients.links import ShadowLink
-from lastgood.gradients.step_tap import StepTap
-from lastgood.gradients.stream import GradientStream
+from lastgood.gradients.conductor.conductor import Conductor
+from lastgood.gradients.link.gradient_stream import GradientStream
+from lastgood.gradients.link.shadow_link import ShadowLink
+from lastgood.gradients.tap.step import StepTap
 from tests.checkpointers.small_training import SmallTraining
 from tests.gradients.shadow_processes import shadow_threads
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.copy_check import CopyCheck
+from lastgood.checkpointers.copies.copy_check import CopyCheck
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import NoCheckpoint
 from lastgood.ports import free_ports

@@ -8,12 +8,13 @@ import threading
 import pytest
 import torch
 
-from lastgood.checkpointers import copy_check, snapshot
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.copy_check import CopyCheck, Sample
-from lastgood.checkpointers.pccheck_flight import Flight
+from lastgood.checkpointers.copies import copy_check
+from lastgood.checkpointers.copies import host as snapshot
+from lastgood.checkpointers.copies.copy_check import CopyCheck, Sample
+from lastgood.checkpointers.copies.host import HostSnapshot
+from lastgood.checkpointers.pccheck.flight import Flight
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.checkpointers.snapshot import HostSnapshot
 from lastgood.errors import NoCheckpoint, StateError, WaitTimeout
 from lastgood.state import flatten
 from tests.checkpointers.peer_processes import peers_end_with_the_test

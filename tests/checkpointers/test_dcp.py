@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.dcp import TorchDCP
-from lastgood.checkpointers.directories import MANIFEST, CheckpointDirectories, manifest_text
-from lastgood.checkpointers.named_state import LAYOUT_NAME, stored_tensors
+from lastgood.checkpointers.dcp.system import TorchDCP
+from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, stored_tensors
+from lastgood.checkpointers.directories.store import MANIFEST, CheckpointDirectories, manifest_text
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import temporary_beside
 from lastgood.state import flatten, state_digest
@@ -403,7 +403,7 @@ def test_a_name_that_cannot_be_made_durable_is_taken_back(opened, tmp_path, monk
     training = SmallTraining(8)
     checkpointer = opened(tmp_path, training.state, mode="sync")
     digests = saved_steps(checkpointer, training, 2)
-    from lastgood.checkpointers import directories
+    from lastgood.checkpointers.directories import store as directories
 
     original = directories.sync_directory
 
@@ -538,7 +538,7 @@ def test_the_process_ends_with_a_killed_training(tmp_path):
     script.write_text(
         "import multiprocessing, sys, time\n"
         "import torch\n"
-        "from lastgood.checkpointers.dcp import TorchDCP\n"
+        "from lastgood.checkpointers.dcp.system import TorchDCP\n"
         "if __name__ == '__main__':\n"
         "    checkpointer = TorchDCP(sys.argv[1], mode='async_process')\n"
         "    checkpointer.start({'weights': torch.zeros(1000)})\n"

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from lastgood import _native
-from lastgood.checkpointers.dcp import TorchDCP
-from lastgood.checkpointers.dcp_reader import StoredTensors
-from lastgood.checkpointers.directories import MANIFEST, CheckpointDirectories, manifest_text
+from lastgood.checkpointers.dcp.reader import StoredTensors
+from lastgood.checkpointers.dcp.system import TorchDCP
+from lastgood.checkpointers.directories.store import MANIFEST, CheckpointDirectories, manifest_text
 from lastgood.errors import CorruptCheckpoint, LastgoodError
 from tests.checkpointers.pickle_craft import ORDERED, call, named, of, storage, tensor, torch_file
 

@@ -11,7 +11,7 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.base import Checkpointer, Outcome
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import ConfigError, LockHeld, StorageError
 from lastgood.storage import SlotStore

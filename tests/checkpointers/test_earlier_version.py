@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint, load_exported
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint, load_exported
 from lastgood.storage import SlotStore
 
 WEIGHT = ["-0x1.af48be0000000p-4", "0x1.1e06d20000000p-2", "-0x1.5d2c960000000p-1", "-0x1.3da36e0000000p-1"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers import endings
+from lastgood.checkpointers.attach import process_end as endings
 
 SCRIPT = Path(__file__).with_name("ending_script.py")
 

@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lastgood import PCcheck
-from lastgood.checkpointers import export as export_module
-from lastgood.checkpointers import safetensors_file
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint, load_exported
-from lastgood.checkpointers.torch_files import plain_tree
+from lastgood.checkpointers.export import formats as export_module
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint, load_exported, safetensors_file
+from lastgood.checkpointers.torch_files.files import plain_tree
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, StateError, StorageError
 from lastgood.state import apply_tree, state_digest
 from lastgood.storage import SlotStore
@@ -263,7 +262,7 @@ def test_too_little_room_is_said_before(tmp_path, monkeypatch, to):
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint
 from lastgood.errors import StorageError
 from lastgood.storage import SlotStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -305,7 +304,7 @@ def test_nothing_appears_that_is_not_durable(tmp_path, monkeypatch, to):
 KILLED = """
 import sys
 from pathlib import Path
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint
 from lastgood.storage import SlotStore
 view = SlotStore.peek(sys.argv[1])
 info = view.newest()

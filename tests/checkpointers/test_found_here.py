@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.agreement import rank_directories, rank_directory
-from lastgood.checkpointers.checkmate_job import JOB_FILE, Promises, note_job
+from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
+from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, Promises, note_job
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CorruptCheckpoint, LastgoodError, MismatchError, StorageError
 from lastgood.files import ReadableBy

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.gemini import Gemini, GeminiOptions
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.checkpointers.gemini_memory.partition import Network
-from lastgood.checkpointers.gemini_memory.peers import Outgoing, PeerLink, Peers, PeerSettings
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.partition import Network
+from lastgood.checkpointers.gemini.peer_client import Outgoing, PeerLink, Peers, PeerSettings
+from lastgood.checkpointers.gemini.system import Gemini, GeminiOptions
+from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, NoCheckpoint
 from lastgood.state import state_digest
 from lastgood.wire.frames import Wire, chunk_checksum, prove_trainer
@@ -329,7 +329,7 @@ def test_a_declared_size_beyond_the_memory_of_this_machine_is_refused(tmp_path, 
     training = SmallTraining()
     with running(tmp_path, training) as gemini:
         save(gemini, training)
-        monkeypatch.setattr("lastgood.checkpointers.gemini.available_memory_bytes", lambda: 1000)
+        monkeypatch.setattr("lastgood.checkpointers.gemini.system.available_memory_bytes", lambda: 1000)
         with pytest.raises(NoCheckpoint, match="this machine has 1000 to read it into"):
             restored(tmp_path)
 
@@ -361,9 +361,9 @@ def test_a_peer_ends_when_it_is_idle_asked_to_or_its_folder_is_gone(tmp_path):
 def test_a_peer_outlives_its_killed_trainer_and_holds_nothing_of_it(tmp_path):
     script = (
         "import os, signal, sys\n"
-        "from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings\n"
-        "from lastgood.checkpointers.gemini_memory.partition import Network\n"
-        "from lastgood.checkpointers.gemini_memory.traffic import Traffic\n"
+        "from lastgood.checkpointers.gemini.peer_client import Outgoing, Peers, PeerSettings\n"
+        "from lastgood.checkpointers.gemini.partition import Network\n"
+        "from lastgood.checkpointers.gemini.traffic import Traffic\n"
         "from pathlib import Path\n"
         "link = Peers(Path(sys.argv[1]), PeerSettings('127.0.0.1', 0, 600.0, 60.0)).reach_or_start(1)\n"
         "one = Outgoing(0, 1, 1, memoryview(b'data'), memoryview(b'meta'), 4096, 2, 0.5)\n"

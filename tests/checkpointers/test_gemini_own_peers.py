@@ -9,12 +9,12 @@ import signal
 import pytest
 import torch
 
-from lastgood.checkpointers.gemini import Gemini, GeminiOptions
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.checkpointers.gemini_memory.partition import Network
-from lastgood.checkpointers.gemini_memory.peers import Outgoing, Peers, PeerSettings
-from lastgood.checkpointers.gemini_memory.together import address_for_peers
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.partition import Network
+from lastgood.checkpointers.gemini.peer_client import Outgoing, Peers, PeerSettings
+from lastgood.checkpointers.gemini.system import Gemini, GeminiOptions
+from lastgood.checkpointers.gemini.traffic import Traffic
+from lastgood.checkpointers.ranks.exchange import address_for_peers
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from tests.checkpointers.peer_processes import kill_peer, peers_below, peers_end_with_the_test
 from tests.checkpointers.small_training import SmallTraining
@@ -156,7 +156,7 @@ def attached(directory, saves=0, timeout_s=60.0):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    monkeypatch.setattr("lastgood.checkpointers.gemini.Together", Ranks)
+    monkeypatch.setattr("lastgood.checkpointers.gemini.system.Together", Ranks)
     monkeypatch.setattr(Ranks, "lost", False)
     return Ranks
 

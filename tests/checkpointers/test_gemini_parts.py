@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.checkpointers.gemini_memory.partition import LEAST_CHUNK_BYTES, Network, chunks_for_gap, partition
-from lastgood.checkpointers.gemini_memory.placement import (
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.partition import LEAST_CHUNK_BYTES, Network, chunks_for_gap, partition
+from lastgood.checkpointers.gemini.placement import (
     groups_and_ring,
     paper_recovery_probability,
     placement,
     recovery_probability,
 )
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.wire.frames import (
     MAX_CHUNK_BYTES,

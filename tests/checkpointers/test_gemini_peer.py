@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.checkpointers.gemini_memory.peer import Connection, Peer
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.peer import Connection, Peer
 from lastgood.wire.frames import Wire, chunk_checksum, prove_trainer
 from lastgood.wire.gate import open_listener
 

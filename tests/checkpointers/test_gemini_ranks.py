@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers.gemini import Gemini
-from lastgood.checkpointers.gemini_memory.address import Address
+from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.system import Gemini
 from lastgood.errors import NoCheckpoint
 from lastgood.ports import free_ports
 from tests.checkpointers.peer_processes import kill_peer, peers_below, peers_end_with_the_test

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood import _native
-from lastgood.checkpointers.area_copies import copy_through_pinned, store_from_host
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.chunks import stream_pieces
-from lastgood.checkpointers.device_streams import DeviceStreams
-from lastgood.checkpointers.gpm import GPM
+from lastgood.checkpointers.copies.chunks import stream_pieces
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.gpm.copies import copy_through_pinned, store_from_host
+from lastgood.checkpointers.gpm.system import GPM
 from lastgood.errors import CorruptCheckpoint, WaitTimeout
 from lastgood.state import Layout
 from lastgood.storage import SlotView
@@ -405,7 +405,7 @@ def test_a_grown_area_is_registered_anew(tmp_path):
 @pytest.mark.parametrize("size", [1, 7, 8, 2047 * 8, 2048 * 8 + 1, 1_000_003])
 def test_the_kernel_stores_each_byte_and_no_other(size, shift):
     needs_cuda()
-    from lastgood.checkpointers.device_stores import store_from_device
+    from lastgood.checkpointers.gpm.device_kernel import store_from_device
 
     source = torch.randint(0, 256, (size + shift,), dtype=torch.uint8, device="cuda")[shift:]
     target = torch.full((size + 64,), 77, dtype=torch.uint8, pin_memory=True)

@@ -16,11 +16,11 @@ import torch
 
 from lastgood import _native
 from lastgood.bounds import Budget, Refused
-from lastgood.checkpointers.dcp import TorchDCP
-from lastgood.checkpointers.dcp_reader import StoredTensors, metadata_names
-from lastgood.checkpointers.directories import MANIFEST, manifest_text
-from lastgood.checkpointers.torch_archive import file_names, read_torch_file, set_metadata
-from lastgood.checkpointers.torch_files import TorchFiles
+from lastgood.checkpointers.dcp.reader import StoredTensors, metadata_names
+from lastgood.checkpointers.dcp.system import TorchDCP
+from lastgood.checkpointers.directories.store import MANIFEST, manifest_text
+from lastgood.checkpointers.torch_files.archive import file_names, read_torch_file, set_metadata
+from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.errors import CorruptCheckpoint, LastgoodError
 from lastgood.integrations.deepspeed import _load_foreign
 from lastgood.integrations.deepspeed_objects import listed_classes
@@ -154,7 +154,7 @@ def test_an_enum_with_other_bases_makes_no_tensor_of_bytes_and_runs_nothing(tmp_
     dcp_checkpoint(tmp_path / "job", pickled(body), payload)
     code = (
         "import sys, torch\n"
-        "from lastgood.checkpointers.dcp import TorchDCP\n"
+        "from lastgood.checkpointers.dcp.system import TorchDCP\n"
         "from lastgood.errors import CorruptCheckpoint\n"
         "try:\n"
         "    TorchDCP(sys.argv[1]).restore({'model': torch.nn.Linear(2, 2)})\n"

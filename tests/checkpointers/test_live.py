@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lastgood.checkpointers.live import parameter_beside
+from lastgood.checkpointers.slots.live_tensors import parameter_beside
 
 
 @pytest.mark.parametrize("number", ["²", "٣", "1", "9" * 5000, "-1", "", "0x0", "00000000000"])

@@ -298,7 +298,7 @@ def test_the_length_of_a_loader_is_asked_once_an_epoch_and_draws_nothing(own, tm
 
 
 def test_a_checkpoint_that_says_nothing_of_its_data_is_taken(tmp_path, monkeypatch):
-    from lastgood.checkpointers import data_cursor
+    from lastgood.checkpointers.attach import data_cursor
 
     with monkeypatch.context() as older:
         older.setattr(data_cursor, "describe_data", lambda loader: None)

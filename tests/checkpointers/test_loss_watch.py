@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.loss_watch import HABIT, HORIZON, MIN_LOSSES, STAYS, WINDOW, LossWatch
+from lastgood.checkpointers.pccheck.loss_watch import HABIT, HORIZON, MIN_LOSSES, STAYS, WINDOW, LossWatch
 
 
 def bad_after(losses, spike=8.0, first=1) -> set[int]:

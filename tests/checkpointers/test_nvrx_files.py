@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lastgood import _native
-from lastgood.checkpointers.directories import MANIFEST, manifest_text
-from lastgood.checkpointers.named_state import LAYOUT_NAME, live_tensors
-from lastgood.checkpointers.nvrx import _FILE
+from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, live_tensors
+from lastgood.checkpointers.directories.store import MANIFEST, manifest_text
 from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.checkpointers.third_party.nvrx import _FILE
 from lastgood.state import flatten
 from tests.checkpointers.pickle_craft import named, of, torch_file
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.pccheck import PCcheck
+from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.errors import CheckpointError, StorageError, WaitTimeout
 from lastgood.storage import SlotStore
 from lastgood.storage import format as fmt

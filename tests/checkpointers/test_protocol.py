@@ -15,8 +15,8 @@ import torch
 
 from lastgood.checkpointers import base
 from lastgood.checkpointers.base import BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.copies.host import CopyFence
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
-from lastgood.checkpointers.snapshot import CopyFence
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 from lastgood.storage import SlotWrite
 from tests.checkpointers.peer_processes import peers_end_with_the_test

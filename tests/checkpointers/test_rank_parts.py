@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.boxes import Overlap
-from lastgood.checkpointers.export import ExportFormat, load_exported
-from lastgood.checkpointers.export_job import export_job
-from lastgood.checkpointers.rank_parts import RankParts
-from lastgood.checkpointers.ranks import whole_checkpoints
-from lastgood.checkpointers.reshard import restore_ranks
+from lastgood.checkpointers.export.formats import ExportFormat, load_exported
+from lastgood.checkpointers.export.whole_job import export_job
+from lastgood.checkpointers.ranks.boxes import Overlap
+from lastgood.checkpointers.ranks.directories import whole_checkpoints
+from lastgood.checkpointers.ranks.parts import RankParts
+from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError
 from tests.storage.craft import dense, entries, part, put_ranks
 

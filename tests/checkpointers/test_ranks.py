@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lastgood import PCcheck
-from lastgood.checkpointers.agreement import rank_directories, rank_directory
-from lastgood.checkpointers.data_cursor import CountedLoader
-from lastgood.checkpointers.export import load_exported
-from lastgood.checkpointers.pccheck import PCcheckOptions
-from lastgood.checkpointers.ranks import job_of, shared_job_id, whole_checkpoints
-from lastgood.checkpointers.reshard import restore_ranks
+from lastgood.checkpointers.attach.data_cursor import CountedLoader
+from lastgood.checkpointers.export.formats import load_exported
+from lastgood.checkpointers.pccheck.system import PCcheckOptions
+from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
+from lastgood.checkpointers.ranks.directories import job_of, shared_job_id, whole_checkpoints
+from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.cli.export import export as export_command
 from lastgood.cli.inspect import inspect
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint

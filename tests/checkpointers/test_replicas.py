@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.replicas import Division, Item, assign, holders, without_blocks
-from lastgood.checkpointers.stored import named_tensors
+from lastgood.checkpointers.ranks.replicated import Division, Item, assign, holders, without_blocks
+from lastgood.checkpointers.slots.contents import named_tensors
 from lastgood.errors import StateError, WaitTimeout
 from lastgood.state import flatten
 

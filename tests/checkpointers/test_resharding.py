@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 from lastgood import PCcheck
-from lastgood.checkpointers.agreement import rank_directory
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint, load_exported
-from lastgood.checkpointers.export_job import export_job
-from lastgood.checkpointers.ranks import whole_checkpoints
-from lastgood.checkpointers.stored import named_tensors, read_layout
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint, load_exported
+from lastgood.checkpointers.export.whole_job import export_job
+from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.checkpointers.ranks.directories import whole_checkpoints
+from lastgood.checkpointers.slots.contents import named_tensors, read_layout
 from lastgood.errors import MismatchError
 from lastgood.storage import SlotView
 from tests.checkpointers.rank_pool import RankPool

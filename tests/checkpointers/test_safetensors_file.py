@@ -9,8 +9,8 @@ import struct
 import pytest
 import torch
 
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint, load_exported
-from lastgood.checkpointers.safetensors_file import _facts_checksum, read_facts
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint, load_exported
+from lastgood.checkpointers.export.safetensors_file import _facts_checksum, read_facts
 from lastgood.errors import CorruptCheckpoint, LastgoodError, MismatchError, StorageError
 from lastgood.storage import SlotStore
 from tests.checkpointers.stored_helpers import stored_state

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers import pccheck_flight, snapshot
 from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.copies import host as snapshot
+from lastgood.checkpointers.pccheck import flight as pccheck_flight
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.state import state_digest
 from tests.checkpointers.peer_processes import peers_end_with_the_test

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.stored import (
+from lastgood.checkpointers.slots.contents import (
     find_sharing,
     look_at_slots,
     named_tensors,

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers import stream_boxes
-from lastgood.checkpointers.boxes import Overlap
-from lastgood.checkpointers.stored import named_tensors, read_layout
-from lastgood.checkpointers.stream_boxes import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks import box_reader as stream_boxes
+from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks.boxes import Overlap
+from lastgood.checkpointers.slots.contents import named_tensors, read_layout
 from lastgood.errors import CorruptCheckpoint
 from lastgood.storage import SlotStore
 from tests.checkpointers.stored_helpers import CHUNK, hard_tensors, stored_state

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.bounds import MOST_DEPTH, Budget, Refused
-from lastgood.checkpointers.torch_archive import (
+from lastgood.checkpointers.torch_files.archive import (
     TorchFile,
     check_proportion,
     file_names,
     read_torch_file,
     reading_cost,
 )
-from lastgood.checkpointers.torch_files import TorchFiles, pack_numpy
+from lastgood.checkpointers.torch_files.files import TorchFiles, pack_numpy
 from lastgood.errors import CorruptCheckpoint, StateError, StorageError
 from lastgood.pickles import load_pickle
 from lastgood.state import state_digest
@@ -443,7 +443,7 @@ def test_memory_follows_what_a_file_has(tmp_path):
     (tmp_path / "inflated").write_bytes(torch_file(tensor(storage("0", 4)), zeros, compression=zipfile.ZIP_DEFLATED))
     code = (
         "import sys, resource, pathlib, torch\n"
-        "from lastgood.checkpointers.torch_archive import read_torch_file\n"
+        "from lastgood.checkpointers.torch_files.archive import read_torch_file\n"
         "from lastgood.errors import CorruptCheckpoint\n"
         "torch.save({'x': torch.zeros(3)}, sys.argv[1] + '/first')\n"
         "read_torch_file(pathlib.Path(sys.argv[1], 'first'))\n"

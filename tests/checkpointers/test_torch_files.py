@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.torch_files import TorchFiles, plain_tree
+from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state import state_digest
 from tests.state.test_flatten import TREES, types_of

@@ -88,7 +88,7 @@ def test_shapes_tell_parameters_apart_that_have_no_names(tmp_path):
 
 
 def test_a_checkpoint_that_says_nothing_of_parameters_is_taken(tmp_path, monkeypatch):
-    from lastgood.checkpointers.trained import Trained
+    from lastgood.checkpointers.attach.trained import Trained
 
     with monkeypatch.context() as older:
         older.setattr(Trained, "order", lambda self: {})

@@ -13,7 +13,7 @@ import torch
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.checkpointers.update_steps import UpdateSteps
+from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, WaitTimeout
 from tests.checkpointers.peer_processes import peers_end_with_the_test
 

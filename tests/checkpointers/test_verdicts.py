@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.judging import DOUBTED_STEPS
+from lastgood.checkpointers.pccheck.judging import DOUBTED_STEPS
 from lastgood.errors import CheckpointError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage import SlotStore, Verdict, VerdictBook
 

@@ -10,9 +10,9 @@ import torch
 from lastgood import PCcheck
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.checkpointers.step_hooks import see_steps
+from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.errors import ConfigError, StateError
-from lastgood.gradients.tracked import Tracked
+from lastgood.gradients.trainer.parameters import Tracked
 from tests.checkpointers.wrapped_optimizers import WRAPPERS, CountsUnderAName, Forwarding
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck", "dcp"]

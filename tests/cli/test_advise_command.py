@@ -89,7 +89,7 @@ def test_one_row_more_gemini_where_the_network_was_measured(tmp_path: Path) -> N
 
 
 def _with_peer(tmp_path: Path) -> str:
-    from lastgood.experiments.network_ceilings import PeerCeilings
+    from lastgood.experiments.ceilings.network import PeerCeilings
 
     path = tmp_path / "peer.json"
     rates = {"send_bytes_per_s": 1.25e9, "receive_bytes_per_s": 1e9, "both_bytes_per_s": 2e9}

@@ -15,10 +15,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lastgood.checkpointers import stored
-from lastgood.checkpointers.checkmate_job import Promises, note_job
-from lastgood.checkpointers.export import load_exported
+from lastgood.checkpointers.export.formats import load_exported
+from lastgood.checkpointers.recovery.checkmate_job import Promises, note_job
 from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.checkpointers.slots import contents as stored
 from lastgood.cli import app
 from lastgood.errors import (
     CheckpointError,
@@ -355,7 +355,7 @@ def test_export_beside_a_training_that_overwrites(tmp_path, monkeypatch, step, o
                     put(store, number, state_of(number))
             return real(view, info)
 
-        monkeypatch.setattr("lastgood.checkpointers.export.read_layout", read_layout)
+        monkeypatch.setattr("lastgood.checkpointers.export.formats.read_layout", read_layout)
         arguments = ["export", tmp_path / "job", tmp_path / "out", *([] if step is None else ["--step", step])]
         if outcome is None:
             with pytest.raises(CorruptCheckpoint, match="a training has overwritten step 1"):

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.cli._peer import serve_peer
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments import machine_lock as lock_module
-from lastgood.experiments.network_peer import PeerServer
+from lastgood.experiments.ceilings.network_peer import PeerServer
+from lastgood.experiments.machine import lock as lock_module
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.experiments import optbench as bench
+from lastgood.experiments.optbench import bench
 from lastgood.locks import FileLock
 
 SMALL = ["optbench", "--model", "vgg11", "--steps", "2", "--bucket", "1KiB"]

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.experiments.machine import is_tmpfs
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.machine.facts import is_tmpfs
+from lastgood.experiments.records.spec import RunSpec
 from tests.experiments.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.gradients.layout import plan_layout
+from lastgood.gradients.layout.layout import plan_layout
 from lastgood.ports import free_ports
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.gradients.placement import TrainerPlace, find_trainer
+from lastgood.gradients.shadow.launch_env import TrainerPlace, find_trainer
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.state import seed_everything

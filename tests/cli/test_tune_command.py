@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lastgood.checkpointers.tuned import TUNING_FILE, read_tuning
+from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, read_tuning
 from lastgood.cli import app
 from lastgood.errors import ConfigError, LockHeld
-from lastgood.experiments import machine_lock as lock_module
-from lastgood.experiments.machine import usable_cores
+from lastgood.experiments.machine import lock as lock_module
+from lastgood.experiments.machine.facts import usable_cores
 from lastgood.locks import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_it_waits_for_its_turn(tmp_path, monkeypatch):
 def test_a_workload_is_trained_with_and_without_checkpoints(tmp_path):
     """In a process of its own: it sets threads and kernels for all of torch."""
     program = (
-        "import sys; from pathlib import Path; from lastgood.experiments import machine_lock\n"
+        "import sys; from pathlib import Path; from lastgood.experiments.machine import lock as machine_lock\n"
         "from lastgood.locks import FileLock\n"
         "from lastgood.workloads.data.prepare import prepare_dataset\n"
         "from lastgood.cli import main\n"

@@ -12,15 +12,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from lastgood.checkpointers.export import load_exported
-from lastgood.checkpointers.recovery import Recovery
+from lastgood.checkpointers.export.formats import load_exported
+from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.cli import app
 from lastgood.cli.export import export
 from lastgood.cli.verify import verify
 from lastgood.errors import LastgoodError, NoGoodCheckpoint
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.messages import Entry, Saved
-from lastgood.gradients.spill import SpillCopy, SpillStore
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.protocol.messages import Entry, Saved
+from lastgood.gradients.shadow.spill_store import SpillCopy, SpillStore
 from lastgood.state import state_digest
 from lastgood.storage import Verdict, VerdictBook
 from tests.storage.craft import (

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.cluster import host_agent, host_check
-from lastgood.cluster.host_check import (
+from lastgood.cluster.host_check import agent as host_agent
+from lastgood.cluster.host_check import check as host_check
+from lastgood.cluster.host_check.check import (
     CheckOptions,
     CheckReport,
     ClockReading,

@@ -26,14 +26,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.gemini_memory.address import Address
-from lastgood.cluster import launch_board, launch_ways
+from lastgood.checkpointers.gemini.address_file import Address
 from lastgood.cluster.hostfile import parse_hostfile
-from lastgood.cluster.launch_board import Board
-from lastgood.cluster.launch_ticket import TICKET_FILE, How, Ticket, check_env, launch_proof
-from lastgood.cluster.launch_ways import Way, deepspeed_env_text, way
-from lastgood.cluster.rank_main import find_place, route_interface
-from lastgood.cluster.remote import Remote, SshOptions
+from lastgood.cluster.launch import launchers as launch_ways
+from lastgood.cluster.launch import lifelines as launch_board
+from lastgood.cluster.launch.launchers import Way, deepspeed_env_text, way
+from lastgood.cluster.launch.lifelines import Board
+from lastgood.cluster.launch.order import TICKET_FILE, How, Ticket, check_env, launch_proof
+from lastgood.cluster.launch.wrapper import find_place, route_interface
+from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.files import write_atomically
 
@@ -76,7 +77,7 @@ class Job:
                 "WORLD_SIZE": str(self._world),
                 "MASTER_ADDR": "127.0.0.1",
             }
-            command = [*through, sys.executable, "-m", "lastgood.cluster.rank_main", "-"]
+            command = [*through, sys.executable, "-m", "lastgood.cluster.launch.wrapper", "-"]
             wrapper = subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.PIPE)
             assert wrapper.stdin is not None
             with wrapper.stdin as given:
@@ -103,7 +104,7 @@ class Job:
 
 def rank_command(folder: Path, word: str) -> list[str]:
     write_atomically(folder / "ticket", word.encode())
-    return [sys.executable, "-m", "lastgood.cluster.rank_main", str(folder / "ticket")]
+    return [sys.executable, "-m", "lastgood.cluster.launch.wrapper", str(folder / "ticket")]
 
 
 @pytest.fixture
@@ -424,7 +425,7 @@ def test_the_ranks_remove_the_file_of_their_ticket(job: Callable[[int], Job]) ->
     try:
         for rank in "01":
             env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            command = [sys.executable, "-m", "lastgood.cluster.rank_main", str(file)]
+            command = [sys.executable, "-m", "lastgood.cluster.launch.wrapper", str(file)]
             one.wrappers.append(subprocess.Popen(command, env={**os.environ, **env}))
             one.serve_until("word of it", lambda rank=rank: one.board.ranks[int(rank)] not in one.board.missing)
             assert file.exists() or rank == "1"

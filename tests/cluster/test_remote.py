@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.cluster import remote as remote_module
-from lastgood.cluster.remote import Remote, SshOptions
-from lastgood.cluster.ssh_log import ssh_failure
+from lastgood.cluster.ssh import remote as remote_module
+from lastgood.cluster.ssh.remote import Remote, SshOptions
+from lastgood.cluster.ssh.ssh_log import ssh_failure
 from lastgood.errors import ConfigError, HostError
 from lastgood.ports import free_ports
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.cluster import testbed_state
-from lastgood.cluster.testbed import Testbed
-from lastgood.cluster.testbed_state import (
+from lastgood.cluster.testbed import state as testbed_state
+from lastgood.cluster.testbed.state import (
     BedState,
     check_bed_name,
     choose_subnet,
@@ -23,6 +22,7 @@ from lastgood.cluster.testbed_state import (
     save_state,
     state_folder,
 )
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError
 
 
@@ -148,7 +148,7 @@ def test_without_root_it_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from lastgood.cluster import testbed_net
+    from lastgood.cluster.testbed import net as testbed_net
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(testbed_net, "_SEARCH_PATH", str(tmp_path))

@@ -14,7 +14,7 @@ from fault_tools import EIO, ENOSPC, FOR_EVER, fault, fill, mount, own_mounts, r
 from pccheck_faults import CHUNK, WIDTH, Log, SmallTraining
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.gpm import GPM, GPMOptions
+from lastgood.checkpointers.gpm.system import GPM, GPMOptions
 from lastgood.errors import StorageError
 
 

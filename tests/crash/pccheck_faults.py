@@ -16,7 +16,7 @@ from fault_tools import ANY, EIO, ENOSPC, FOR_EVER, SHORT, fault, fill, mount, o
 from small_training import SmallTraining
 
 from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
-from lastgood.checkpointers.pccheck import PCcheck, PCcheckOptions
+from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
 from lastgood.errors import CorruptCheckpoint, StorageError
 
 WIDTH = 96

@@ -1,4 +1,4 @@
-"""One rank of a run, as lastgood.experiments.rank_main; rank 1 holds another parameter than rank 0.
+"""One rank of a run, as lastgood.experiments.multirank.process; rank 1 holds another parameter than rank 0.
 
 Called as: differing_rank.py ORDER
 """
@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from lastgood.experiments import rank_main
-from lastgood.experiments.rank_part import JoinedPart
+from lastgood.experiments.multirank import process as rank_main
+from lastgood.experiments.multirank.part import JoinedPart
 
 _parallelise = JoinedPart.parallelise
 

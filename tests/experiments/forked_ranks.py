@@ -1,7 +1,7 @@
 """Forks ranks of runs from one process that has imported torch, transformers and DeepSpeed, which takes long.
 
 Run as: forked_ranks.py. Reads one JSON object a line, {"order", "world", "port", "logs"}, forks `world` ranks that do
-what `lastgood.experiments.rank_main` does with the order, and prints {"codes": [...]}: their exit codes.
+what `lastgood.experiments.multirank.process` does with the order, and prints {"codes": [...]}: their exit codes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import deepspeed  # noqa: F401
 import transformers.models.bloom.modeling_bloom
 import transformers.models.opt.modeling_opt  # noqa: F401
 
-import lastgood.experiments.measure
+import lastgood.experiments.runs.measure
 import lastgood.workloads.causal  # noqa: F401
-from lastgood.experiments import rank_main
+from lastgood.experiments.multirank import process as rank_main
 from lastgood.processes import die_with_parent
 
 RANK_LIMIT_S = 300

@@ -16,12 +16,12 @@ import lying_systems
 
 from lastgood.checkpointers import registry
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.sync import SyncCheckpointer
-from lastgood.checkpointers.torch_files import plain_tree
+from lastgood.checkpointers.baselines.sync import SyncCheckpointer
+from lastgood.checkpointers.torch_files.files import plain_tree
 from lastgood.errors import LastgoodError
-from lastgood.experiments.goodput_record import GoodputSpec
-from lastgood.experiments.goodput_run import execute_goodput
-from lastgood.experiments.kept_logs import logs_beside
+from lastgood.experiments.goodput.execute import execute_goodput
+from lastgood.experiments.records.goodput import GoodputSpec
+from lastgood.experiments.runs.logs import logs_beside
 
 
 class Rarely(SyncCheckpointer):

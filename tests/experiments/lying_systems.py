@@ -12,11 +12,11 @@ from pathlib import Path
 
 from lastgood.checkpointers import registry
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.sync import SyncCheckpointer
-from lastgood.checkpointers.torch_files import plain_tree
-from lastgood.experiments.kept_logs import logs_beside
-from lastgood.experiments.run import execute
-from lastgood.experiments.spec import RunSpec
+from lastgood.checkpointers.baselines.sync import SyncCheckpointer
+from lastgood.checkpointers.torch_files.files import plain_tree
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.execute import execute
+from lastgood.experiments.runs.logs import logs_beside
 
 
 class Stale(SyncCheckpointer):

@@ -6,11 +6,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lastgood.experiments.ceilings import CeilingsRecord, CopyCurve
-from lastgood.experiments.disk_ceilings import DiskCeilings, DiskPoint
-from lastgood.experiments.network_ceilings import LoopbackCeilings, NetworkPoint
-from lastgood.experiments.record import Clocks, Counts, Proof, Resources, RunRecord, WhereRun, WorkloadFacts
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.ceilings.disk import DiskCeilings, DiskPoint
+from lastgood.experiments.ceilings.network import LoopbackCeilings, NetworkPoint
+from lastgood.experiments.ceilings.record import CeilingsRecord, CopyCurve
+from lastgood.experiments.records.run import Clocks, Counts, Proof, Resources, RunRecord, WhereRun, WorkloadFacts
+from lastgood.experiments.records.spec import RunSpec
 
 MIB = 1 << 20
 

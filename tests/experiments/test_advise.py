@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.advise import (
+from lastgood.experiments.advise.cells import rates_of, read_cells
+from lastgood.experiments.advise.model import (
     Cell,
     Question,
     Rates,
@@ -23,9 +24,8 @@ from lastgood.experiments.advise import (
     iteration_with_s,
     model_costs,
 )
-from lastgood.experiments.advise_cells import rates_of, read_cells
-from lastgood.experiments.advise_score import score, summary
-from lastgood.experiments.collect import collect
+from lastgood.experiments.advise.score import score, summary
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record, place_record
 from tests.experiments.test_goodput_collect import make_goodput
 

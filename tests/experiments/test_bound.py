@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.experiments.bound import Bound, bound_iterations_per_s, throughput_bound
+from lastgood.experiments.formulas.bound import Bound, bound_iterations_per_s, throughput_bound
 
 TERMS = {
     "iteration_s": st.floats(1e-4, 100),

@@ -19,11 +19,16 @@ from typer.testing import CliRunner
 
 from lastgood import locks
 from lastgood.errors import ConfigError, LastgoodError, StorageError
-from lastgood.experiments import ceilings as module
-from lastgood.experiments import disk_ceilings
-from lastgood.experiments.ceilings import cached_or_measured, load_ceilings, measure_ceilings, measure_memory_copy
-from lastgood.experiments.disk_ceilings import DiskPlan, measure_disk
-from lastgood.experiments.machine import where_run
+from lastgood.experiments.ceilings import disk as disk_ceilings
+from lastgood.experiments.ceilings import record as module
+from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk
+from lastgood.experiments.ceilings.record import (
+    cached_or_measured,
+    load_ceilings,
+    measure_ceilings,
+    measure_memory_copy,
+)
+from lastgood.experiments.machine.facts import where_run
 from lastgood.locks import FileLock
 from tests.experiments.records import make_ceilings
 
@@ -64,7 +69,7 @@ def test_a_quick_look_is_sane_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_no_torch_is_imported_without_a_device(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; import lastgood.experiments.ceilings as c\n"
+        "import sys; from pathlib import Path; import lastgood.experiments.ceilings.record as c\n"
         "c.cuda_devices = lambda: ()\n"
         "from lastgood.locks import FileLock; c.machine_lock = lambda: FileLock(Path(sys.argv[1], 'lock'), 'test')\n"
         "c.measure_ceilings(Path(sys.argv[1]), 'box', quick=True); assert 'torch' not in sys.modules"
@@ -106,7 +111,7 @@ def open_files(pid: int) -> list[str]:
 
 def test_a_killed_measurement_leaves_no_file(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from lastgood.experiments.disk_ceilings import *\n"
+        "import sys; from pathlib import Path; from lastgood.experiments.ceilings.disk import *\n"
         "print('go', flush=True)\n"
         "while True: measure_disk(Path(sys.argv[1]), DiskPlan(file_bytes=16 << 20, jobs=(1,), repetitions=9))"
     )

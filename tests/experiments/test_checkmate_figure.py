@@ -10,15 +10,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.checkmate_collect import collect_checkmate_files
-from lastgood.experiments.collect import collect
-from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.plan import plan_figure
-from lastgood.experiments.plot_checkmate import draw_checkmate, plot_checkmate
-from lastgood.experiments.plot_parts import read_tidy
-from lastgood.experiments.rank_results import merge_ranks
-from lastgood.experiments.record import Failure, RanksRun, RunRecord, ShadowFacts
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.figures.workflow_plan import plan_figure
+from lastgood.experiments.multirank.results import merge_ranks
+from lastgood.experiments.plots.canvas import read_tidy
+from lastgood.experiments.plots.checkmate import draw_checkmate, plot_checkmate
+from lastgood.experiments.records.run import Failure, RanksRun, RunRecord, ShadowFacts
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.tables.checkmate import collect_checkmate_files
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record
 from tests.experiments.test_ranks import measured
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.checkmate_numbers import (
+from lastgood.experiments.plots.checkmate_numbers import (
     costs,
     lost_work,
     others_of,
@@ -124,7 +124,7 @@ def test_published_ranges_are_read_back() -> None:
 
 
 def test_the_checkouts_reference_holds_the_papers_three_ranges() -> None:
-    from lastgood.experiments.published import load_ranges
+    from lastgood.experiments.tables.published import load_ranges
 
     path = Path(__file__).resolve().parents[2] / "figures" / "reference" / "checkmate.csv"
     values = sorted((one.metric, one.value) for one in load_ranges(path))

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
-from lastgood.experiments.claim_rules import RULES
-from lastgood.experiments.claims import (
+from lastgood.experiments.claims.judge import (
     CLAIM_COLUMNS,
     ClaimRow,
     claims_csv,
@@ -21,7 +20,8 @@ from lastgood.experiments.claims import (
     load_claims,
     load_reference,
 )
-from lastgood.experiments.figure_csv import find_csvs, load_csv, load_csvs
+from lastgood.experiments.claims.rules import RULES
+from lastgood.experiments.tables.files import find_csvs, load_csv, load_csvs
 from tests.experiments.tidy_csvs import NONE_RSS, STATE_BYTES, none, runs, write_panel
 
 REFERENCE = Path(__file__).parents[2] / "figures" / "reference"

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.collect import TIDY_COLUMNS, collect, collect_files, load_placed_record, run_name
-from lastgood.experiments.record import RunRecord
+from lastgood.experiments.records.run import RunRecord
+from lastgood.experiments.tables.runs import TIDY_COLUMNS, collect, collect_files, load_placed_record, run_name
 from tests.experiments.records import make_ceilings, make_record, place_record
 
 STATE_BYTES = 200_000_000

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.experiments.config import load_files, load_yaml, parse_config, parse_overrides
+from lastgood.experiments.config.schema import load_files, load_yaml, parse_config, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"

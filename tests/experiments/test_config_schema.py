@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lastgood.experiments.config import load_yaml
-from lastgood.experiments.config_editors import editor_schema
+from lastgood.experiments.config.editors import editor_schema
+from lastgood.experiments.config.schema import load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.csv_frames import read_frame
+from lastgood.experiments.tables.frames import read_frame
 
 
 @dataclass

@@ -9,17 +9,17 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.figure_csv import load_csv
-from lastgood.experiments.goodput_collect import GOODPUT_COLUMNS, collect_goodput, collect_goodput_files
-from lastgood.experiments.goodput_plot import draw_goodput, plot_goodput, read_goodput
-from lastgood.experiments.goodput_record import GoodputRecord, GoodputSpec, Life
-from lastgood.experiments.grid import load_grid
-from lastgood.experiments.machine import checkout_root
-from lastgood.experiments.plan import plan_figure, plan_workflow, predict_runs
-from lastgood.experiments.published import load_gains
-from lastgood.experiments.report_table import cells_table
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_runs
+from lastgood.experiments.machine.facts import checkout_root
+from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plots.goodput import draw_goodput, plot_goodput, read_goodput
+from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Life
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.report.table import cells_table
+from lastgood.experiments.tables.files import load_csv
+from lastgood.experiments.tables.goodput import GOODPUT_COLUMNS, collect_goodput, collect_goodput_files
+from lastgood.experiments.tables.published import load_gains
 from tests.experiments.records import make_ceilings, make_record, place_record
 
 ROOT = checkout_root()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.experiments.goodput_model import IDEAL, formula_of, goodput, lost_s
+from lastgood.experiments.formulas.goodput import IDEAL, formula_of, goodput, lost_s
 
 SYSTEMS = ("checkfreq", "gemini", "gpm", IDEAL, "pccheck", "sync", "dcp")
 INTERVALS = st.integers(1, 1000)

@@ -16,10 +16,10 @@ import pytest
 from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.goodput_board import Board
-from lastgood.experiments.goodput_record import GoodputSpec, load_goodput_record, load_placed_goodput_record
-from lastgood.experiments.machine_lock import machine_lock
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.records.goodput import GoodputSpec, load_goodput_record, load_placed_goodput_record
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.progress import Board
 from lastgood.workloads.data.prepare import prepare_dataset
 
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "goodput", "run"]

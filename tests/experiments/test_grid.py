@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.figures import figure_names
-from lastgood.experiments.grid import find_root, load_grid
-from lastgood.experiments.variants import BLOB
+from lastgood.experiments.figures.registry import figure_names
+from lastgood.experiments.plan.grid import find_root, load_grid
+from lastgood.experiments.plan.variants import BLOB
 from lastgood.workloads.registry import workload_names
 
 ROOT = Path(__file__).resolve().parents[2]

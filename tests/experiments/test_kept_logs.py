@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.cluster.launch import LOG_THERE
-from lastgood.cluster.remote import Completed, Remote
+from lastgood.cluster.launch.launch import LOG_THERE
+from lastgood.cluster.ssh.remote import Completed, Remote
 from lastgood.errors import HostError, LaunchError
-from lastgood.experiments.kept_logs import (
+from lastgood.experiments.runs.logs import (
     MAX_LOG_BYTES,
     Logs,
     fetch_logs,
@@ -236,10 +236,10 @@ def test_all_that_a_host_sends_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As many logs, and as long names, as there can be, and a limit that all of them fill.
-    monkeypatch.setattr("lastgood.experiments.kept_logs._MAX_LOGS", 40)
+    monkeypatch.setattr("lastgood.experiments.runs.logs._MAX_LOGS", 40)
     fill(tmp_path, {f"{'f' * 120}/{number:0130d}.log": b"x" * 513 for number in range(50)})
     fill(tmp_path, {f"{'f' * 120}/{number:0131d}.log": b"longer than names may be" for number in range(3)})
-    monkeypatch.setattr("lastgood.experiments.kept_logs._MAX_BYTES", 40 * 512)
+    monkeypatch.setattr("lastgood.experiments.runs.logs._MAX_BYTES", 40 * 512)
     output = packed(tmp_path, capsys, 40 * 512)
     answer = fetch_logs(Answering({"vm1": Completed(0, output, b"")}), ["vm1"], tmp_path)["vm1"]
     assert not isinstance(answer, HostError)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.kills import kill_moments, merge_lives
-from lastgood.experiments.rank_results import LivedRank
+from lastgood.experiments.multirank.kills import kill_moments, merge_lives
+from lastgood.experiments.multirank.results import LivedRank
 from tests.experiments.test_spec import make_spec
 
 

@@ -21,12 +21,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments import ceilings as ceilings_module
-from lastgood.experiments import network_ceilings, network_peer
-from lastgood.experiments.ceilings import Peer, cached_or_measured, load_ceilings
-from lastgood.experiments.machine import where_run
-from lastgood.experiments.network_ceilings import NetworkPlan, iperf3_loopback, measure_loopback, measure_peer
-from lastgood.experiments.network_peer import Direction, PeerClient, PeerServer, parse_address
+from lastgood.experiments.ceilings import network as network_ceilings
+from lastgood.experiments.ceilings import record as ceilings_module
+from lastgood.experiments.ceilings.network import NetworkPlan, iperf3_loopback, measure_loopback, measure_peer
+from lastgood.experiments.ceilings.network_peer import Direction, PeerClient, PeerServer, parse_address
+from lastgood.experiments.ceilings.record import Peer, cached_or_measured, load_ceilings, network_peer
+from lastgood.experiments.machine.facts import where_run
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
 from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES, Wire, message_frame, prove_trainer
@@ -82,7 +82,7 @@ def test_loopback_has_every_combination_and_ends_its_process(monkeypatch: pytest
 
 def test_loopback_ends_with_a_killed_measurement() -> None:
     program = (
-        "from lastgood.experiments import network_ceilings as n\n"
+        "from lastgood.experiments.ceilings import network as n\n"
         "import time\n"
         "with n._loopback_server('t' * 16) as port: print(port, flush=True); time.sleep(60)"
     )
@@ -438,7 +438,7 @@ def test_two_commands_measure_the_network_between_them(tmp_path: Path) -> None:
     """The server is a process of its own, as on another machine; its lock is a file of this test."""
     program = (
         "import sys; from pathlib import Path\n"
-        "import lastgood.experiments.machine_lock as m; from lastgood.locks import FileLock\n"
+        "import lastgood.experiments.machine.lock as m; from lastgood.locks import FileLock\n"
         "m.machine_lock = lambda: FileLock(Path(sys.argv[1]), 'their turn')\n"
         "from lastgood.cli import app\n"
         "app(['ceilings', '--serve-peer', '--listen', '127.0.0.1:' + sys.argv[2], '--serve-s', '300'])"

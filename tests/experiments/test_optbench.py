@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.experiments import optbench as bench
-from lastgood.experiments.optbench_models import MODELS, model_shapes
+from lastgood.experiments.optbench import bench
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
+from lastgood.workloads.optimizer_shapes import MODELS, model_shapes
 
 SMALL = [(40, 5), (40,), (3, 40), (3,), (7,)]
 SMALL_BUCKET = 1 << 10
@@ -96,7 +96,8 @@ def test_more_shards_than_buckets_are_refused(small, monkeypatch):
 RANK = """
 import sys
 from pathlib import Path
-from lastgood.experiments import optbench, optbench_rank
+from lastgood.experiments.optbench import bench as optbench
+from lastgood.experiments.optbench import process as optbench_rank
 from lastgood.locks import FileLock
 optbench.model_shapes = lambda name: [(40, 5), (40,), (3, 40), (3,), (7,)]
 optbench.machine_lock = lambda: FileLock(Path(sys.argv[3]), "the test's turn")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.figures import figure_kind
-from lastgood.experiments.optimizer_collect import OPTIMIZER_COLUMNS, collect_updates
-from lastgood.experiments.optimizer_record import (
+from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.figures.registry import figure_kind
+from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow
+from lastgood.experiments.optbench.execute import execute_optimizer
+from lastgood.experiments.plots.optimizer import draw_optimizer, read_updates
+from lastgood.experiments.records.optimizer import (
     OptimizerPoint,
     OptimizerRecord,
     OptimizerSpec,
     load_placed_optimizer_record,
 )
-from lastgood.experiments.optimizer_run import execute_optimizer
-from lastgood.experiments.plan import plan_figure, plan_workflow
-from lastgood.experiments.plot_optimizer import draw_optimizer, read_updates
+from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, collect_updates
 from tests.experiments.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.checkpointers.agreement import rank_directory
-from lastgood.experiments.rank_main import RankOrder, boot_id, result_path
-from lastgood.experiments.rank_results import MeasuredRank, RestoredRank, merge_proofs
-from lastgood.experiments.ranks import PARTED
-from lastgood.experiments.spec import RunSpec
+from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.experiments.multirank.process import RankOrder, boot_id, result_path
+from lastgood.experiments.multirank.results import MeasuredRank, RestoredRank, merge_proofs
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.systems.over_ranks import PARTED
 from lastgood.ports import free_ports
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.test_rank_run import OPT, spec_of

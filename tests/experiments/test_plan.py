@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.config import Config, parse_config, parse_overrides
-from lastgood.experiments.grid import load_grid
-from lastgood.experiments.plan import (
+from lastgood.experiments.config.schema import Config, parse_config, parse_overrides
+from lastgood.experiments.figures.workflow_plan import (
     SIMPLE,
     plan_figure,
     plan_names,
@@ -17,7 +16,8 @@ from lastgood.experiments.plan import (
     predict_minutes,
     predict_runs,
 )
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.records.spec import RunSpec
 from tests.experiments.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]

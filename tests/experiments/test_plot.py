@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from lastgood.checkpointers.registry import checkpointer_names
 from lastgood.errors import LastgoodError
-from lastgood.experiments.captions import throughput_caption
-from lastgood.experiments.collect import collect
-from lastgood.experiments.plot_parts import partial_text, read_tidy
-from lastgood.experiments.plot_throughput import draw_throughput, plot_throughput
-from lastgood.experiments.record import RunRecord
-from lastgood.experiments.style import panel_title, system_styles
+from lastgood.experiments.plots.canvas import partial_text, read_tidy
+from lastgood.experiments.plots.captions import throughput_caption
+from lastgood.experiments.plots.throughput import draw_throughput, plot_throughput
+from lastgood.experiments.records.run import RunRecord
+from lastgood.experiments.systems.labels import panel_title, system_styles
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.collect import collect
-from lastgood.experiments.plot_parts import read_tidy
-from lastgood.experiments.plot_throughput import draw_throughput
-from lastgood.experiments.published import load_published, published_slowdown
+from lastgood.experiments.plots.canvas import read_tidy
+from lastgood.experiments.plots.throughput import draw_throughput
+from lastgood.experiments.tables.published import load_published, published_slowdown
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record, place_record
 
 REFERENCE = Path(__file__).resolve().parents[2] / "figures" / "reference" / "fig8.csv"

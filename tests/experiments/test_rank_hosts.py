@@ -11,8 +11,8 @@ import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.errors import LaunchError
-from lastgood.experiments import rank_hosts
-from lastgood.experiments.rank_hosts import Place
+from lastgood.experiments.services import place as rank_hosts
+from lastgood.experiments.services.place import Place
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgood.checkpointers.gemini import Gemini, GeminiOptions
-from lastgood.experiments import rank_part
-from lastgood.experiments.rank_part import JoinedPart
+from lastgood.checkpointers.gemini.system import Gemini, GeminiOptions
+from lastgood.experiments.multirank import part as rank_part
+from lastgood.experiments.multirank.part import JoinedPart
 from tests.experiments.test_rank_run import spec_of
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from lastgood.cluster.hostfile import Hostfile, parse_hostfile
 from lastgood.errors import HostError
-from lastgood.experiments.feasible import PROCESS_BYTES
-from lastgood.experiments.rank_hosts import Place
-from lastgood.experiments.rank_room import Need, Room, check_room, judge_room, needs_of
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.multirank.capacity import Need, Room, check_room, judge_room, needs_of
+from lastgood.experiments.plan.machine_checks import PROCESS_BYTES
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.services.place import Place
 from lastgood.units import GIB, MIB
 from tests.experiments.test_rank_run import OPT, spec_of
 

@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
-from lastgood.cluster.testbed import why_no_testbed
+from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import LaunchError
-from lastgood.experiments.rank_hosts import Place
-from lastgood.experiments.rank_main import RankOrder, boot_id
-from lastgood.experiments.ranks import PARTED
-from lastgood.experiments.record import load_record
-from lastgood.experiments.spec import RunSpec
-from lastgood.experiments.verdict import judge
+from lastgood.experiments.multirank.process import RankOrder, boot_id
+from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.records.verdict import judge
+from lastgood.experiments.services.place import Place
+from lastgood.experiments.systems.over_ranks import PARTED
 from lastgood.workloads.data.prepare import prepare_dataset
 from lastgood.workloads.options import BlobOptions
 from lastgood.workloads.registry import build_workload

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from lastgood.errors import HostError, LastgoodError
-from lastgood.experiments import rank_shadows
-from lastgood.experiments.rank_shadows import local_shadows
-from lastgood.experiments.shadow_meters import ShadowMeters, ShadowPlaces, places_path, shadow_options
+from lastgood.experiments.services import shadows as rank_shadows
+from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
+from lastgood.experiments.services.shadows import local_shadows
 from tests.experiments.test_spec import make_spec
 
 
@@ -103,8 +103,8 @@ def test_a_shadow_that_cannot_start_is_named_with_its_words(tmp_path: Path, monk
 def test_shadows_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from lastgood.experiments.rank_shadows import local_shadows\n"
-        "from lastgood.experiments.spec import RunSpec\n"
+        "from lastgood.experiments.services.shadows import local_shadows\n"
+        "from lastgood.experiments.records.spec import RunSpec\n"
         "with local_shadows(RunSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2]), print):\n"
         "    print('up', flush=True); time.sleep(600)\n"
     )

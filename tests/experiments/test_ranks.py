@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.collect import collect
-from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.figures import figure_kind
-from lastgood.experiments.plan import left_out, plan_figure, plan_workflow
-from lastgood.experiments.rank_hosts import RankHosts
-from lastgood.experiments.rank_results import (
+from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.figures.registry import figure_kind
+from lastgood.experiments.figures.workflow_plan import left_out, plan_figure, plan_workflow
+from lastgood.experiments.multirank.execute import execute_ranks
+from lastgood.experiments.multirank.results import (
     LiveRank,
     MeasuredRank,
     RestoredRank,
@@ -28,10 +27,11 @@ from lastgood.experiments.rank_results import (
     merge_resources,
     merge_workloads,
 )
-from lastgood.experiments.rank_run import execute_ranks
-from lastgood.experiments.ranks import PARTED, writers_of
-from lastgood.experiments.record import Clocks, Counts, RunRecord
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.records.run import Clocks, Counts, RunRecord
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.services.place import RankHosts
+from lastgood.experiments.systems.over_ranks import PARTED, writers_of
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record
 from tests.experiments.test_spec import make_spec
 
@@ -414,7 +414,7 @@ def test_links_and_ranks_never_mix_in_a_panel() -> None:
 
 
 def test_a_record_with_ranks_is_read_back(tmp_path: Path) -> None:
-    from lastgood.experiments.record import load_record
+    from lastgood.experiments.records.run import load_record
 
     record = over_ranks("pccheck", bytes_per_disk=7)
     record.write(tmp_path / "r0.json")

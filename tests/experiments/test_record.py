@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.record import RunRecord, load_record
+from lastgood.experiments.records.run import RunRecord, load_record
 from tests.experiments.records import make_record, place_record
 
 

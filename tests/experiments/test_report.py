@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
-from lastgood.experiments import report
-from lastgood.experiments.claims import judge_claims, load_reference
-from lastgood.experiments.figure_csv import find_csvs, load_csvs
-from lastgood.experiments.optimizer_collect import collect_updates_files
-from lastgood.experiments.report import build_report, picture_of
-from lastgood.experiments.report_table import Cell, Row, cells_table
+from lastgood.experiments.claims.judge import judge_claims, load_reference
+from lastgood.experiments.report import page as report
+from lastgood.experiments.report.page import build_report, picture_of
+from lastgood.experiments.report.table import Cell, Row, cells_table
+from lastgood.experiments.tables.files import find_csvs, load_csvs
+from lastgood.experiments.tables.optimizer import collect_updates_files
 from tests.experiments.records import make_ceilings
 from tests.experiments.test_checkmate_figure import csv_of, panel
 from tests.experiments.test_optimizer_panel import record_of, written

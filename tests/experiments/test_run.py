@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.machine_lock import machine_lock
-from lastgood.experiments.record import load_record
-from lastgood.experiments.run import hear_child
-from lastgood.experiments.spec import RunSpec
-from lastgood.experiments.verdict import judge
+from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.records.verdict import judge
+from lastgood.experiments.runs.execute import hear_child
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.peer_processes import wait_for_no_peer
 from tests.experiments.warm_runs import WarmRun

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.records.spec import RunSpec
 
 
 def make_spec(**changes: Any) -> RunSpec:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.machine import checkout_root
-from lastgood.experiments.spot_trace import MAX_SAMPLES, SpotTrace, load_trace, parse_trace
-from lastgood.experiments.trace_make import bursts_trace, poisson_trace, weibull_trace
+from lastgood.experiments.machine.facts import checkout_root
+from lastgood.experiments.traces.synthetic import bursts_trace, poisson_trace, weibull_trace
+from lastgood.experiments.traces.trace import MAX_SAMPLES, SpotTrace, load_trace, parse_trace
 
 TRACES = st.builds(
     SpotTrace,

@@ -14,19 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments import feasible
-from lastgood.experiments.captions import persist_caption, sweep_caption
-from lastgood.experiments.collect import collect
-from lastgood.experiments.config import Config, load_config, parse_config, parse_overrides
-from lastgood.experiments.figures import figure_kind, figure_names
-from lastgood.experiments.grid import load_grid
-from lastgood.experiments.plan import plan_figure, plan_workflow, predict_minutes
-from lastgood.experiments.plot_parts import read_tidy
-from lastgood.experiments.plot_persist import draw_persist, plot_persist
-from lastgood.experiments.plot_sweep import draw_sweep, plot_sweep
-from lastgood.experiments.record import RunRecord
-from lastgood.experiments.spec import RunSpec
-from lastgood.experiments.style import series_styles
+from lastgood.experiments.config.schema import Config, load_config, parse_config, parse_overrides
+from lastgood.experiments.figures.registry import figure_kind, figure_names
+from lastgood.experiments.figures.workflow_plan import machine_checks as feasible
+from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_minutes
+from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plots.canvas import read_tidy
+from lastgood.experiments.plots.captions import persist_caption, sweep_caption
+from lastgood.experiments.plots.persist import draw_persist, plot_persist
+from lastgood.experiments.plots.sweep import draw_sweep, plot_sweep
+from lastgood.experiments.records.run import RunRecord
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.systems.labels import series_styles
+from lastgood.experiments.tables.runs import collect
 from lastgood.workloads.options import Vgg16Options
 from tests.experiments.records import make_ceilings, make_record
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.base import CheckpointEvent, Outcome
-from lastgood.checkpointers.none import NoCheckpointing
-from lastgood.experiments.record import load_record
-from lastgood.experiments.timeline import Timeline, trace_events, write_timeline
+from lastgood.checkpointers.baselines.none import NoCheckpointing
+from lastgood.experiments.records.run import load_record
+from lastgood.experiments.runs.timeline import Timeline, trace_events, write_timeline
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.test_run import COMMAND, spec_of
 from tests.experiments.warm_runs import WarmRun

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.experiments.record import Proof, RunRecord
-from lastgood.experiments.verdict import judge
+from lastgood.experiments.records.run import Proof, RunRecord
+from lastgood.experiments.records.verdict import judge
 from tests.experiments.records import make_record
 
 

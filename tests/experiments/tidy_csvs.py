@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lastgood.experiments.collect import collect
-from lastgood.experiments.record import RunRecord
+from lastgood.experiments.records.run import RunRecord
+from lastgood.experiments.tables.runs import collect
 from tests.experiments.records import make_ceilings, make_record
 
 STATE_BYTES = 200 << 20

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_PRELOADED = ["torch", "torch._dynamo", "lastgood.workloads.vision", "lastgood.experiments.measure"]
+_PRELOADED = ["torch", "torch._dynamo", "lastgood.workloads.vision", "lastgood.experiments.runs.measure"]
 
 
 class WarmRun:

@@ -48,7 +48,7 @@ def stored() -> tuple[dict[str, Any], bytes]:
 
 
 def _read_slots(folder: Path) -> None:
-    from lastgood.checkpointers.stored import named_tensors, read_layout, read_tree
+    from lastgood.checkpointers.slots.contents import named_tensors, read_layout, read_tree
     from lastgood.storage.reader import SlotView
 
     with SlotView(folder) as view:
@@ -127,9 +127,9 @@ def _parts() -> list[Any]:
 
 @decoder("parts of several ranks", _parts, change=partial(changed_tree, raw=False), native=True)
 def _ranks(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.export import ExportFormat
-    from lastgood.checkpointers.export_job import export_job
-    from lastgood.checkpointers.reshard import restore_ranks
+    from lastgood.checkpointers.export.formats import ExportFormat
+    from lastgood.checkpointers.export.whole_job import export_job
+    from lastgood.checkpointers.ranks.reshard import restore_ranks
 
     trees = (list(thing) if isinstance(thing, (list, dict)) else [thing])[:2] or [None]
     job = craft.put_ranks(folder / "job", [(tree, [b"A" * 32, b"B" * 16]) for tree in trees])
@@ -153,7 +153,7 @@ def _ranks(thing: Any, folder: Path) -> Prepared:
 def _exported(to: str) -> bytes:
     import tempfile
 
-    from lastgood.checkpointers.export import ExportFormat, export_checkpoint
+    from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint
     from lastgood.storage.reader import SlotView
 
     layout, stream = stored()
@@ -179,7 +179,7 @@ def _safetensors() -> list[Any]:
 
 @decoder("exported safetensors", _safetensors)
 def _safetensors_file(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.export import load_exported
+    from lastgood.checkpointers.export.formats import load_exported
 
     header = thing.get("header") if isinstance(thing, dict) else thing
     facts = header.get("__metadata__") if isinstance(header, dict) else None
@@ -234,7 +234,7 @@ def _archived(thing: Any) -> bytes:
 
 @decoder("exported .pt", lambda: [_archive(_exported("pt"))], change=changed_archive)
 def _pt(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.export import load_exported
+    from lastgood.checkpointers.export.formats import load_exported
 
     return put(folder / "x.pt", _archived(thing)), partial(load_exported, folder / "x.pt")
 
@@ -251,7 +251,7 @@ def _saved(value: Any) -> dict[str, bytes]:
 def _torch_files() -> list[Any]:
     import tempfile
 
-    from lastgood.checkpointers.torch_files import TorchFiles
+    from lastgood.checkpointers.torch_files.files import TorchFiles
 
     with tempfile.TemporaryDirectory() as name:
         files = TorchFiles(Path(name), 2)
@@ -270,7 +270,7 @@ def _changed_torch_file(rng: random.Random, thing: Any) -> Any:
 
 @decoder("file of torch.save", _torch_files, change=_changed_torch_file)
 def _torch_file(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.torch_files import TorchFiles
+    from lastgood.checkpointers.torch_files.files import TorchFiles
 
     content = thing[""] if "" in thing else _zipped({name: part for name, part in thing.items() if name != "name"})
     return put(folder / thing["name"].decode(), content), lambda: TorchFiles(folder, 2).read(None)
@@ -349,7 +349,7 @@ def _directory(system: str) -> list[Any]:
 
 
 def _changed_directory(rng: random.Random, thing: Any) -> Any:
-    from lastgood.checkpointers.directories import MANIFEST
+    from lastgood.checkpointers.directories.store import MANIFEST
 
     files = dict(thing)
     names = [name for name in files if name not in ("", MANIFEST)]
@@ -368,7 +368,7 @@ def _changed_directory(rng: random.Random, thing: Any) -> Any:
 
 
 def _put_directory(system: str, thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers import directories
+    from lastgood.checkpointers.directories import store as directories
     from lastgood.checkpointers.registry import checkpointer_class
 
     checkpoint = folder / "job" / thing[""].decode()

@@ -106,7 +106,7 @@ def _frame(thing: Any, folder: Path) -> Prepared:
 
 def _report(rank: int) -> dict[str, Any]:
     from lastgood.checkpointers.agreement.decide import Held, Report
-    from lastgood.checkpointers.agreement.words import said_report
+    from lastgood.checkpointers.agreement.messages import said_report
 
     held = (Held(1, 20, True, "loss", 1), Held(1, 10))
     report = Report(rank, 2, f"h{rank}", "/checkpoints", JOB, (1, 20), held, ("slot-0002",), (1, 10))
@@ -241,8 +241,8 @@ def _peer_talk() -> list[Any]:
 
 @decoder("requests to a peer", _peer_talk, change=changed_talk, native=True)
 def _peer(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.gemini_memory import peer as peers
-    from lastgood.checkpointers.gemini_memory.address import Address
+    from lastgood.checkpointers.gemini import peer as peers
+    from lastgood.checkpointers.gemini.address_file import Address
 
     content = b"".join(framed(message) for _, message in thing)
 
@@ -276,7 +276,7 @@ def _peer_answers() -> list[Any]:
 
 @decoder("answers of a peer", _peer_answers, change=changed_talk)
 def _peer_link(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.gemini_memory.peers import PeerLink
+    from lastgood.checkpointers.gemini.peer_client import PeerLink
 
     content = b"".join(framed(message) for _, message in thing)
 
@@ -305,7 +305,7 @@ def _peer_link(thing: Any, folder: Path) -> Prepared:
 
 
 def _layout() -> Any:
-    from lastgood.gradients.layout import plan_layout
+    from lastgood.gradients.layout.layout import plan_layout
 
     group = {"runs": [[0, 3]], "amsgrad": False, "maximize": False, "nesterov": False, "lanes": [8, 4]}
     optimizer = {"kind": "adamw", "implementation": "foreach", "arithmetic": "fma", "groups": [group], "threads": 1}
@@ -373,8 +373,9 @@ def _shadow_messages() -> list[Any]:
 
 @decoder("messages of shadows", _shadow_messages, change=tree_or_bits, share=2.0)
 def _shadow_message(thing: Any, folder: Path) -> Prepared:
-    from lastgood.gradients import asking, messages
-    from lastgood.gradients.layout import GradientLayout
+    from lastgood.gradients.layout.layout import GradientLayout
+    from lastgood.gradients.protocol import client as asking
+    from lastgood.gradients.protocol import messages
     from lastgood.optim.rule import UpdateRule
     from lastgood.optim.spec import OptimizerSpec
 
@@ -410,7 +411,7 @@ def _side() -> Any:
 
 @decoder("side record", lambda: _side(), native=True)
 def _side_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.gradients.side import LENGTH_BYTES, open_side
+    from lastgood.gradients.trainer.rank_record import LENGTH_BYTES, open_side
     from lastgood.state import flatten
 
     text = json_of(thing.get("layout") if isinstance(thing, dict) else thing)
@@ -525,7 +526,7 @@ def changed_ring(rng: random.Random, talk: Any) -> Any:
 
 @decoder("link of a ring, as a switch reads it", _ring_talk, change=changed_ring)
 def _switch(thing: Any, folder: Path) -> Prepared:
-    from lastgood.gradients.link_parser import LinkParser
+    from lastgood.gradients.switch.parser import LinkParser
 
     content = framed(thing[0]) + b"".join(thing[1:])
     pieces = [content[at : at + 37] for at in range(0, len(content), 37)]
@@ -564,8 +565,8 @@ def _board_talk() -> list[Any]:
 
 def _hello_heard(message: Any) -> Any:
     """What the launch learns from a hello whose sender knows the token."""
-    from lastgood.cluster.launch_board import _hear_hello
-    from lastgood.cluster.launch_ticket import launch_proof
+    from lastgood.cluster.launch.lifelines import _hear_hello
+    from lastgood.cluster.launch.order import launch_proof
 
     handshake = _hear_hello("127.0.0.1:1", "t" * 32)
     said: Any = next(handshake)
@@ -584,7 +585,7 @@ def _hello_heard(message: Any) -> Any:
 
 @decoder("messages to the launch board", _board_talk, change=changed_talk)
 def _board(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster.launch_board import Board
+    from lastgood.cluster.launch.lifelines import Board
     from lastgood.wire.gate import Guest
 
     def read() -> bool:
@@ -623,7 +624,7 @@ def _board(thing: Any, folder: Path) -> Prepared:
     change=changed_talk,
 )
 def _launch(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster import rank_main
+    from lastgood.cluster.launch import wrapper as rank_main
 
     content = b"".join(text_of(message).replace(b"\n", b" ") + b"\n" for _, message in thing)
 
@@ -655,7 +656,7 @@ def _launch(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _measuring(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.network_peer import PeerServer
+    from lastgood.experiments.ceilings.network_peer import PeerServer
     from lastgood.wire.gate import Guest
 
     content = framed(thing)[:8192]
@@ -680,6 +681,6 @@ def _measuring(thing: Any, folder: Path) -> Prepared:
 
 @decoder("digests of other ranks", lambda: [{"[0, 1]": "ab" * 32}], change=tree_or_bits)
 def _replicas(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.replicas import _digests_of
+    from lastgood.checkpointers.ranks.replicated import _digests_of
 
     return len(text_of(thing)), partial(_digests_of, text_of(thing), 1)

@@ -109,7 +109,7 @@ def _mark(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _manifest(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers import directories
+    from lastgood.checkpointers.directories import store as directories
 
     text = text_of(thing).replace(b"lastgood-directory", directories._FORMAT.encode())
     (folder / "a").write_bytes(b"hello")
@@ -126,7 +126,7 @@ def _manifest(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _address(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.gemini_memory.address import Address
+    from lastgood.checkpointers.gemini.address_file import Address
 
     def read() -> None:
         found = Address.read(folder / "peer-0-000000.json")
@@ -137,14 +137,14 @@ def _address(thing: Any, folder: Path) -> Prepared:
 
 @decoder("address of a shadow", lambda: [{"host": "h", "port": 4711, "metrics": "h:4712"}], change=tree_or_bits)
 def _shadow(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.rank_shadows import _read
+    from lastgood.experiments.services.shadows import _read
 
     return len(text_of(thing)), partial(_read, text_of(thing), "here")
 
 
 @decoder("job of a directory of checkmate's", lambda: [{"job": "ab" * 16, "promised": 7}], change=tree_or_bits)
 def _noted(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.checkmate_job import JOB_FILE, noted_job
+    from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 
     return put(folder / JOB_FILE, text_of(thing)), partial(noted_job, folder)
 
@@ -169,7 +169,7 @@ def _ticket_sample() -> list[Any]:
 
 @decoder("launch ticket", _ticket_sample, change=tree_or_bits)
 def _ticket(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster.launch_ticket import Ticket
+    from lastgood.cluster.launch.order import Ticket
 
     word = base64.urlsafe_b64encode(text_of(thing)).decode()
     return len(word), partial(Ticket.decode, word)
@@ -191,7 +191,7 @@ def _ticket(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _testbed(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster import testbed_state
+    from lastgood.cluster.testbed import state as testbed_state
 
     def read() -> None:
         testbed_state.RUN = folder
@@ -211,9 +211,9 @@ def _facts_sample() -> list[Any]:
 
 @decoder("answers of a host's agent", _facts_sample, change=tree_or_bits)
 def _facts(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster import host_check
-    from lastgood.cluster.conversation import Conversation
+    from lastgood.cluster.host_check import check as host_check
     from lastgood.cluster.hostfile import parse_hostfile
+    from lastgood.cluster.ssh.conversation import Conversation
 
     line = text_of(thing).replace(b"\n", b" ")
 
@@ -250,7 +250,7 @@ def _facts(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _questions(thing: Any, folder: Path) -> Prepared:
-    from lastgood.cluster import host_agent
+    from lastgood.cluster.host_check import agent as host_agent
 
     line = text_of(thing).replace(b"\n", b" ").decode(errors="replace")
 
@@ -295,8 +295,8 @@ def _ceilings() -> list[Any]:
 
 @decoder("run record", _records, change=tree_or_bits)
 def _record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.advise_cells import read_cells
-    from lastgood.experiments.record import load_record
+    from lastgood.experiments.advise.cells import read_cells
+    from lastgood.experiments.records.run import load_record
 
     def read() -> None:
         record = load_record(folder / "r0.json")
@@ -322,7 +322,7 @@ def _or_no_cells(read: Callable[[], object]) -> Callable[[], object]:
 
 @decoder("goodput record", _goodput, change=tree_or_bits)
 def _goodput_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.goodput_record import is_goodput_record, load_goodput_record
+    from lastgood.experiments.records.goodput import is_goodput_record, load_goodput_record
 
     def read() -> None:
         is_goodput_record(folder / "r0.json")
@@ -333,14 +333,14 @@ def _goodput_record(thing: Any, folder: Path) -> Prepared:
 
 @decoder("record of updates", _updates, change=tree_or_bits)
 def _update_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.optimizer_record import load_optimizer_record
+    from lastgood.experiments.records.optimizer import load_optimizer_record
 
     return put(folder / "r0.json", text_of(thing)), lambda: load_optimizer_record(folder / "r0.json").spec.record_path()
 
 
 @decoder("ceilings", _ceilings, change=tree_or_bits)
 def _ceilings_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.ceilings import load_ceilings
+    from lastgood.experiments.ceilings.record import load_ceilings
 
     def read() -> None:
         found = load_ceilings(folder / "c.json")
@@ -388,8 +388,8 @@ _FIGURES = ["amd-epyc-2c/fig8_vgg16.csv", "amd-epyc-2c/fig9_vgg16.csv", "intel-x
     share=0.5,
 )
 def _figure(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.claims import judge_claims, load_reference
-    from lastgood.experiments.figure_csv import load_csvs
+    from lastgood.experiments.claims.judge import judge_claims, load_reference
+    from lastgood.experiments.tables.files import load_csvs
 
     def read() -> None:
         judge_claims(load_csvs([folder / "fig.csv"]), load_reference(ROOT / "figures" / "reference"))
@@ -399,7 +399,7 @@ def _figure(thing: Any, folder: Path) -> Prepared:
 
 @decoder("runs of a CSV", lambda: [_rows(ROOT / "figures" / "measured" / _FIGURES[0], 12)], change=changed_rows)
 def _advise(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.advise_cells import read_cells
+    from lastgood.experiments.advise.cells import read_cells
 
     def read() -> None:
         try:
@@ -413,8 +413,8 @@ def _advise(thing: Any, folder: Path) -> Prepared:
 
 @decoder("published numbers", lambda: [_rows(ROOT / "figures" / "reference" / "fig8.csv", 30)], change=changed_rows)
 def _published(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.claims import load_reference
-    from lastgood.experiments.published import load_gains, load_published, load_ranges
+    from lastgood.experiments.claims.judge import load_reference
+    from lastgood.experiments.tables.published import load_gains, load_published, load_ranges
 
     def read() -> None:
         path = folder / "fig8.csv"
@@ -426,7 +426,7 @@ def _published(thing: Any, folder: Path) -> Prepared:
 
 
 def _claims() -> list[Any]:
-    from lastgood.experiments.claims import claims_csv, judge_claims, load_reference
+    from lastgood.experiments.claims.judge import claims_csv, judge_claims, load_reference
 
     text = claims_csv(judge_claims([], load_reference(ROOT / "figures" / "reference"))).decode()
     return [list(csv.reader(io.StringIO(text)))[:6]]
@@ -434,7 +434,7 @@ def _claims() -> list[Any]:
 
 @decoder("claims", _claims, change=changed_rows)
 def _claims_table(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.claims import load_claims
+    from lastgood.experiments.claims.judge import load_claims
 
     return put(folder / "claims.csv", csv_bytes(thing)), partial(load_claims, folder / "claims.csv")
 
@@ -453,7 +453,7 @@ def _yaml_trees(paths: list[Path]) -> list[Any]:
 
 
 def _machine_has_no_say(path: Path) -> object:
-    from lastgood.experiments.config import parse_config
+    from lastgood.experiments.config.schema import parse_config
 
     return parse_config(path)
 
@@ -480,7 +480,7 @@ def _config_text(thing: Any, folder: Path) -> Prepared:
     change=changed_text,
 )
 def _overrides(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.config import parse_config, parse_overrides
+    from lastgood.experiments.config.schema import parse_config, parse_overrides
 
     def read() -> object:
         return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([thing]))
@@ -494,7 +494,7 @@ def _overrides(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _grid(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.grid import load_grid
+    from lastgood.experiments.plan.grid import load_grid
 
     return put(folder / "evaluation" / "fig11" / "grid.yaml", text_of(thing)), partial(load_grid, folder, "fig11")
 
@@ -516,7 +516,7 @@ def _grid(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _tuned(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.tuned import read_tuning
+    from lastgood.checkpointers.pccheck.tuning_file import read_tuning
 
     return put(folder / "pccheck.yaml", text_of(thing)), partial(read_tuning, folder / "pccheck.yaml")
 
@@ -531,7 +531,7 @@ def _hostfile(thing: Any, folder: Path) -> Prepared:
 
 @decoder("trace", lambda: ["# a cluster\nperiod_s 63\n10x56 3x48\n5x52 7x60 2x40\n"], change=changed_text)
 def _trace(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.spot_trace import load_trace
+    from lastgood.experiments.traces.trace import load_trace
 
     def read() -> None:
         found = load_trace(folder / "trace")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint
-from lastgood.gradients.asking import Asker, connect_shadow
-from lastgood.gradients.copy_faults import FaultPlan
-from lastgood.gradients.messages import GREETING, Hello
+from lastgood.gradients.protocol.client import Asker, connect_shadow
+from lastgood.gradients.protocol.messages import GREETING, Hello
+from lastgood.gradients.switch.faults import FaultPlan
 from lastgood.ports import free_ports
 from lastgood.wire.records import Record, RecordKind, pack_header
 from tests.gradients.fault_net import Net

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from lastgood.errors import LastgoodError
-from lastgood.gradients.copy_faults import CopyFaults, FaultPlan
-from lastgood.gradients.messages import GREETING
+from lastgood.gradients.protocol.messages import GREETING
+from lastgood.gradients.switch.faults import CopyFaults, FaultPlan
 from lastgood.ports import free_ports
 from lastgood.wire import frames, records
 

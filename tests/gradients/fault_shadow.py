@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lastgood.gradients.shadow import ShadowService
-from lastgood.gradients.shadow_settings import ShadowSettings
+from lastgood.gradients.shadow.service import ShadowService
+from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.processes import die_with_parent
 
 _START_S = 240.0

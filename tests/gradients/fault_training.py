@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.state import state_digest
 from tests.gradients.fault_net import Net
 
@@ -154,7 +154,7 @@ def ranks_in_threads() -> Iterator[None]:
         for module in ("checkmate_life", "checkmate_restore"):
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.world_of_torch", world))
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.ranks_together", together))
-        stack.enter_context(mock.patch("lastgood.gradients.tap.torch", SimpleNamespace(distributed=distributed)))
+        stack.enter_context(mock.patch("lastgood.gradients.tap.bucket.torch", SimpleNamespace(distributed=distributed)))
         yield
 
 

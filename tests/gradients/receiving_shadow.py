@@ -10,8 +10,8 @@ import numpy as np
 
 from lastgood import _native
 from lastgood.errors import CheckpointError
-from lastgood.gradients.layout import GradientLayout
-from lastgood.gradients.messages import GREETING, Hello, Refused, Welcome, parse_message
+from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.protocol.messages import GREETING, Hello, Refused, Welcome, parse_message
 from lastgood.wire.frames import Wire
 from tests.wire.answering import prove_peer
 from tests.wire.ring_helpers import WAIT_S

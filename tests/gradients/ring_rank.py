@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lastgood.gradients.layout import GradientLayout, plan_layout
-from lastgood.gradients.ring_hook import RingReducer, ring_all_reduce
+from lastgood.gradients.layout.layout import GradientLayout, plan_layout
+from lastgood.gradients.tap.ring_hook import RingReducer, ring_all_reduce
 from lastgood.wire.ring_comm import RingComm
 from lastgood.wire.ring_link import listen_ring
 

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from lastgood.gradients.shadow import ShadowService
-from lastgood.gradients.shadow_settings import ShadowSettings
+from lastgood.gradients.shadow.service import ShadowService
+from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.processes import die_with_parent
 from lastgood.tokens import read_token
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from lastgood.errors import WaitTimeout
-from lastgood.gradients import conductor as conductor_module
-from lastgood.gradients.conductor import Conductor, Settings
-from lastgood.gradients.data_link import DataSettings
-from lastgood.gradients.links import Identity
-from lastgood.gradients.messages import Have, Torn, Welcome
+from lastgood.gradients.conductor import conductor as conductor_module
+from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.link.data_link import DataSettings
+from lastgood.gradients.link.shadow_link import Identity
+from lastgood.gradients.protocol.messages import Have, Torn, Welcome
 
 JOB = "12" * 16
 ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]

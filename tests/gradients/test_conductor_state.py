@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lastgood.gradients.conductor_state import Certificate, ConductorState
-from lastgood.gradients.messages import MAX_SPOILED, Complete
+from lastgood.gradients.conductor.state import Certificate, ConductorState
+from lastgood.gradients.protocol.messages import MAX_SPOILED, Complete
 
 BUCKETS = 2
 

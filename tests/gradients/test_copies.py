@@ -10,10 +10,10 @@ import pytest
 
 from lastgood import _native
 from lastgood.errors import ConfigError
-from lastgood.gradients.copies import Copier, CopySettings
-from lastgood.gradients.copy_faults import parse_faults
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.messages import Hello
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.protocol.messages import Hello
+from lastgood.gradients.switch.faults import parse_faults
+from lastgood.gradients.switch.forward import Copier, CopySettings
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from tests.gradients.receiving_shadow import ReceivingShadow
 from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastgood.checkpointers.checkmate_options import CheckmateOptions
-from lastgood.gradients.data_link import DataLink, DataSettings, Ticket
-from lastgood.gradients.pieces import Span
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.gradients.layout.spans import Span
+from lastgood.gradients.link.data_link import DataLink, DataSettings, Ticket
 from lastgood.wire.records import HEADER_BYTES, DType, Record, RecordKind, parse_header
 
 WAIT_S = 60.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lastgood.gradients import stream as stream_module
-from lastgood.gradients.device_mover import DeviceMover
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.pieces import Span
-from lastgood.gradients.stream import GradientStream
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.layout.spans import Span
+from lastgood.gradients.link import gradient_stream as stream_module
+from lastgood.gradients.link.gradient_stream import GradientStream
+from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.wire.records import DType
 from tests.gradients.test_data_link import SETTINGS, WAIT_S, connected
 from tests.gradients.test_stream import Unending

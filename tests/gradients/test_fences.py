@@ -6,10 +6,10 @@ what may happen is tried: sends, words to rank 0, its decisions on their way, an
 
 from collections import deque
 
-from lastgood.gradients.conductor import Conductor, Settings
-from lastgood.gradients.data_link import DataSettings
-from lastgood.gradients.links import Identity
-from lastgood.gradients.messages import Refused, Step, Welcome
+from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.link.data_link import DataSettings
+from lastgood.gradients.link.shadow_link import Identity
+from lastgood.gradients.protocol.messages import Refused, Step, Welcome
 from tests.gradients.test_shadow_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
 
 LAST = 3

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import LastgoodError
-from lastgood.gradients.link_parser import LinkParser, relay_proof
+from lastgood.gradients.switch.parser import LinkParser, relay_proof
 from lastgood.ports import free_ports
 from lastgood.wire.frames import NO_PROOF, message_frame, proof
 from lastgood.wire.gate import Gate, Guest, open_listener

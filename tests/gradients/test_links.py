@@ -5,12 +5,12 @@ import threading
 
 import torch
 
-from lastgood.gradients import links
-from lastgood.gradients.asking import Asker
-from lastgood.gradients.data_link import DataSettings
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.links import Identity, ShadowLink, _again, _Outgoing
-from lastgood.gradients.messages import Saved, Side, Step
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.link import shadow_link as links
+from lastgood.gradients.link.data_link import DataSettings
+from lastgood.gradients.link.shadow_link import Identity, ShadowLink, _again, _Outgoing
+from lastgood.gradients.protocol.client import Asker
+from lastgood.gradients.protocol.messages import Saved, Side, Step
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.tokens import read_token
 from tests.gradients.shadow_processes import shadow_threads

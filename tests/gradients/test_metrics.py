@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import HostError
-from lastgood.gradients.metrics import MetricsServer
+from lastgood.gradients.shadow.metrics import MetricsServer
 from lastgood.tokens import read_token
 from tests.gradients.scripted_trainer import Trainer
 from tests.gradients.shadow_processes import shadow_threads

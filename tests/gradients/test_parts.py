@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.parts import OpenUpdate, Part
-from lastgood.gradients.step_tap import StepTap
-from lastgood.gradients.tracked import Tracked
-from lastgood.gradients.updates import Shares, UpdateNotes
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.tap.step import StepTap
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
+from lastgood.gradients.trainer.updates import Shares, UpdateNotes
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import MAX_POWERS, ClipValue, GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec

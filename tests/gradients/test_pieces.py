@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.pieces import piece_of, spans_of
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.layout.spans import piece_of, spans_of
 from lastgood.wire.records import DType
 
 

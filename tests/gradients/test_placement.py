@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.gradients.placement import Place, find_place, own_cpus, parse_cpus
+from lastgood.gradients.shadow.launch_env import Place, find_place, own_cpus, parse_cpus
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 
 from lastgood.errors import ConfigError, HostError
-from lastgood.gradients.placement import Place
-from lastgood.gradients.rendezvous import Rendezvous, ask_addresses
+from lastgood.gradients.shadow.launch_env import Place
+from lastgood.gradients.shadow.rendezvous import Rendezvous, ask_addresses
 from lastgood.ports import free_ports
 
 WAIT_S = 60.0

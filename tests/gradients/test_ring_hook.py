@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lastgood.errors import ConfigError, HostError
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.ring_hook import RingReducer
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.tap.ring_hook import RingReducer
 from lastgood.ports import free_ports
 from lastgood.wire.records import FINAL, RecordKind
 from tests.gradients.ring_rank import declared_layout

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint
-from lastgood.gradients.asking import Asker, ask_all, choose
-from lastgood.gradients.messages import Saved
+from lastgood.gradients.protocol.client import Asker, ask_all, choose
+from lastgood.gradients.protocol.messages import Saved
 from lastgood.processes import die_with_parent
 from lastgood.tokens import read_token
 from tests.gradients import scripted_trainer

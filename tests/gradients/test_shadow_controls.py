@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lastgood.errors import CheckpointError, WaitTimeout
-from lastgood.gradients.asking import Asker, connect_shadow
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.messages import Complete, Declare, Hello, Seeded, parse_message
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.protocol.client import Asker, connect_shadow
+from lastgood.gradients.protocol.messages import Complete, Declare, Hello, Seeded, parse_message
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.tokens import read_token
 from tests.gradients.shadow_processes import shadow_threads

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError, MismatchError, WaitTimeout
-from lastgood.gradients.conductor import Conductor
-from lastgood.gradients.messages import GREETING, PROTOCOL_VERSION
+from lastgood.gradients.conductor.conductor import Conductor
+from lastgood.gradients.protocol.messages import GREETING, PROTOCOL_VERSION
 from lastgood.tokens import read_token
 from lastgood.wire.frames import Wire, prove_trainer
 from tests.checkpointers.small_training import SmallTraining

@@ -3,8 +3,8 @@
 import pytest
 
 from lastgood.errors import CheckpointError, MismatchError
-from lastgood.gradients.messages import Absent, Complete, Step
-from lastgood.gradients.shadow_actions import Apply
+from lastgood.gradients.protocol.messages import Absent, Complete, Step
+from lastgood.gradients.shadow.actions import Apply
 from tests.gradients.test_shadow_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
 
 

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 )
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint
-from lastgood.gradients.messages import Complete, Saved, Step, parse_message
-from lastgood.gradients.shadow_actions import Apply, Check, Commit, Copy, DropSide, Open, Tell, Window
-from lastgood.gradients.shadow_state import ShadowState
+from lastgood.gradients.protocol.messages import Complete, Saved, Step, parse_message
+from lastgood.gradients.shadow.actions import Apply, Check, Commit, Copy, DropSide, Open, Tell, Window
+from lastgood.gradients.shadow.state import ShadowState
 from lastgood.wire.records import MAX_ITERATION
 
 JOB = "a" * 32

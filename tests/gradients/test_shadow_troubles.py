@@ -8,11 +8,11 @@ import time
 import pytest
 
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError
-from lastgood.gradients import shadow_core
-from lastgood.gradients.asking import Asker, choose
-from lastgood.gradients.messages import Saved
-from lastgood.gradients.shadow_memory import ShadowMemory
-from lastgood.gradients.spill import SpillCopy
+from lastgood.gradients.protocol.client import Asker, choose
+from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.shadow import core as shadow_core
+from lastgood.gradients.shadow.memory import ShadowMemory
+from lastgood.gradients.shadow.spill_store import SpillCopy
 from lastgood.storage import SlotStore
 from lastgood.tokens import read_token
 from tests.gradients.scripted_trainer import JOB, WAIT_S, Trainer

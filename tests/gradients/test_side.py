@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
-from lastgood.gradients import side_pieces
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.side import Arrival, SideRecords, open_side, restored_tree
-from lastgood.gradients.tracked import Tracked
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.trainer import record_pieces as side_pieces
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.rank_record import Arrival, SideRecords, open_side, restored_tree
 from lastgood.state import check_tree, flatten
 
 

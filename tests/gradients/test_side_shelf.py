@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lastgood.gradients.messages import Side
-from lastgood.gradients.side_shelf import SideShelf
-from lastgood.gradients.spill import SideRecord
+from lastgood.gradients.protocol.messages import Side
+from lastgood.gradients.shadow.rank_records import SideShelf
+from lastgood.gradients.shadow.spill_store import SideRecord
 
 
 def record(rank: int, nbytes: int) -> SideRecord:

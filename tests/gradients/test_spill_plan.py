@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lastgood.gradients.messages import Saved
-from lastgood.gradients.spill_plan import SpillPlan, is_left_behind, retained
-from lastgood.gradients.spill_state import SpillState
+from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.protocol.spills import SpillPlan, is_left_behind, retained
+from lastgood.gradients.shadow.spill_state import SpillState
 
 SLOTS = 3
 

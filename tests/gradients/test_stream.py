@@ -11,11 +11,11 @@ from functools import partial
 import pytest
 
 from lastgood import _native
-from lastgood.gradients import stream as stream_module
-from lastgood.gradients.data_link import DataLink, DataSettings
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.pieces import Span
-from lastgood.gradients.stream import GradientStream
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.layout.spans import Span
+from lastgood.gradients.link import gradient_stream as stream_module
+from lastgood.gradients.link.data_link import DataLink, DataSettings
+from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.wire.records import DType
 from tests.gradients.test_data_link import LARGE, SETTINGS, WAIT_S, address_of, connected, pair
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lastgood.gradients.asking import choose
-from lastgood.gradients.copies import CopySettings
-from lastgood.gradients.copy_faults import FaultPlan
-from lastgood.gradients.switch import Switch, SwitchLink
+from lastgood.gradients.protocol.client import choose
+from lastgood.gradients.switch.faults import FaultPlan
+from lastgood.gradients.switch.forward import CopySettings
+from lastgood.gradients.switch.relay import Switch, SwitchLink
 from lastgood.tokens import read_token
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from lastgood.gradients import switch_check
-from lastgood.gradients.switch import SwitchLink
-from lastgood.gradients.switch_check import Checked, answer_checks, check_link
+from lastgood.gradients.switch import check as switch_check
+from lastgood.gradients.switch.check import Checked, answer_checks, check_link
+from lastgood.gradients.switch.relay import SwitchLink
 from lastgood.ports import free_ports
 from lastgood.wire.ring_link import listen_ring
 from tests.wire.ring_helpers import TOKEN, WAIT_S

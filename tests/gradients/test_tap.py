@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lastgood.gradients.layout import plan_layout
-from lastgood.gradients.stream import GradientStream
-from lastgood.gradients.tap import BucketTap, Session
-from lastgood.gradients.tracked import Tracked
-from lastgood.gradients.updates import UpdateNotes
+from lastgood.gradients.layout.layout import plan_layout
+from lastgood.gradients.link.gradient_stream import GradientStream
+from lastgood.gradients.tap.bucket import BucketTap, Session
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
 from tests.gradients.test_data_link import SETTINGS, connected
 from tests.gradients.test_ring_hook import Bucket

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from lastgood.gradients.tracked import Tracked
-from lastgood.gradients.updates import UpdateNotes
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
 
 

@@ -26,8 +26,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from deepspeed_shadowed import SHADOWED_WORKS
 from deepspeed_training import Training, feed
 
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
-from lastgood.checkpointers.pccheck import PCcheck
+from lastgood.checkpointers.gemini.traffic import Traffic
+from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.integrations.deepspeed import export_torch, use_lastgood
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
 from lastgood.integrations.deepspeed_traffic import mark_communication

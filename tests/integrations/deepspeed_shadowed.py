@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from deepspeed_training import Training
 
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import ConfigError
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
 from lastgood.state import state_digest

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.errors import ConfigError
 from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations.deepspeed_traffic import mark_communication

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastgood.cluster.testbed import Testbed, why_no_testbed
+from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from small_training import SmallTraining
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.gemini import Gemini
-from lastgood.checkpointers.gemini_memory.ddp import marked_all_reduce
+from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
+from lastgood.checkpointers.gemini.system import Gemini
 from lastgood.errors import NoCheckpoint
 
 

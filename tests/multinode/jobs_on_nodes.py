@@ -18,7 +18,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.testbed.testbed import Testbed
 from tests.checkpointers.agreement.job_of_ranks import TIMEOUT_S, Job, RankProcess
 
 _SCRIPT = Path(__file__).with_name("rank_node.py")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.checkpointers.agreement import rank_directories, rank_directory
-from lastgood.cluster.testbed import Testbed
+from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.storage import SlotStore
 from tests.checkpointers.agreement.job_of_ranks import Refused
 from tests.multinode.jobs_on_nodes import JobOnNodes, Nodes

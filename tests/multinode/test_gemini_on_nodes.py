@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.checkpointers.gemini_memory.peers import Peers, PeerSettings
-from lastgood.cluster.remote import RemoteProcess
-from lastgood.cluster.testbed import Testbed
+from lastgood.checkpointers.gemini.peer_client import Peers, PeerSettings
+from lastgood.cluster.ssh.remote import RemoteProcess
+from lastgood.cluster.testbed.testbed import Testbed
 from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test
 
 pytestmark = pytest.mark.root

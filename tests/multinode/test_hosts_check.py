@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import lastgood as package
 from lastgood.cli import app
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.testbed.testbed import Testbed
 
 pytestmark = pytest.mark.root
 

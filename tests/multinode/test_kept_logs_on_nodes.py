@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.testbed.testbed import Testbed
 from tests.experiments.test_rank_run import Job, spec_of
 
 pytestmark = pytest.mark.root
@@ -37,7 +37,7 @@ def rank_at_work(job: Job, rank: int) -> psutil.Process:
                 words, values = process.cmdline(), process.environ()
             except psutil.Error:
                 continue
-            mine = "lastgood.experiments.rank_main" in words and str(job.scratch) in words[-1]
+            mine = "lastgood.experiments.multirank.process" in words and str(job.scratch) in words[-1]
             if mine and values.get("RANK") == str(rank) and list(job.scratch.glob("run-*/checkpoints/rank-*")):
                 return process
         time.sleep(0.1)

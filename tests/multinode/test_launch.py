@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import Hostfile, parse_hostfile
-from lastgood.cluster.launch import launch
-from lastgood.cluster.launch_ticket import How
-from lastgood.cluster.remote import Remote, SshOptions
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.launch.launch import launch
+from lastgood.cluster.launch.order import How
+from lastgood.cluster.ssh.remote import Remote, SshOptions
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError, LaunchError
 from tests.multinode.test_slurm import processes_with
 

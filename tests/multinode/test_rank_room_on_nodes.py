@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
-from lastgood.cluster.launch_ticket import How
-from lastgood.cluster.remote import Remote, SshOptions
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.launch.order import How
+from lastgood.cluster.ssh.remote import Remote, SshOptions
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import HostError
-from lastgood.experiments.rank_hosts import Place
-from lastgood.experiments.rank_room import check_room
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.multirank.capacity import check_room
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.services.place import Place
 from tests.experiments.test_rank_run import spec_of
 
 pytestmark = pytest.mark.root

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.cluster.remote import Completed, Remote, RemoteProcess, SshOptions
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.ssh.remote import Completed, Remote, RemoteProcess, SshOptions
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import HostError
 
 pytestmark = pytest.mark.root
@@ -122,7 +122,7 @@ def test_a_cut_cable_is_noticed_here_too(bed: Testbed) -> None:
 
 def sleepers(bed: Testbed, node: str) -> list[str]:
     """The commands of the FAMILY that run in a node."""
-    from lastgood.cluster.testbed_net import namespace_of, processes_in
+    from lastgood.cluster.testbed.net import namespace_of, processes_in
 
     found = []
     for pid in processes_in(namespace_of(bed.name, node)):

@@ -58,7 +58,7 @@ def test_ranks_on_several_nodes_meet(slurm: SlurmCluster, tmp_path: Path) -> Non
 
 def test_a_run_knows_its_job_and_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from lastgood.experiments.machine import where_run; "
+        "from pathlib import Path; from lastgood.experiments.machine.facts import where_run; "
         "found = where_run(Path('.')); print(found.slurm_job, found.slurm_node)"
     )
     done = slurm.call("srun", "--nodelist=node2", f"--chdir={tmp_path}", sys.executable, "-c", code)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.cluster.testbed import Testbed
+from lastgood.cluster.testbed.testbed import Testbed
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 

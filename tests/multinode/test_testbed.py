@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.cluster import testbed_state
 from lastgood.cluster.hostfile import Hostfile, read_hostfile
-from lastgood.cluster.testbed import Testbed
-from lastgood.cluster.testbed_net import namespace_of, processes_in
+from lastgood.cluster.testbed import state as testbed_state
+from lastgood.cluster.testbed.net import namespace_of, processes_in
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError
 
 pytestmark = pytest.mark.root
@@ -74,7 +74,7 @@ def own_name(needs_testbed: None) -> Iterator[str]:
 def maker(name: str, *, then: str, guarded: bool = False) -> subprocess.Popen[bytes]:
     """A process of its own that makes a testbed."""
     program = (
-        "import sys, time; from lastgood.cluster.testbed import Testbed\n"
+        "import sys, time; from lastgood.cluster.testbed.testbed import Testbed\n"
         "print('go', flush=True)\n"
         f"bed = Testbed.up(2, name={name!r}, guarded={guarded})\n{then}"
     )
@@ -264,7 +264,7 @@ def test_a_guard_removes_the_testbed_of_a_killed_process(own_name: str) -> None:
 
 
 def test_a_failure_on_the_way_leaves_nothing(own_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lastgood.cluster import testbed_node
+    from lastgood.cluster.testbed import node as testbed_node
 
     monkeypatch.setattr(testbed_node, "_SSHD_CONFIG", "NoSuchOption yes\n")
     with pytest.raises(HostError, match=r"vm1: its ssh server ended; .*NoSuchOption"):

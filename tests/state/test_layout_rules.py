@@ -170,7 +170,7 @@ def test_numpy_values_without_bytes_come_back(value):
 
 
 def test_the_time_does_not_grow_with_the_square_of_equal_names():
-    from lastgood.checkpointers.stored import named_tensors
+    from lastgood.checkpointers.slots.contents import named_tensors
 
     depth = 13
     tree = dense([1])
@@ -220,7 +220,7 @@ def places(node, path=()):
 @given(st.data())
 def test_what_passes_can_be_built_and_described(data):
     """The rules are complete: no layout that they pass fails when a state is built of it."""
-    from lastgood.checkpointers.stored import find_sharing, named_tensors, named_values
+    from lastgood.checkpointers.slots.contents import find_sharing, named_tensors, named_values
 
     flat = flatten(STATE)
     document = json.loads(flat.layout.to_json())

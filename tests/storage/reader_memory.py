@@ -16,9 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from lastgood import PCcheck
-from lastgood.checkpointers.export import ExportFormat
-from lastgood.checkpointers.export_job import export_job
-from lastgood.checkpointers.stored import read_tree
+from lastgood.checkpointers.export.formats import ExportFormat
+from lastgood.checkpointers.export.whole_job import export_job
+from lastgood.checkpointers.slots.contents import read_tree
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
 from lastgood.storage import SlotView

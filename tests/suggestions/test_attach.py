@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lastgood import PCcheck
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError
-from lastgood.gradients.tracked import Tracked
+from lastgood.gradients.trainer.parameters import Tracked
 from tests.checkpointers.wrapped_optimizers import Forwarding
 from tests.suggestions.following import advice, follows, refusal
 

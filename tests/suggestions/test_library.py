@@ -13,12 +13,12 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.base import CheckpointEvent
-from lastgood.checkpointers.checkmate_options import CheckmateOptions
-from lastgood.checkpointers.checkmate_restore import check_shadows, read_token
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.checkpointers.checkmate.restore import check_shadows, read_token
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.checkpointers.torch_files import TorchFiles
-from lastgood.gradients.placement import find_place
-from lastgood.gradients.tracked import memory_order
+from lastgood.checkpointers.torch_files.files import TorchFiles
+from lastgood.gradients.shadow.launch_env import find_place
+from lastgood.gradients.trainer.parameters import memory_order
 from lastgood.state.flatten import flatten
 from lastgood.tokens import check_token
 from lastgood.tokens import read_token as read_token_file
@@ -205,7 +205,7 @@ def test_which_shadow():
 
 @follows("a rendezvous needs MASTER_ADDR and MASTER_PORT")
 def test_a_rendezvous_without_a_place():
-    from lastgood.gradients.rendezvous import Rendezvous
+    from lastgood.gradients.shadow.rendezvous import Rendezvous
     from lastgood.ports import free_ports
 
     place = find_place(None, 1, None, {})

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lastgood import PCcheck
 from lastgood.checkpointers.agreement.address import check_control, find_address
-from lastgood.checkpointers.gemini_memory.together import Together
-from lastgood.checkpointers.replicas import StoreExchange
+from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.replicated import StoreExchange
 from lastgood.ports import free_ports
 from tests.suggestions.following import advice, follows, refusal
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lastgood.checkpointers.none import NoCheckpointing
-from lastgood.checkpointers.pccheck import PCcheck
+from lastgood.checkpointers.baselines.none import NoCheckpointing
+from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.state import seed_everything, state_digest
 from lastgood.storage import SlotStore, SlotWrite
 from lastgood.training import clock as clock_module

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.pccheck import PCcheck, PCcheckOptions
-from lastgood.checkpointers.tuned import (
+from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
+from lastgood.checkpointers.pccheck.tuning_file import (
     TUNING_FILE,
     SlowdownCheck,
     Tuning,

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from lastgood.gradients import messages
-from lastgood.gradients.side import SIDE_VERSIONS
+from lastgood.gradients.protocol import messages
+from lastgood.gradients.trainer.rank_record import SIDE_VERSIONS
 from lastgood.wire import frames, records
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.machine import is_tmpfs
+from lastgood.experiments.machine.facts import is_tmpfs
 from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
 from tests.workflow.house import ROOT, House
 

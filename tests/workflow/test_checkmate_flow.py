@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.cluster.testbed import why_no_testbed
+from lastgood.cluster.testbed.testbed import why_no_testbed
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

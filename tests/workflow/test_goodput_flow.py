@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.goodput_record import load_placed_goodput_record
+from lastgood.experiments.records.goodput import load_placed_goodput_record
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.cluster.testbed import why_no_testbed
-from lastgood.experiments.record import load_record
+from lastgood.cluster.testbed.testbed import why_no_testbed
+from lastgood.experiments.records.run import load_record
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -19,7 +19,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from lastgood.experiments.record import load_record
+from lastgood.experiments.records.run import load_record
 from tests.workflow.house import House
 
 # The order in which the Snakefile looks for it.

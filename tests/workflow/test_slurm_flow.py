@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lastgood.experiments.record import load_record
+from lastgood.experiments.records.run import load_record
 from tests.multinode.slurm_cluster import SlurmCluster
 from tests.workflow.house import ROOT, House
 

@@ -9,10 +9,10 @@ from snakemake.logging import logger
 
 try:
     from lastgood.errors import LastgoodError
-    from lastgood.experiments.config import load_config, parse_config, parse_overrides
-    from lastgood.experiments.figures import figure_kind, figure_names
-    from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.plan import SIMPLE, left_out, plan_figure, plan_workflow
+    from lastgood.experiments.config.schema import load_config, parse_config, parse_overrides
+    from lastgood.experiments.figures.registry import figure_kind, figure_names
+    from lastgood.experiments.machine.facts import machine_label
+    from lastgood.experiments.figures.workflow_plan import SIMPLE, left_out, plan_figure, plan_workflow
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:

@@ -36,12 +36,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.address import world_of_torch
-from lastgood.checkpointers.beginnings import Beginnings
-from lastgood.checkpointers.endings import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.recovery.beginnings import Beginnings
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
-from lastgood.checkpointers.step_hooks import see_steps
-from lastgood.checkpointers.update_hooks import UpdateHooks, remove_all
-from lastgood.checkpointers.update_steps import UpdateSteps
+from lastgood.checkpointers.steps.step_hooks import see_steps
+from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
+from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
@@ -52,10 +52,10 @@ from lastgood.state.rng import generators_kept
 if TYPE_CHECKING:
     import torch
 
-    from lastgood.checkpointers.attachment import Attachment
-    from lastgood.checkpointers.data_cursor import CountedLoader
-    from lastgood.checkpointers.data_facts import DataChanged
-    from lastgood.checkpointers.snapshot import CopyFence
+    from lastgood.checkpointers.attach.attachment import Attachment
+    from lastgood.checkpointers.attach.data_cursor import CountedLoader
+    from lastgood.checkpointers.attach.data_facts import DataChanged
+    from lastgood.checkpointers.copies.host import CopyFence
 else:
     torch = lazy_module("torch")
 
@@ -264,7 +264,7 @@ class Checkpointer(ABC):
         number of ranks in the directory), LockHeld, ConfigError. If some ranks of torch.distributed resume and others
         find nothing, the first `step` raises MismatchError on all of them.
         """
-        from lastgood.checkpointers.attachment import Attachment
+        from lastgood.checkpointers.attach.attachment import Attachment
 
         if self.interval_steps is None and not self._chooses_interval():
             raise ConfigError(
@@ -420,7 +420,7 @@ class Checkpointer(ABC):
 
         Raises StorageError.
         """
-        from lastgood.checkpointers.found_here import words_on_layout
+        from lastgood.checkpointers.recovery.found_here import words_on_layout
 
         return words_on_layout(self.directory, *self._world(), parted=False)
 
@@ -432,7 +432,7 @@ class Checkpointer(ABC):
 
     def _refuse_beside(self) -> None:
         """There is nothing to resume from: raise MismatchError if that is since the directory holds something else."""
-        from lastgood.checkpointers.found_here import refuse_beside
+        from lastgood.checkpointers.recovery.found_here import refuse_beside
 
         refuse_beside(self.directory, self.name, self._world()[1])
 

@@ -19,8 +19,8 @@ from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.directories import CheckpointDirectories, check_files
-from lastgood.checkpointers.named_state import live_tensors
+from lastgood.checkpointers.directories.named_state import live_tensors
+from lastgood.checkpointers.directories.store import CheckpointDirectories, check_files
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys

@@ -19,16 +19,16 @@ __all__ = ["ENTRY_POINT_GROUP", "checkpointer_class", "checkpointer_names", "why
 ENTRY_POINT_GROUP = "lastgood.checkpointers"
 
 _BUILT_IN = {
-    "none": "lastgood.checkpointers.none:NoCheckpointing",
-    "sync": "lastgood.checkpointers.sync:SyncCheckpointer",
-    "checkfreq": "lastgood.checkpointers.checkfreq:CheckFreq",
-    "gpm": "lastgood.checkpointers.gpm:GPM",
-    "gemini": "lastgood.checkpointers.gemini:Gemini",
-    "pccheck": "lastgood.checkpointers.pccheck:PCcheck",
-    "dcp": "lastgood.checkpointers.dcp:TorchDCP",
-    "torchsnapshot": "lastgood.checkpointers.torchsnapshot:TorchSnapshot",
-    "nvrx": "lastgood.checkpointers.nvrx:ResiliencyExtension",
-    "checkmate": "lastgood.checkpointers.checkmate:Checkmate",
+    "none": "lastgood.checkpointers.baselines.none:NoCheckpointing",
+    "sync": "lastgood.checkpointers.baselines.sync:SyncCheckpointer",
+    "checkfreq": "lastgood.checkpointers.checkfreq.system:CheckFreq",
+    "gpm": "lastgood.checkpointers.gpm.system:GPM",
+    "gemini": "lastgood.checkpointers.gemini.system:Gemini",
+    "pccheck": "lastgood.checkpointers.pccheck.system:PCcheck",
+    "dcp": "lastgood.checkpointers.dcp.system:TorchDCP",
+    "torchsnapshot": "lastgood.checkpointers.third_party.torchsnapshot:TorchSnapshot",
+    "nvrx": "lastgood.checkpointers.third_party.nvrx:ResiliencyExtension",
+    "checkmate": "lastgood.checkpointers.checkmate.system:Checkmate",
 }
 
 

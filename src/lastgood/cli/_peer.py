@@ -39,8 +39,8 @@ def needed_token(path: Path | None, peer: str, serve_option: str) -> str:
 
 def serve_peer(listen: str, seconds: float, token: str | None, report: Callable[[str], None]) -> None:
     """Answer other machines' measurements for `seconds`; without a token, make one and say which."""
-    from lastgood.experiments.machine_lock import machine_lock
-    from lastgood.experiments.network_peer import PeerServer, parse_address
+    from lastgood.experiments.ceilings.network_peer import PeerServer, parse_address
+    from lastgood.experiments.machine.lock import machine_lock
 
     if token is None:
         token = secrets.token_hex(16)

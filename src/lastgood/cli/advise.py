@@ -14,8 +14,8 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from lastgood.experiments.advise import Advice, Costs, Question, Rates
-    from lastgood.experiments.advise_cells import Measured
+    from lastgood.experiments.advise.cells import Measured
+    from lastgood.experiments.advise.model import Advice, Costs, Question, Rates
 
 __all__ = ["app"]
 
@@ -84,8 +84,8 @@ def advise(
     """
     if context.invoked_subcommand is not None:
         return
-    from lastgood.experiments.advise import Question
-    from lastgood.experiments.advise import advise as answer
+    from lastgood.experiments.advise.model import Question
+    from lastgood.experiments.advise.model import advise as answer
 
     if state_gb is None or iter_ms is None or mtbf_h is None:
         raise ConfigError("--state-gb, --iter-ms and --mtbf-h are needed (or `lastgood advise score --records DIR`)")
@@ -138,7 +138,7 @@ def score_command(
 
     The ceilings are those that the CSV files carry, or those of --ceilings.
     """
-    from lastgood.experiments.advise_score import score, summary
+    from lastgood.experiments.advise.score import score, summary
 
     if records is None:
         raise ConfigError("--records DIR is needed: a folder with run records or tidy CSV files of several workloads")
@@ -189,9 +189,9 @@ def _evidence(
     records: Path | None, ceilings: Path | None, machine: str | None, device: Device | None
 ) -> tuple[Measured | None, Rates, str]:
     """Measured cells if there are records, the ceilings, and where these are from."""
-    from lastgood.experiments.advise_cells import rates_of, read_cells
-    from lastgood.experiments.ceilings import load_ceilings
-    from lastgood.experiments.machine import machine_label
+    from lastgood.experiments.advise.cells import rates_of, read_cells
+    from lastgood.experiments.ceilings.record import load_ceilings
+    from lastgood.experiments.machine.facts import machine_label
 
     measured = None if records is None else read_cells(records, machine=machine, device=device)
     if ceilings is None and measured is not None and measured.rates is not None:
@@ -220,7 +220,7 @@ def _with_network(rates: Rates, gbit: float) -> Rates:
 
 def _hide_s(hide_ms: float | None, iter_ms: float, measured: Measured | None, rates: Rates) -> float | None:
     """As given; else, of CUDA trainings, the share of the iteration that it had in the records."""
-    from lastgood.experiments.advise import hide_share
+    from lastgood.experiments.advise.model import hide_share
 
     if hide_ms is not None:
         return hide_ms / 1e3
@@ -228,7 +228,7 @@ def _hide_s(hide_ms: float | None, iter_ms: float, measured: Measured | None, ra
 
 
 def _costs(question: Question, rates: Rates, measured: Measured | None) -> tuple[dict[str, Costs], list[str]]:
-    from lastgood.experiments.advise import fit_costs, model_costs
+    from lastgood.experiments.advise.model import fit_costs, model_costs
 
     model, notes = model_costs(rates, question)
     if measured is None:

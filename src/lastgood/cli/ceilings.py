@@ -14,7 +14,7 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from lastgood.experiments.ceilings import CeilingsRecord
+    from lastgood.experiments.ceilings.record import CeilingsRecord
 
 __all__ = ["ceilings"]
 
@@ -52,9 +52,9 @@ def ceilings(
     Takes 25 seconds at most, and waits until no run is being timed. A record of today and of this machine is kept.
     For the network between two machines, run it with --serve-peer on one and with --peer on the other.
     """
-    from lastgood.experiments.ceilings import Peer, cached_or_measured
-    from lastgood.experiments.machine import machine_label
-    from lastgood.experiments.network_peer import parse_address
+    from lastgood.experiments.ceilings.network_peer import parse_address
+    from lastgood.experiments.ceilings.record import Peer, cached_or_measured
+    from lastgood.experiments.machine.facts import machine_label
     from lastgood.processes import die_with_parent
 
     if end_with is not None:

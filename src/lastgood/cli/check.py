@@ -11,7 +11,7 @@ from lastgood.cli._output import emit_json
 from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lastgood.experiments.record import RunRecord
+    from lastgood.experiments.records.run import RunRecord
 
 __all__ = ["check", "print_verdict"]
 
@@ -22,8 +22,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts to stdout as JSON.")] = False,
 ) -> None:
     """Check that each run restored its state to the bit and holds enough durable checkpoints; exit 1 if one did not."""
-    from lastgood.experiments.record import load_record
-    from lastgood.experiments.verdict import judge
+    from lastgood.experiments.records.run import load_record
+    from lastgood.experiments.records.verdict import judge
 
     verdicts = [(path, record, judge(record, min_durable)) for path in records for record in [load_record(path)]]
     if as_json:

@@ -25,9 +25,9 @@ def claims(
     """Say of each published claim whether these runs reproduce it, refute it, or cannot test it, with the numbers."""
     from collections import Counter
 
-    from lastgood.experiments.claims import VERDICTS, claims_csv, claims_markdown, judge_claims, load_reference
-    from lastgood.experiments.figure_csv import load_csvs
-    from lastgood.experiments.grid import find_root
+    from lastgood.experiments.claims.judge import VERDICTS, claims_csv, claims_markdown, judge_claims, load_reference
+    from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.tables.files import load_csvs
     from lastgood.files import write_result
 
     rows = judge_claims(load_csvs(csvs), load_reference(reference or find_root() / "figures" / "reference"))

@@ -32,7 +32,7 @@ def collect(
     A record that does not lie where its own settings say is refused. Mixed revisions or machines are let through, with
     a warning here and a note in every row.
     """
-    from lastgood.experiments.figures import figure_kind
+    from lastgood.experiments.figures.registry import figure_kind
 
     found = figure_kind(figure).collector()(
         figure, panel, records, ceilings, partial=partial, expected=expected, reference=reference

@@ -27,8 +27,8 @@ def show(
     """Print every value that a call with this configuration would use, as one complete configuration file."""
     import yaml
 
-    from lastgood.experiments.config import parse_config, parse_overrides
-    from lastgood.experiments.grid import find_root
+    from lastgood.experiments.config.schema import parse_config, parse_overrides
+    from lastgood.experiments.plan.grid import find_root
 
     overrides = parse_overrides([*(config or []), *(more or [])])
     found, _ = parse_config(configfile or find_root() / "config" / "laptop.yaml", overrides)
@@ -42,6 +42,6 @@ def show(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of configuration files, by which editors complete and check them (config/schema.json)."""
-    from lastgood.experiments.config_editors import editor_schema
+    from lastgood.experiments.config.editors import editor_schema
 
     typer.echo(editor_schema(), nl=False)

@@ -75,7 +75,7 @@ def _systems() -> Iterator[_Finding]:
 
 
 def _machine(scratch: Path) -> Iterator[_Finding]:
-    from lastgood.experiments.machine import (
+    from lastgood.experiments.machine.facts import (
         cpu_model,
         cuda_devices,
         free_bytes,

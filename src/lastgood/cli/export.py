@@ -12,7 +12,7 @@ from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint, NoGood
 from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lastgood.checkpointers.export import Exported, ExportFormat
+    from lastgood.checkpointers.export.formats import Exported, ExportFormat
     from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["export"]
@@ -41,9 +41,9 @@ def export(
 
     Needs no code of the model. What is written appears whole and durable, or not at all.
     """
-    from lastgood.checkpointers.agreement import rank_directories
-    from lastgood.checkpointers.export import ExportFormat
-    from lastgood.checkpointers.export_job import export_job
+    from lastgood.checkpointers.export.formats import ExportFormat
+    from lastgood.checkpointers.export.whole_job import export_job
+    from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.storage import SlotStore
     from lastgood.storage.single import look_at_singles
 
@@ -81,8 +81,8 @@ def export(
 
 
 def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int) -> Exported:
-    from lastgood.checkpointers.export import WINDOW_BYTES, export_checkpoint
-    from lastgood.checkpointers.stored import was_overwritten
+    from lastgood.checkpointers.export.formats import WINDOW_BYTES, export_checkpoint
+    from lastgood.checkpointers.slots.contents import was_overwritten
 
     tries = 0
     while True:

@@ -43,9 +43,9 @@ def run(
 
     Waits for its turn: one measurement at a time on a machine. The record appears whole or not at all.
     """
-    from lastgood.experiments.goodput_record import GoodputSpec
-    from lastgood.experiments.goodput_run import execute_goodput
-    from lastgood.experiments.kept_logs import logs_beside
+    from lastgood.experiments.goodput.execute import execute_goodput
+    from lastgood.experiments.records.goodput import GoodputSpec
+    from lastgood.experiments.runs.logs import logs_beside
     from lastgood.processes import die_with_parent
     from lastgood.text import parse_model
     from lastgood.units import MIB

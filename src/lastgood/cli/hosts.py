@@ -15,7 +15,7 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, parse_bytes
 
 if TYPE_CHECKING:
-    from lastgood.cluster.host_check import CheckReport
+    from lastgood.cluster.host_check.check import CheckReport
     from lastgood.cluster.hostfile import Hostfile
 
 __all__ = ["app"]
@@ -38,7 +38,7 @@ def make(
 ) -> None:
     """Write a DeepSpeed hostfile, and print what ssh needs to reach hosts that a cloud has just made."""
     from lastgood.cluster.hostfile import Host, read_hostfile, write_hostfile
-    from lastgood.cluster.remote import SshOptions
+    from lastgood.cluster.ssh.remote import SshOptions
 
     SshOptions(user=user)  # refuses what is no user's name
     wanted = tuple(Host(name, slots) for name in hosts)
@@ -88,9 +88,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report to stdout as JSON.")] = False,
 ) -> None:
     """Check ssh, clocks, code, versions, disk, GPUs, ports and network of all hosts; exit 1 if one has a fault."""
-    from lastgood.cluster.host_check import CheckOptions, check_hosts
+    from lastgood.cluster.host_check.check import CheckOptions, check_hosts
     from lastgood.cluster.hostfile import read_hostfile
-    from lastgood.cluster.remote import Remote, SshOptions
+    from lastgood.cluster.ssh.remote import Remote, SshOptions
 
     options = CheckOptions(
         python=python,
@@ -127,7 +127,7 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _show(hostfile: Hostfile, report: CheckReport) -> None:
-    from lastgood.cluster.host_check import clock_text
+    from lastgood.cluster.host_check.check import clock_text
 
     rows = []
     for host in hostfile.hosts:

@@ -47,8 +47,8 @@ def inspect(
     Of systems without slots (sync, checkfreq, dcp, ...) it says which steps are there. Reads records and layouts, not
     the data; `lastgood verify` does. Exit 1 if something that was asked for is not readable; all else is shown before.
     """
-    from lastgood.checkpointers.agreement import rank_directories
-    from lastgood.checkpointers.stored import words_on_none
+    from lastgood.checkpointers.rank_directory import rank_directories
+    from lastgood.checkpointers.slots.contents import words_on_none
     from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
@@ -85,7 +85,7 @@ def inspect(
 
 def _inspect_singles(singles: SingleFiles, layout: bool, step: int | None, json: bool) -> None:
     """Files that stand alone: each with its records, and with its contents where they are asked for."""
-    from lastgood.checkpointers.stored import read_layout
+    from lastgood.checkpointers.slots.contents import read_layout
     from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
 
@@ -122,7 +122,7 @@ def _inspect_singles(singles: SingleFiles, layout: bool, step: int | None, json:
 
 def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
     """The checkpoints of a job that all of its ranks hold whole, the newest first."""
-    from lastgood.checkpointers.ranks import whole_checkpoints
+    from lastgood.checkpointers.ranks.directories import whole_checkpoints
 
     try:
         return [{"step": one.step, "incarnation": one.incarnation, "bad": one.bad} for one in whole_checkpoints(job)]
@@ -133,8 +133,8 @@ def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
 
 def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What one rank's directory holds, and the contents of the checkpoint that was asked for."""
-    from lastgood.checkpointers.found_here import others_in
-    from lastgood.checkpointers.stored import look_at_slots
+    from lastgood.checkpointers.recovery.found_here import others_in
+    from lastgood.checkpointers.slots.contents import look_at_slots
     from lastgood.storage import SlotStore
     from lastgood.storage.reader import newest_first
 
@@ -204,7 +204,7 @@ def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
 
 def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
     """The tensors and values of the newest whole checkpoint, or of the newest one of `step`."""
-    from lastgood.checkpointers.stored import look_at_slots, read_layout, was_overwritten
+    from lastgood.checkpointers.slots.contents import look_at_slots, read_layout, was_overwritten
     from lastgood.storage.reader import newest_first
 
     tries = 0
@@ -224,7 +224,7 @@ def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
 
 def _describe_layout(info: SlotInfo, layout: Layout, root: str | None = None) -> dict[str, Any]:
     """`root`: the one name under which all lies, which is left out."""
-    from lastgood.checkpointers.stored import find_sharing, named_tensors, named_values
+    from lastgood.checkpointers.slots.contents import find_sharing, named_tensors, named_values
 
     where = f"{info.path}: step {info.step}"
     if root is not None and layout.tree[0] == "d" and [key for key, _ in layout.tree[1]] == [["s", root]]:

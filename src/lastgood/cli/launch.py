@@ -42,9 +42,9 @@ def launch(
     import sys
 
     from lastgood.cluster.hostfile import read_hostfile
-    from lastgood.cluster.launch import launch as run
-    from lastgood.cluster.launch_ticket import HOWS
-    from lastgood.cluster.remote import Remote, SshOptions
+    from lastgood.cluster.launch.launch import launch as run
+    from lastgood.cluster.launch.order import HOWS
+    from lastgood.cluster.ssh.remote import Remote, SshOptions
     from lastgood.errors import ConfigError
 
     if how not in HOWS:

@@ -14,8 +14,8 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from lastgood.experiments.network_ceilings import NetworkPlan, NetworkPoint
-    from lastgood.experiments.network_peer import Direction
+    from lastgood.experiments.ceilings.network import NetworkPlan, NetworkPoint
+    from lastgood.experiments.ceilings.network_peer import Direction
 
 __all__ = ["netbench"]
 
@@ -57,9 +57,9 @@ def netbench(
 
     Run it with --serve on one machine and with --peer on the other. Waits until no run is being timed.
     """
-    from lastgood.experiments.machine_lock import machine_lock
-    from lastgood.experiments.network_ceilings import measure_loopback, measure_peer
-    from lastgood.experiments.network_peer import parse_address
+    from lastgood.experiments.ceilings.network import measure_loopback, measure_peer
+    from lastgood.experiments.ceilings.network_peer import parse_address
+    from lastgood.experiments.machine.lock import machine_lock
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
@@ -88,8 +88,8 @@ def _report(text: str) -> None:
 
 
 def _plan(streams: str, messages: str, ways: list[Way], seconds: float, rounds: int) -> NetworkPlan:
-    from lastgood.experiments.network_ceilings import NetworkPlan
-    from lastgood.experiments.network_peer import MAX_MESSAGE_BYTES, MAX_STREAMS
+    from lastgood.experiments.ceilings.network import NetworkPlan
+    from lastgood.experiments.ceilings.network_peer import MAX_MESSAGE_BYTES, MAX_STREAMS
 
     try:
         counts = tuple(dict.fromkeys(int(part) for part in streams.split(",")))

@@ -13,7 +13,7 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from lastgood.experiments.optbench import BenchOrder, BenchResult
+    from lastgood.experiments.optbench.bench import BenchOrder, BenchResult
 
 __all__ = ["optbench"]
 
@@ -56,7 +56,7 @@ def optbench(
     if nodes is not None:
         result: BenchResult | None = _on_nodes(order, nodes, logs, ssh_config, report)
     else:
-        from lastgood.experiments.optbench import run_bench
+        from lastgood.experiments.optbench.bench import run_bench
 
         result = run_bench(order, report)
     if result is None:
@@ -72,9 +72,9 @@ def _order(
 ) -> BenchOrder:
     from pydantic import ValidationError
 
-    from lastgood.experiments.machine import usable_cores
-    from lastgood.experiments.optbench import BenchOrder
-    from lastgood.experiments.optbench_models import MODELS
+    from lastgood.experiments.machine.facts import usable_cores
+    from lastgood.experiments.optbench.bench import BenchOrder
+    from lastgood.workloads.optimizer_shapes import MODELS
 
     if model not in MODELS:
         raise ConfigError(f"--model {model}: unknown; known: {', '.join(MODELS)}")
@@ -107,17 +107,17 @@ def _on_nodes(
     import sys
 
     from lastgood.cluster.hostfile import read_hostfile
-    from lastgood.cluster.launch import launch
-    from lastgood.cluster.remote import Remote, SshOptions
+    from lastgood.cluster.launch.launch import launch
+    from lastgood.cluster.ssh.remote import Remote, SshOptions
     from lastgood.errors import LaunchError
-    from lastgood.experiments.optbench import BenchResult
+    from lastgood.experiments.optbench.bench import BenchResult
     from lastgood.text import parse_model
 
     hosts = read_hostfile(nodes)
     remote = Remote(SshOptions.choose(ssh_config))
     logs = logs.absolute()
     path = logs / "result.json"
-    program = [sys.executable, "-m", "lastgood.experiments.optbench_rank", order.model_dump_json(), str(path)]
+    program = [sys.executable, "-m", "lastgood.experiments.optbench.process", order.model_dump_json(), str(path)]
     # A result of an earlier call must not pass for this one's.
     remote.run(hosts.names[0], ["rm", "-f", "--", str(path)], _FETCH_S)
     launch(program, hosts, "torchrun", log_dir=logs, timeout_s=_TIMEOUT_S, remote=remote, report=report)

@@ -38,8 +38,8 @@ def run(
     ] = None,
 ) -> None:
     """Time whole updates with `lastgood optbench` and write the record, which appears whole or not at all."""
-    from lastgood.experiments.optimizer_record import OptimizerSpec
-    from lastgood.experiments.optimizer_run import execute_optimizer
+    from lastgood.experiments.optbench.execute import execute_optimizer
+    from lastgood.experiments.records.optimizer import OptimizerSpec
     from lastgood.processes import die_with_parent
     from lastgood.text import parse_model
     from lastgood.units import MIB

@@ -28,7 +28,7 @@ def plot(
     partial: Annotated[bool, typer.Option("--partial", help="Draw it although runs are missing, and say so.")] = False,
 ) -> None:
     """Draw a figure as PDF, PNG and SVG. The same CSV always gives the same bytes."""
-    from lastgood.experiments.figures import figure_kind
+    from lastgood.experiments.figures.registry import figure_kind
 
     draw = figure_kind(figure).drawer()
     for path in draw(csv, out_stem, width="single" if width is ColumnWidth.SINGLE else "double", partial=partial):

@@ -85,7 +85,7 @@ def run(
     from lastgood.cluster.hostfile import read_hostfile
     from lastgood.cluster.provision.inventory import Connection
     from lastgood.cluster.provision.playbook import Provisioning, Steps, provision_hosts
-    from lastgood.experiments.grid import find_root
+    from lastgood.experiments.plan.grid import find_root
     from lastgood.files import write_atomically
 
     bundle, reports = provision_hosts(

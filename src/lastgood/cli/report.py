@@ -24,10 +24,10 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Checkpointing systems side by side",
 ) -> None:
     """Build one HTML file that a person opens in a browser; it holds everything and loads nothing."""
-    from lastgood.experiments.ceilings import load_ceilings
-    from lastgood.experiments.claims import load_claims
-    from lastgood.experiments.figure_csv import find_csvs, load_csvs
-    from lastgood.experiments.report import build_report
+    from lastgood.experiments.ceilings.record import load_ceilings
+    from lastgood.experiments.claims.judge import load_claims
+    from lastgood.experiments.report.page import build_report
+    from lastgood.experiments.tables.files import find_csvs, load_csvs
     from lastgood.files import write_result
 
     page = build_report(

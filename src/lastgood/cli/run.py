@@ -15,8 +15,8 @@ from lastgood.cli._output import console, emit_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lastgood.experiments.record import RunRecord
-    from lastgood.experiments.spec import RunSpec
+    from lastgood.experiments.records.run import RunRecord
+    from lastgood.experiments.records.spec import RunSpec
 
 __all__ = ["run"]
 
@@ -62,9 +62,9 @@ def run(
     the hosts of a hostfile. The logs of one that fails stay beside its record, in r0.logs for r0.json, until the next.
     """
     from lastgood.errors import ConfigError
-    from lastgood.experiments.kept_logs import logs_beside
-    from lastgood.experiments.run import execute
-    from lastgood.experiments.spec import RunSpec
+    from lastgood.experiments.records.spec import RunSpec
+    from lastgood.experiments.runs.execute import execute
+    from lastgood.experiments.runs.logs import logs_beside
     from lastgood.processes import die_with_parent
     from lastgood.text import parse_model
     from lastgood.units import MIB
@@ -114,7 +114,7 @@ def run(
         emit_json(record.model_dump(mode="json"))
     if check:
         from lastgood.cli.check import print_verdict
-        from lastgood.experiments.verdict import judge
+        from lastgood.experiments.records.verdict import judge
 
         faults = judge(record)
         print_verdict(out, record, faults)
@@ -137,10 +137,10 @@ def _over_ranks(
     how: str,
     rate: str | None,
 ) -> RunRecord:
-    from lastgood.cluster.launch_ticket import HOWS
+    from lastgood.cluster.launch.order import HOWS
     from lastgood.errors import ConfigError
-    from lastgood.experiments.rank_hosts import RankHosts
-    from lastgood.experiments.rank_run import execute_ranks
+    from lastgood.experiments.multirank.execute import execute_ranks
+    from lastgood.experiments.services.place import RankHosts
 
     if timeline is not None:
         raise ConfigError("--timeline is for runs of one rank")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lastgood.errors import LastgoodError
-    from lastgood.gradients.messages import Status
+    from lastgood.gradients.protocol.messages import Status
 
 __all__ = ["app"]
 
@@ -61,11 +61,11 @@ def serve(
     """Run one shadow in the foreground, until SIGTERM or SIGINT."""
     import logging
 
-    from lastgood.gradients.metrics import MetricsServer
-    from lastgood.gradients.placement import find_place, own_cpus
-    from lastgood.gradients.rendezvous import Rendezvous
-    from lastgood.gradients.shadow import ShadowService
-    from lastgood.gradients.shadow_settings import ShadowSettings
+    from lastgood.gradients.shadow.launch_env import find_place, own_cpus
+    from lastgood.gradients.shadow.metrics import MetricsServer
+    from lastgood.gradients.shadow.rendezvous import Rendezvous
+    from lastgood.gradients.shadow.service import ShadowService
+    from lastgood.gradients.shadow.settings import ShadowSettings
     from lastgood.tokens import read_token
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
@@ -164,7 +164,7 @@ _COLUMNS = ("shadow", "address", "epoch", "applied", "holds", "newest step", "du
 
 
 def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
-    from lastgood.gradients.asking import Asker, ask_all
+    from lastgood.gradients.protocol.client import Asker, ask_all
     from lastgood.tokens import read_token
 
     return ask_all(shadows, read_token(token_file), _ASK_S, Asker.status)
@@ -172,7 +172,7 @@ def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
 
 def _overall(shadows: list[str], answers: list[Status | LastgoodError]) -> dict[str, Any]:
     from lastgood.errors import LastgoodError, MismatchError, NoCheckpoint
-    from lastgood.gradients.asking import check_set, choose
+    from lastgood.gradients.protocol.client import check_set, choose
 
     reached = [one for one in answers if not isinstance(one, LastgoodError)]
     unreachable = len(answers) - len(reached)

@@ -15,7 +15,7 @@ from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lastgood.gradients.switch import SwitchLink
+    from lastgood.gradients.switch.relay import SwitchLink
 
 __all__ = ["switch"]
 
@@ -53,9 +53,9 @@ def switch(
 
     A slow shadow never stalls training: what does not fit its queue is dropped and counted, and the shadow asks for it.
     """
-    from lastgood.gradients.copies import CopySettings
-    from lastgood.gradients.copy_faults import parse_faults
-    from lastgood.gradients.switch import Switch, parse_link
+    from lastgood.gradients.switch.faults import parse_faults
+    from lastgood.gradients.switch.forward import CopySettings
+    from lastgood.gradients.switch.relay import Switch, parse_link
     from lastgood.tokens import read_token
     from lastgood.wire.ring_link import parse_address
 
@@ -64,7 +64,7 @@ def switch(
         raise ConfigError(f"--timeout is above 0, and --report not below; both are {_MOST_SECONDS} seconds at most")
     stop = threading.Event()
     if answer is not None:
-        from lastgood.gradients.switch_check import answer_checks
+        from lastgood.gradients.switch.check import answer_checks
 
         _until_signal(stop)
         console.print(f"switch: answering tests on {answer}; end it with Ctrl-C", markup=False)
@@ -91,7 +91,7 @@ def switch(
 
 
 def _check(links: list[SwitchLink], shadows: list[str], token: bytes, timeout_s: float, as_json: bool) -> None:
-    from lastgood.gradients.switch_check import check_link, check_shadow
+    from lastgood.gradients.switch.check import check_link, check_shadow
 
     rows = [check_link(link, token, timeout_s) for link in links]
     rows += [check_shadow(number, shadows, token, timeout_s) for number in range(len(shadows))]

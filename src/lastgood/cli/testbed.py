@@ -14,7 +14,7 @@ from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
 if TYPE_CHECKING:
-    from lastgood.cluster.testbed import Testbed
+    from lastgood.cluster.testbed.testbed import Testbed
 
 __all__ = ["app"]
 
@@ -40,7 +40,7 @@ def up(
 ) -> None:
     """Make a testbed, or make one that is there whole again. Needs root."""
     from lastgood.cluster.hostfile import write_hostfile
-    from lastgood.cluster.testbed import Testbed
+    from lastgood.cluster.testbed.testbed import Testbed
 
     bed = Testbed.up(nodes, name=name, rate=rate, slots=slots, state=state)
     if hostfile is not None:
@@ -55,7 +55,7 @@ def up(
 @app.command()
 def down(name: Name = "main") -> None:
     """Kill all nodes and remove everything that the testbed made, also of one that is half made."""
-    from lastgood.cluster.testbed import Testbed
+    from lastgood.cluster.testbed.testbed import Testbed
 
     found = Testbed.remove(name)
     console.print(f"testbed {name}: {'removed' if found else 'there is none'}", markup=False)
@@ -136,7 +136,7 @@ def execute(
 
 
 def _bed(name: str) -> Testbed:
-    from lastgood.cluster.testbed import Testbed
+    from lastgood.cluster.testbed.testbed import Testbed
 
     return Testbed.load(name)
 

@@ -13,7 +13,7 @@ from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
 if TYPE_CHECKING:
-    from lastgood.experiments.spot_trace import SpotTrace
+    from lastgood.experiments.traces.trace import SpotTrace
 
 __all__ = ["app"]
 
@@ -47,7 +47,7 @@ def make(
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
 ) -> None:
     """Make a trace by the rules of chance. The file appears whole or not at all."""
-    from lastgood.experiments import trace_make
+    from lastgood.experiments.traces import synthetic as trace_make
 
     given = {"mtbf_h": mtbf_h, "shape": shape, "scale_h": scale_h, "burst": burst}
     makers: dict[TraceKind, tuple[Callable[..., SpotTrace], tuple[str, ...]]] = {
@@ -73,7 +73,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")] = False,
 ) -> None:
     """Say how long a trace is, how many failures it holds, and when."""
-    from lastgood.experiments.spot_trace import load_trace
+    from lastgood.experiments.traces.trace import load_trace
     from lastgood.units import format_seconds
 
     found = load_trace(trace)

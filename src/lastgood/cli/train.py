@@ -53,9 +53,9 @@ def train(
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is, as torchrun sets them; NUM_TRAINING and NUM_STORAGE
     as in the paper's artefact (docs/checkmate.md). Model, data, seed and device are those of the configuration.
     """
-    from lastgood.experiments.config import load_config, parse_overrides
-    from lastgood.experiments.grid import find_root
-    from lastgood.gradients.placement import find_trainer, own_cpus
+    from lastgood.experiments.config.schema import load_config, parse_overrides
+    from lastgood.experiments.plan.grid import find_root
+    from lastgood.gradients.shadow.launch_env import find_trainer, own_cpus
 
     place = find_trainer(os.environ)
     pinned = own_cpus(cpus, os.environ)
@@ -66,7 +66,7 @@ def train(
 
     import torch
 
-    from lastgood.checkpointers.checkmate import Checkmate
+    from lastgood.checkpointers.checkmate.system import Checkmate
     from lastgood.state import seed_everything
     from lastgood.training.loop import configure_compute
     from lastgood.training.shadowed import join_trainers, leave_trainers, train_with_shadows
@@ -108,7 +108,7 @@ def train(
 
 def _ask(shadows_at: str | None, shadows: int, timeout_s: float) -> list[str]:
     from lastgood.errors import ConfigError
-    from lastgood.gradients.rendezvous import ask_addresses
+    from lastgood.gradients.shadow.rendezvous import ask_addresses
 
     text = shadows_at or f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     host, _, port = text.rpartition(":")

@@ -13,7 +13,7 @@ from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from lastgood.checkpointers.tuned import Tuning
+    from lastgood.checkpointers.pccheck.tuning_file import Tuning
     from lastgood.training.tuning import Limits
 
 __all__ = ["tune"]
@@ -49,8 +49,8 @@ def tune(
     Give a workload, which is then trained with and without checkpoints, or the two numbers of your own training. Waits
     until no run is being timed.
     """
-    from lastgood.experiments.machine import machine_label, usable_cores
-    from lastgood.experiments.machine_lock import machine_lock
+    from lastgood.experiments.machine.facts import machine_label, usable_cores
+    from lastgood.experiments.machine.lock import machine_lock
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
@@ -64,7 +64,7 @@ def tune(
     lock = machine_lock()
     lock.acquire(_LOCK_TIMEOUT_S, on_wait=report)
     with lock:
-        from lastgood.checkpointers.tuned import TUNING_FILE, write_tuning
+        from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, write_tuning
         from lastgood.training.tuning import Limits
         from lastgood.training.tuning import tune as tune_numbers
 
@@ -116,7 +116,7 @@ def _memory_bytes() -> int:
     """What is available, or less where a container has a limit."""
     import psutil
 
-    from lastgood.experiments.machine import memory_bytes
+    from lastgood.experiments.machine.facts import memory_bytes
 
     used = psutil.Process().memory_info().rss
     return max(1, min(psutil.virtual_memory().available, memory_bytes() - used))
@@ -131,9 +131,9 @@ def _tune_workload(
     shared: dict[str, Any],
 ) -> Tuning:
     """Build the workload as a run of that configuration would, and tune with it."""
-    from lastgood.experiments.config import parse_config, parse_overrides
-    from lastgood.experiments.grid import find_root
-    from lastgood.experiments.machine import cuda_devices
+    from lastgood.experiments.config.schema import parse_config, parse_overrides
+    from lastgood.experiments.machine.facts import cuda_devices
+    from lastgood.experiments.plan.grid import find_root
     from lastgood.training.tuning import tune_training
     from lastgood.workloads.registry import build_workload, workload_names
 
@@ -144,7 +144,7 @@ def _tune_workload(
     )
     if settings.device == "cuda" and not cuda_devices():
         raise ConfigError(sources.problem(("device",), "'cuda': this machine shows no CUDA device; allowed here: cpu"))
-    from lastgood.checkpointers.none import NoCheckpointing
+    from lastgood.checkpointers.baselines.none import NoCheckpointing
     from lastgood.state import seed_everything
     from lastgood.training.loop import TrainingLoop, configure_compute
 

@@ -35,8 +35,8 @@ def verify(
 
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
-    from lastgood.checkpointers.agreement import rank_directories
-    from lastgood.checkpointers.stored import words_on_none
+    from lastgood.checkpointers.rank_directory import rank_directories
+    from lastgood.checkpointers.slots.contents import words_on_none
     from lastgood.storage.single import look_at_singles
 
     ranks = rank_directories(directory)
@@ -65,8 +65,8 @@ def verify(
 
 def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
     """What became of the slots of one rank's directory, and the steps that looked whole before any was read."""
-    from lastgood.checkpointers.restorable import step_to_restore
-    from lastgood.checkpointers.stored import look_at_slots
+    from lastgood.checkpointers.recovery.restorable import step_to_restore
+    from lastgood.checkpointers.slots.contents import look_at_slots
     from lastgood.storage import SlotStore
 
     view = SlotStore.peek(directory)
@@ -94,9 +94,9 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
 
 def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """How the parts of a job's ranks fit together, and the step that a restore takes; after each was verified."""
-    from lastgood.checkpointers.ranks import whole_checkpoints
-    from lastgood.checkpointers.restorable import check_job_checkpoint
-    from lastgood.checkpointers.stored import was_overwritten
+    from lastgood.checkpointers.ranks.directories import whole_checkpoints
+    from lastgood.checkpointers.recovery.restorable import check_job_checkpoint
+    from lastgood.checkpointers.slots.contents import was_overwritten
 
     whole = {
         Path(one["directory"]) / slot["file"] for one in ranks for slot in one["slots"] if slot["result"] == "whole"
@@ -179,8 +179,8 @@ def _show(found: dict[str, Any]) -> None:
 
 def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = None) -> dict[str, Any]:
     """What became of one slot, for people and programs. `root`: the one entry that it must hold."""
-    from lastgood.checkpointers.restorable import check_content
-    from lastgood.checkpointers.stored import read_timeout_s, was_overwritten
+    from lastgood.checkpointers.recovery.restorable import check_content
+    from lastgood.checkpointers.slots.contents import read_timeout_s, was_overwritten
     from lastgood.storage import SlotState
     from lastgood.storage.format import RecordKind
 
@@ -224,7 +224,7 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
 
 def _look_again(view: SlotView, status: SlotStatus) -> str | None:
     """What a slot that looked torn beside a living training is now, if it is no longer torn."""
-    from lastgood.checkpointers.stored import look_at_slots
+    from lastgood.checkpointers.slots.contents import look_at_slots
     from lastgood.storage import SlotState
 
     if not view.held:

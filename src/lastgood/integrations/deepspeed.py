@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.bounds import Refused
 from lastgood.checkpointers.base import CheckpointEvent
-from lastgood.checkpointers.stored import read_tree
-from lastgood.checkpointers.torch_archive import read_torch_file
+from lastgood.checkpointers.slots.contents import read_tree
+from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes

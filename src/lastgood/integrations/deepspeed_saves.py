@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lastgood._lazy import lazy_module
 from lastgood._native import ChunkPool
 from lastgood.checkpointers.base import CheckpointEvent, Outcome
-from lastgood.checkpointers.chunks import Lander, copy_through_pool, host_ranges, padding_block
-from lastgood.checkpointers.device_streams import DeviceStreams
-from lastgood.checkpointers.snapshot import CopyFence, PinnedMemory
+from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.files import (
     ReadableBy,

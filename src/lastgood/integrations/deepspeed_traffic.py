@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.gemini_memory.traffic import Traffic
+from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:

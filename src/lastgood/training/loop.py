@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.attachment import Progress
+from lastgood.checkpointers.attach.attachment import Progress
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.state import RngState, state_digest
 from lastgood.training.clock import StepClock

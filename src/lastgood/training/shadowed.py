@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.checkmate import Checkmate
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import NoCheckpoint
-from lastgood.gradients.placement import TrainerPlace
+from lastgood.gradients.shadow.launch_env import TrainerPlace
 from lastgood.training.loop import TrainingLoop
 from lastgood.training.parallel import RankStream, wrap_data_parallel
 from lastgood.workloads.base import Workload

@@ -26,8 +26,8 @@ import psutil
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.pccheck import PCcheck, PCcheckOptions
-from lastgood.checkpointers.tuned import SlowdownCheck, Tuning, choose, shortest_interval
+from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
+from lastgood.checkpointers.pccheck.tuning_file import SlowdownCheck, Tuning, choose, shortest_interval
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.files import local_path
 from lastgood.state import flatten

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from lastgood.checkpointers.tuned import WritePoint
+from lastgood.checkpointers.pccheck.tuning_file import WritePoint
 from lastgood.errors import ConfigError, LockHeld, StorageError, WaitTimeout
 from lastgood.files import open_new, remove_tree, storage_error
 from lastgood.locks import FileLock

@@ -24,7 +24,7 @@ import torch._dynamo
 from small_training import SmallTraining
 
 from lastgood import PCcheck
-from lastgood.checkpointers.loss_watch import Judgement
+from lastgood.checkpointers.pccheck.loss_watch import Judgement
 from lastgood.processes import die_with_parent
 
 os.environ["LASTGOOD_JOB_TOKEN"] = "a token of the tests"

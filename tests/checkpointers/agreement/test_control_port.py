@@ -22,8 +22,8 @@ from lastgood.checkpointers.agreement.channel import Channel, open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
 from lastgood.checkpointers.agreement.member import Address, Member
-from lastgood.checkpointers.pccheck import PCcheck
-from lastgood.checkpointers.pccheck_options import PCcheckOptions
+from lastgood.checkpointers.pccheck.options import PCcheckOptions
+from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent

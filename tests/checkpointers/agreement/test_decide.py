@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.agreement.decide import Fate, Held, Report, Tally, Wanted, begin
-from lastgood.checkpointers.agreement.words import cut, report_of, said_report
+from lastgood.checkpointers.agreement.messages import cut, report_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage.marks import kept_sequences
 from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import lastgood.checkpointers.agreement as agreement
-from lastgood.checkpointers.agreement import rank_directories, rank_directory
+from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.storage import SlotStore
 from tests.checkpointers.agreement.job_of_ranks import Refused
 

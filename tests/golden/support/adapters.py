@@ -14,16 +14,16 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-import lastgood.experiments.config as config_module
+import lastgood.experiments.config.schema as config_module
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cli import app
-from lastgood.experiments.config import parse_config, parse_overrides
-from lastgood.experiments.figure_csv import load_csv
-from lastgood.experiments.figures import figure_names, load_function, record_kind
-from lastgood.experiments.goodput_record import GoodputSpec
-from lastgood.experiments.optimizer_record import OptimizerSpec
-from lastgood.experiments.plan import SIMPLE, plan_figure, plan_workflow
-from lastgood.experiments.spec import RunSpec
+from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.figures.registry import figure_names, load_function, record_kind
+from lastgood.experiments.figures.workflow_plan import SIMPLE, plan_figure, plan_workflow
+from lastgood.experiments.records.goodput import GoodputSpec
+from lastgood.experiments.records.optimizer import OptimizerSpec
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.tables.files import load_csv
 from lastgood.state import state_digest
 
 __all__ = [

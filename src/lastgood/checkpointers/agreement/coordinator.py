@@ -19,7 +19,7 @@ from typing import Any
 
 from lastgood.checkpointers.agreement.channel import Channel, coordinator_handshake, whole_number
 from lastgood.checkpointers.agreement.decide import Beginning, Decided, Fate, Identity, Report, Tally, begin
-from lastgood.checkpointers.agreement.words import cut, identity_of, report_of, short_reason
+from lastgood.checkpointers.agreement.messages import cut, identity_of, report_of, short_reason
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError, WaitTimeout
 from lastgood.wire.gate import Gate, close_in_forks
 from lastgood.wire.gate import Guest as Proved

@@ -18,7 +18,7 @@ from typing import Any
 
 from lastgood.checkpointers.agreement.channel import Channel, open_channel, whole_number
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, failure_class
-from lastgood.checkpointers.agreement.words import cut, identity_of, reached_of, said_report
+from lastgood.checkpointers.agreement.messages import cut, identity_of, reached_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 from lastgood.wire.gate import close_in_forks
 

@@ -1,0 +1,1 @@
+"""The training that a checkpointer is attached to: its state, its data, its end."""

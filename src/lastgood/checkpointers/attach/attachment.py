@@ -1,0 +1,109 @@
+"""A training that a checkpointer was attached to: its whole state under names, its step and its data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lastgood.checkpointers.attach.data_cursor import CountedLoader
+from lastgood.checkpointers.attach.data_facts import DataChanged
+from lastgood.checkpointers.attach.trained import Trained
+from lastgood.errors import ConfigError, DataError
+from lastgood.notices import tell
+from lastgood.state import Checked, RngState, holds_its_values
+from lastgood.units import format_seconds
+
+__all__ = ["Attachment", "Progress"]
+
+_OWN_NAMES = ("data", "progress", "rng")
+
+
+class Progress(Checked):
+    """The number of finished steps, as a part of the state, and which parameters the optimizers' numbers were."""
+
+    saved_keys = ("step",)
+
+    def __init__(self, trained: Trained | None = None) -> None:
+        self.step = 0
+        self._trained = trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the order of parameters."""
+        return {"step": self.step} | ({} if self._trained is None else {"parameters": dict(self._trained.order())})
+
+    def check_saved(self, saved: Any, path: str) -> None:
+        """Refuse optimizers whose parameters were in another order: their state is kept by number."""
+        if self._trained is not None:
+            self._trained.check_order(saved.get("parameters"), path)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved step."""
+        self.step = int(state["step"])
+
+
+class Attachment:
+    """The state made of a user's parts and of what every run needs beside them."""
+
+    def __init__(
+        self,
+        system: str,
+        parts: Mapping[str, Any],
+        data: Iterable[Any] | None,
+        data_changed: DataChanged = "refuse",
+    ) -> None:
+        taken = sorted(set(parts) & set(_OWN_NAMES))
+        if taken:
+            raise ConfigError(
+                f"{system}: attach() makes {taken} by itself; give your part another name, as attach(my_{taken[0]}=...)"
+            )
+        for name, part in parts.items():
+            if part is not None and not holds_its_values(part):
+                raise ConfigError(
+                    f"{system}: attach({name}={part!r:.80}): a plain {type(part).__name__} would be saved as it is now "
+                    f"for ever, and could not be given back; put it into a dict, attach({name}={{'value': "
+                    f"{part!r:.80}}}), and change it there"
+                )
+        self.data = None if data is None else CountedLoader(data, data_changed)
+        self.state: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        if not self.state:
+            raise ConfigError(
+                f"{system}: attach() was given nothing to keep; pass at least the model, as attach(model=model)"
+            )
+        self.trained = Trained(dict(self.state))
+        self.progress = Progress(self.trained)
+        self.state["progress"] = self.progress
+        if self.data is not None:
+            self.state["data"] = self.data
+        self.state["rng"] = RngState()
+        self._first_batches = 0
+
+    def begin(self) -> None:
+        """The state is restored: from here on batches and steps are counted."""
+        self._first_batches = 0 if self.data is None else self.data.total_batches
+
+    def tell_beginning(self, system: str, place: Path, *, resumed: bool) -> None:
+        """Say where the training goes on, or that it begins anew."""
+        if not resumed:
+            tell(f"{system}: begins at step 0, there is no checkpoint in {place}")
+            return
+        try:
+            age_s = time.time() - place.stat().st_mtime
+        except OSError:  # not on a disk, or gone by now
+            age_s = -1.0
+        age = f", saved {format_seconds(age_s)} ago" if age_s >= 0 else ""
+        tell(f"{system}: resumed at step {self.progress.step}{age}, from {place}")
+
+    def step_finished(self) -> int:
+        """Count a step. Raises DataError if no batch was ever taken from the attached loader."""
+        if self.data is not None and self.data.total_batches == self._first_batches:
+            raise DataError(
+                "a step was finished, and no batch was taken through the checkpointer, so a restart could not come "
+                "back to this place in the data; iterate over its `data` instead of the loader itself, as "
+                "for batch in checkpointer.data"
+            )
+        if self.data is not None:
+            self.data.trained()
+        self.progress.step += 1
+        return self.progress.step

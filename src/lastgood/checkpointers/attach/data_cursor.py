@@ -1,0 +1,359 @@
+"""Where a training is in its data: batches consumed, and how to come back to that place.
+
+torch's loaders and samplers carry no state of their own, and worker processes run ahead of the training. So what counts
+is what the training was given, and a restart replays the epoch's order from the generators that the epoch began with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.attach.data_facts import DataChanged, describe_data, difference, epoch_of, set_epoch
+from lastgood.errors import DataError, MismatchError
+from lastgood.state import Checked, NewWorld, RngState, generators_kept, is_stateful, state_digest
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["CountedLoader"]
+
+_log = logging.getLogger("lastgood")
+
+
+_NOT_BEGUN: Mapping[str, Any] = {}
+"""Stands for the own state of a loader that was never iterated over."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a resume begins."""
+
+    epoch: int
+    batches: int
+    total_batches: int
+    loader: Any
+    """The loader's own state, if it has one."""
+
+
+class CountedLoader(Checked):
+    """An iterable of batches that knows how many were taken, as a part of a training state.
+
+    Iterate over it in place of the loader. After a restart the first ``for`` goes on behind the last batch of the
+    checkpoint: the epoch's order is drawn again from the generators' states at its beginning, the consumed batches are
+    read and dropped, and the generators of Python, numpy and torch then stand where the checkpoint had them. A loader
+    with state_dict and load_state_dict of its own (torchdata's StatefulDataLoader) is asked to do this itself.
+
+    A loop that is left early, by ``break`` or by an error, keeps its place until the next ``for`` begins an epoch, so
+    that a checkpoint taken in between goes on behind the last batch. After a resume the place holds until a step was
+    trained on: a look at the first batch beforehand uses nothing up.
+
+    `changed` says what to do if a checkpoint was made in the midst of an epoch, and the loader has another batch size
+    or other data now: refuse it, go on after the same number of samples, or begin the next epoch.
+
+    A loader's own state_dict is not asked before the loader was begun in this life: some begin, or draw from
+    generators, when they are asked.
+
+    Raises DataError for an iterator (``iter(loader)``, a generator): it cannot be begun again.
+    """
+
+    saved_keys = ("epoch", "batches", "total_batches", "epoch_start", "generators", "loader")
+
+    def __init__(self, loader: Iterable[Any], changed: DataChanged = "refuse") -> None:
+        if isinstance(loader, Iterator) and not is_stateful(loader):
+            raise DataError(
+                f"data is a {type(loader).__name__}, an iterator that can be gone through once, so a restart could not "
+                "come back to a place in it; give the loader itself"
+            )
+        self.loader = loader
+        self._changed = changed
+        # accelerate's loaders have the methods in any case, and hand them on to what is beneath.
+        beneath = getattr(loader, "base_dataloader", loader)
+        self._keeps_its_place = is_stateful(loader) and is_stateful(beneath)
+        self._begun = False
+        """Whether the loader was iterated over since it was attached or loaded."""
+        self._loaded: Any = _NOT_BEGUN
+        """The loader's own state until it is begun."""
+        self.epoch = 0
+        """Finished passes over the loader; where samplers need set_epoch, give them this number."""
+        self.batches = 0
+        """Batches of this epoch that were handed out."""
+        self.total_batches = 0
+        self._resume: _Place | None = None
+        self._resume_generators: dict[str, Any] | None = None
+        """Where the generators stood when the resumed loop was begun first: a look at a batch draws from them."""
+        self._epoch_start: dict[str, Any] = {}
+        self._made_of: dict[str, Any] | None = None
+        self._running: object = None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, if the loader knows."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go on with the epoch of a checkpoint, or begin one."""
+        if self._resume is not None:
+            batches = self._replayed(self._resume)
+        else:
+            if self.batches:
+                self._end_epoch()  # an iterator that was put away and never finished
+            self._epoch_start = self._generators()
+            self._made_of = None
+            batches = iter(self.loader)
+        self._begun = True
+        ticket = self._running = object()
+        return self._count(batches, ticket)
+
+    def _count(self, batches: Iterator[Any], ticket: object) -> Iterator[Any]:
+        for batch in batches:
+            if self._running is not ticket:
+                raise DataError("two loops run over one attached loader; only one of them can be counted")
+            self.batches += 1
+            self.total_batches += 1
+            yield batch
+        # Only the data's end gets here; a loop that is left keeps its place.
+        if self._running is ticket:
+            self._end_epoch()
+
+    def trained(self) -> None:
+        """A step was trained on: from here on a new loop is a new epoch, also after a resume."""
+        self._resume = self._resume_generators = None
+
+    def _end_epoch(self) -> None:
+        self._resume = self._resume_generators = None
+        self._running = self._made_of = None
+        self.epoch += 1
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
+        replicas, epoch = self._replicas(), epoch_of(self.loader)
+        # Only where a sampler deals its order out to ranks: other states keep the layout that they always had.
+        found = {} if replicas is None else {"replicas": replicas}
+        return (found if epoch is None else found | {"loader_epoch": epoch}) | {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "total_batches": self.total_batches,
+            "epoch_start": self._epoch_start,
+            "generators": [generator.get_state() for generator in self._own_generators()],
+            "loader": self._own_state(),
+            "made_of": self._facts(),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """What the epoch's order was made from: asked once an epoch, since a length may cost, or draw, something."""
+        if self._made_of is None:
+            own = [(generator, generator.get_state()) for generator in self._own_generators()]
+            with generators_kept():
+                self._made_of = describe_data(self.loader)
+            for generator, state in own:
+                generator.set_state(state)
+        return self._made_of
+
+    def _own_state(self) -> Any:
+        """What the loader says of its place, if it keeps one; asking it leaves the generators alone."""
+        if not self._keeps_its_place or not self._begun:
+            return self._loaded if self._keeps_its_place else None
+        try:
+            with generators_kept():
+                self._loaded = self.loader.state_dict()  # type: ignore[attr-defined]
+        except Exception as error:  # whatever a loader raises: without its state there is still the count of batches
+            if self._loaded is not _NOT_BEGUN:
+                raise
+            self._keeps_its_place = False
+            kind = type(self.loader).__name__
+            _log.warning(
+                "data: state_dict() of the %s fails (%r), so its place is kept as that of a loader without: a restart "
+                "reads the consumed batches of the epoch again, and drops them",
+                kind,
+                error,
+            )
+            return None
+        return self._loaded
+
+    def check_saved(self, saved: Any, path: str) -> None:
+        """Refuse the place of another kind of loader, and one in the midst of other data than the attached one."""
+        if (saved["loader"] is None) == self._keeps_its_place and not self._state_dict_fails(saved["loader"]):
+            kinds = "a loader with a state of its own", "a loader without"
+            before, now = kinds if saved["loader"] is not None else kinds[::-1]
+            raise DataError(
+                f"{path}: the checkpoint was made with {before}, and {now} is attached; attach the same kind"
+            )
+        if self._changed == "refuse" and saved["batches"]:
+            found = difference(saved.get("made_of"), self._facts(), int(saved["batches"]))
+            if found is not None and not found.complete:
+                raise MismatchError(f"{path}: {found.refusal}")
+
+    def _state_dict_fails(self, saved: Any) -> bool:
+        """Whether the loader's state_dict cannot be called, as it could not when the checkpoint was made."""
+        if saved is not None or not self._keeps_its_place:
+            return False
+        try:
+            with generators_kept():
+                self.loader.state_dict()  # type: ignore[attr-defined]
+        except Exception:  # as in _own_state; nothing is loaded into it
+            self._keeps_its_place = False
+            return True
+        return False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a place; the next loop begins there. Raises DataError and MismatchError as `check_saved` does."""
+        self.check_saved(state, "data")
+        state, midway = self._moved(state)
+        self._take(_Place(int(state["epoch"]), int(state["batches"]), int(state["total_batches"]), state["loader"]))
+        if "loader_epoch" in state:
+            set_epoch(self.loader, int(state["loader_epoch"]))
+        self._epoch_start = dict(state["epoch_start"])
+        self._running = None
+        self._resume = self._resume_generators = None
+        own = self._own_generators()
+        if midway:
+            self._resume = _Place(self.epoch, self.batches, self.total_batches, state["loader"])
+        elif len(own) == len(state["generators"]):
+            # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
+            for generator, saved in zip(own, state["generators"], strict=True):
+                generator.set_state(saved)
+
+    def _moved(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The place in the data of now, and whether it is in the midst of an epoch.
+
+        It is another place if the data changed, and `changed` says what to do then.
+        """
+        found = difference(state.get("made_of"), self._facts(), int(state["batches"]))
+        if found is None or not state["batches"]:
+            return state, bool(state["batches"])
+        if found.complete or self._changed == "epoch":
+            if not found.complete:
+                _log.warning("data: %s; the rest of epoch %d is left out", found.change, state["epoch"])
+            following = {} if "loader_epoch" not in state else {"loader_epoch": int(state["loader_epoch"]) + 1}
+            own = None if state["loader"] is None else _NOT_BEGUN
+            moved = {**state, "epoch": int(state["epoch"]) + 1, "batches": 0, "loader": own}
+            return moved | following, False
+        batches, repeated = found.place()
+        if state["loader"] is not None:
+            _log.warning("data: %s; the loader's own state says where it goes on", found.change)
+            return state, True
+        _log.warning(
+            "data: %s; going on after %d batches of now%s%s",
+            found.change,
+            batches,
+            f", so the last {repeated} samples come again" if repeated else "",
+            "" if found.same_samples else ", of another order: some samples come again, and some do not come",
+        )
+        return {**state, "batches": batches}, True
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
+        """Go on behind what all ranks together have consumed, with another number of ranks.
+
+        Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on behind its share of the
+        consumed batches; batches must be of the same size as before. Where every rank goes through the data in the same
+        order, the place stays. Raises MismatchError where no place is the same for the new ranks.
+        """
+        first = states[0]
+        saved, live = first.get("replicas"), self._replicas()
+        # An order that is dealt out depends on seed and epoch alone, not on the ranks' own generators.
+        own = ("made_of",) if saved is None else ("made_of", "epoch_start", "generators")
+        digests = {state_digest({key: value for key, value in state.items() if key not in own}) for state in states}
+        if len(digests) > 1:
+            places = [(int(state["epoch"]), int(state["batches"])) for state in states]
+            raise MismatchError(
+                f"data: the ranks of step {world.step} are at different places in their data or drew their orders from "
+                f"different generators ((epoch, batch): {places[:8]}), so no place is right for {world.world_size} "
+                "ranks; restore with as many ranks as before, or without data"
+            )
+        if saved is None and live is None:
+            self.load_state_dict(dict(first))
+            return
+        if first["batches"] and (saved is None or live is None or first["loader"] is not None):
+            dealt = [f"dealt out to {count} ranks" if count else "the same on every rank" for count in (saved, live)]
+            raise MismatchError(
+                f"data: the order of step {world.step} was {dealt[0]}, and that of the attached loader is {dealt[1]}, "
+                "so there is no place in it to go on from; give both a DistributedSampler (also for one rank), or none"
+            )
+        before, after = saved or 1, live or 1
+        counts = [int(first[key]) * before for key in ("batches", "total_batches")]
+        if counts[0] % after:
+            raise MismatchError(
+                f"data: {counts[0]} batches of this epoch were consumed by {before} ranks together, which {after} "
+                "ranks cannot share evenly; restore from a step where they can, or with as many ranks as before"
+            )
+        self.load_state_dict(
+            {
+                **first,
+                "batches": counts[0] // after,
+                "total_batches": counts[1] // after,
+                "epoch_start": self._generators(),
+                "generators": [generator.get_state() for generator in self._own_generators()],
+            }
+        )
+
+    def _replicas(self) -> int | None:
+        """To how many ranks the loader's sampler deals out one order; None if it says nothing of it."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(sampler, "num_replicas", None) for sampler in samplers)
+        return next((number for number in found if type(number) is int and number > 0), None)
+
+    def _take(self, place: _Place) -> None:
+        self.epoch, self.batches, self.total_batches = place.epoch, place.batches, place.total_batches
+        if place.loader is not None:
+            self._loaded, self._begun = place.loader, False
+            if place.loader != _NOT_BEGUN:
+                self.loader.load_state_dict(place.loader)  # type: ignore[attr-defined]
+
+    def _replayed(self, place: _Place) -> Iterator[Any]:
+        """An iterator that stands behind the consumed batches; the generators stay as they are."""
+        self._take(place)
+        now = RngState()
+        if self._resume_generators is None:
+            self._resume_generators = now.state_dict()
+        try:
+            if place.loader is not None:
+                return iter(self.loader)
+            self._set_generators(self._epoch_start)
+            batches = iter(self.loader)
+            for number in range(place.batches):
+                try:
+                    next(batches)
+                except StopIteration:
+                    raise DataError(
+                        f"the checkpoint was made after batch {place.batches} of an epoch, and the loader now ends "
+                        f"after {number}; attach the data that it was made with"
+                    ) from None
+            return batches
+        finally:
+            now.load_state_dict(self._resume_generators)
+
+    def _generators(self) -> dict[str, Any]:
+        states: dict[str, Any] = {"rng": {**RngState().state_dict(), "cuda": []}}
+        states["own"] = [generator.get_state() for generator in self._own_generators()]
+        return states
+
+    def _set_generators(self, states: dict[str, Any]) -> None:
+        RngState().load_state_dict(states["rng"])
+        own = self._own_generators()
+        if len(own) != len(states["own"]):
+            raise DataError(
+                f"the checkpoint was made with {len(states['own'])} generators in loader and sampler, and there are "
+                f"{len(own)} now; attach the same loader"
+            )
+        for generator, state in zip(own, states["own"], strict=True):
+            generator.set_state(state)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Generators that the loader or its samplers were given, each once."""
+        loader = self.loader
+        sampler = getattr(loader, "sampler", None)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found: list[torch.Generator] = []
+        for holder in holders:
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
+                found.append(generator)
+        return found

@@ -1,0 +1,1 @@
+"""What every system is compared with: no checkpoints, and a stop of the training for each."""

@@ -1,0 +1,75 @@
+"""The plain way: training stops, torch.save writes, fsync makes it durable, a rename makes it whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
+from lastgood.state import apply_tree, stateful_paths
+
+__all__ = ["SyncCheckpointer", "SyncOptions"]
+
+
+class SyncOptions(BaseOptions):
+    """Knobs of the synchronous baseline."""
+
+    keep: int = Field(default=2, ge=1)
+    """Whole checkpoints kept."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """The kept ones, and the one being written."""
+        return (self.keep + 1) * state_bytes
+
+
+class SyncCheckpointer(Checkpointer):
+    """torch.save + fsync + rename + fsync of the directory, all inside save()."""
+
+    name: ClassVar[str] = "sync"
+    holds_directory: ClassVar[bool] = True
+    Options: ClassVar[type[BaseOptions]] = SyncOptions
+
+    def __init__(self, directory: Path | str, options: SyncOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, SyncOptions)
+        self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
+
+    def _start(self) -> None:
+        self._flat()  # refuses what cannot be stored to the bit before the first step, as every system does
+        self._files.check(plain_tree(dict(self.state)))
+        self._files.prepare()
+
+    def _save(self, event: CheckpointEvent) -> None:
+        """Write the state; training goes on when it is durable."""
+        objects = stateful_paths(self._flat().layout)  # also refuses what torch.save would write all the same
+        event.bytes_written = self._files.write(event.step, plain_tree(dict(self.state)), event.phases, objects)
+        event.copied_s = event.finished_s = time.perf_counter()
+        event.outcome = Outcome.DURABLE
+
+    def before_update(self) -> None:
+        """Nothing is ever under way here."""
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Nothing is ever under way here."""
+
+    def _place_of(self, step: int) -> Path:
+        return self._files.path_of(step) or self.directory
+
+    def latest(self) -> int | None:
+        """The newest file's step."""
+        return next(iter(self._files.steps()), None)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Read the newest readable file (or that of `step`) into `state`."""
+        found, tree, where, objects = self._files.read(step)
+        apply_tree(state, tree, where, objects)
+        return found
+
+    def storage_facts(self) -> dict[str, Any]:
+        """Buffered writes, then fsync."""
+        return {"direct_io": False, "durability": "torch.save, fsync, rename, fsync of the directory"}

@@ -1,0 +1,1 @@
+"""Checkmate: gradients to shadows that hold the model one update behind."""

@@ -1,0 +1,376 @@
+"""What a training under Checkmate goes on from: the newest step that all shadows hold, to the bit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
+from lastgood.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    LastgoodError,
+    MismatchError,
+    NoCheckpoint,
+)
+from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.protocol import client as asking
+from lastgood.gradients.protocol.messages import Entry, Status
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.rank_record import SIDE_VERSIONS, open_side, restored_tree
+from lastgood.state import check_tree, load_tree
+from lastgood.state.shards import local_part
+from lastgood.tokens import read_token as read_token_file
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = [
+    "Restored",
+    "check_held",
+    "check_shadows",
+    "find_newest",
+    "job_of",
+    "ranks_together",
+    "read_token",
+    "restore_together",
+]
+
+_log = logging.getLogger("lastgood")
+
+_READING_BYTES_PER_S = 50e6
+"""A shadow may take as long as a disk of this speed needs before it gives anything back, beyond the usual limit."""
+_TIMES = 8
+"""Of a shadow's parameters: with three state tensors of each, all read twice (first it is checked)."""
+_LOOKS = 20
+"""At shadows of a training that goes on, until two of them show the same iteration."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: a start behind it goes on from there."""
+
+    job: str
+    epoch: int
+    iteration: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 found out, for all ranks."""
+
+    job: str
+    epoch: int
+    choice: asking.Choice
+    ranks: int
+    timeout_s: float
+    """For a shadow's answer, while it applies updates or reads a spill back for all that ask."""
+
+
+# -- where shadows are -------------------------------------------------------------------------------------------------
+
+
+def check_shadows(knobs: CheckmateOptions) -> None:
+    """Raises ConfigError where no shadow is named."""
+    if not knobs.shadows:
+        raise ConfigError(
+            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
+        )
+
+
+def read_token(knobs: CheckmateOptions) -> bytes:
+    """The secret that shadows want to see. Raises ConfigError where there is none, or others may read it."""
+    if knobs.token_file is None:
+        raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
+    return read_token_file(Path(knobs.token_file))
+
+
+def ranks_together(rank: int, ranks: int) -> Together | None:
+    """How ranks tell each other what rank 0 found; None for one alone. All of them call it together."""
+    return None if ranks == 1 else Together(rank, ranks, 600.0)
+
+
+def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
+    """The job that belongs to this directory, or else to the shadows. None for neither.
+
+    Raises MismatchError where shadows keep another job, CheckpointError where one cannot be asked.
+    """
+    on_disk = noted_job(directory)
+    noted = None if on_disk is None else on_disk.job
+    kept = {status.job for status in _statuses(knobs, token) if status.job is not None}
+    if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
+        raise MismatchError(
+            f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
+            f"{', '.join(sorted(kept))}; give the shadows of this job, or start them anew"
+        )
+    return noted or (kept.pop() if kept else None)
+
+
+def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
+    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.Asker.status)
+    failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
+    if failures:
+        raise CheckpointError("checkmate: " + "; ".join(failures))
+    return [answer for answer in answers if not isinstance(answer, LastgoodError)]
+
+
+def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
+    """The newest step that all shadows hold, or None. Fences nobody off."""
+    check_shadows(knobs)
+    token = read_token(knobs)
+    job_of(directory, knobs, token)
+    try:
+        return _choose(directory, knobs, token, None).step
+    except (NoCheckpoint, CorruptCheckpoint):
+        return None
+
+
+def _choose(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
+    """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint if they held something and lost it.
+
+    A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
+    iteration is applied anywhere, all hold it, so a second answer tells, unless all have moved on again.
+    """
+    before: list[Status] | None = None
+    looks = 0
+    while True:
+        statuses = _statuses(knobs, token)
+        looks += 1
+        try:
+            return asking.choose(statuses, step)
+        except NoCheckpoint as error:
+            if looks <= _LOOKS and (before is None or _held(statuses) != _held(before)):
+                before = statuses
+                continue
+            signs, anew = asking.signs_of_loss(statuses), []
+            if signs:
+                anew.append("end all shadows and start them with other folders for spills")
+            noted = noted_job(directory)
+            if noted is not None and noted.promised is not None:
+                signs.append(f"{directory / JOB_FILE} says that step {noted.promised}, at least, was complete on all")
+                anew.append(f"move {directory / JOB_FILE} away, or give another directory")
+            if step is not None or not signs:
+                raise
+            raise CorruptCheckpoint(
+                f"checkmate: {error}, and a training would begin anew after steps that were complete: "
+                f"{'; '.join(signs)}. Start the shadows with the folders for spills that they had, if they spilled; to "
+                f"begin anew, {', and '.join(anew)}"
+            ) from error
+
+
+def _held(statuses: Sequence[Status]) -> list[tuple[Any, ...]]:
+    return [(status.epoch, status.memory, status.durable) for status in statuses]
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def restore_together(directory: Path, state: Mapping[str, Any], knobs: CheckmateOptions, step: int | None) -> Restored:
+    """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
+    check_shadows(knobs)
+    token = read_token(knobs)
+    rank, ranks = world_of_torch()
+    together = ranks_together(rank, ranks)
+    told: tuple[_Plan | None, LastgoodError | None] = (None, None)
+    if rank == 0:
+        try:
+            told = (_find(directory, knobs, token, step), None)
+        except LastgoodError as one:
+            told = (None, one)  # the others wait for what this rank tells
+    if together is not None:
+        told = together.tell(told)[0]
+    plan, error = told
+    if error is not None:
+        raise error
+    assert plan is not None
+    if plan.ranks != ranks:
+        raise MismatchError(
+            f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
+            "system restores on as many"
+        )
+    load = _Load(state, knobs, token, plan, rank)
+    # Loading may need all ranks itself (ZeRO's weights are gathered), so no rank begins before all can.
+    for part in (load.fetch, load.apply):
+        _all_do(part, together, plan.choice.step)
+    return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+
+
+def _all_do(part: Callable[[], None], together: Together | None, step: int) -> None:
+    """Do a part of a restore. Raises what this rank's raises, or CheckpointError for another rank's."""
+    fault: LastgoodError | None = None
+    try:
+        part()
+    except LastgoodError as one:
+        if together is None:
+            raise
+        fault = one
+    if together is not None:  # no rank changes anything before all have got theirs
+        faults = [(number, one) for number, one in enumerate(together.tell(fault)) if one is not None]
+        if fault is not None:
+            raise fault
+        if faults:
+            raise CheckpointError(f"rank {faults[0][0]} could not restore step {step}: {faults[0][1]}")
+
+
+def check_held(directory: Path, knobs: CheckmateOptions, step: int | None) -> None:
+    """Raise as `restore_together` would now, where it would find nothing; all ranks call it. Fences nobody off."""
+    rank, ranks = world_of_torch()
+    together = ranks_together(rank, ranks)
+    fault: LastgoodError | None = None
+    if rank == 0:
+        try:
+            _look(directory, knobs, read_token(knobs), step)
+        except LastgoodError as one:
+            fault = one
+    if together is not None:
+        fault = together.tell(fault)[0]
+    if fault is not None:
+        raise fault
+
+
+def _look(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> str:
+    """The job, where all shadows hold something of it. Raises as `_choose` and `job_of`."""
+    job = job_of(directory, knobs, token)
+    if job is None:
+        raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
+    try:
+        _choose(directory, knobs, token, step)
+    except NoCheckpoint as error:
+        _log.warning("checkmate: %s", error)  # attach() goes on from nothing
+        raise
+    return job
+
+
+def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
+    """On rank 0: fence all older lives off, and choose."""
+    job = _look(directory, knobs, token, step)  # nobody is fenced off for nothing
+    statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
+    epoch = max(status.epoch for status in statuses)
+    choice = asking.choose(statuses, step)
+    side, _ = asking.fetch_side(knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s)
+    note_job(directory, job)
+    layout = _layout_in(side.layout, f"step {choice.step}")
+    most = max(layout.bytes_of(shadow) for shadow in range(layout.shadows))
+    return _Plan(job, epoch, choice, layout.ranks, knobs.timeout_s + _TIMES * most / _READING_BYTES_PER_S)
+
+
+def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayout:
+    try:
+        if described is None or described["version"] not in SIDE_VERSIONS:
+            raise ValueError("of another version")
+        return GradientLayout.from_data(described["gradients"], where)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: its side record is described by no layout: {error!r}") from error
+
+
+class _Load:
+    """One rank's part of a restore: its own side record, and its tensors from all shadows in parallel."""
+
+    def __init__(self, state: Mapping[str, Any], knobs: CheckmateOptions, token: bytes, plan: _Plan, rank: int) -> None:
+        self._state = state
+        self._knobs = knobs
+        self._token = token
+        self._plan = plan
+        self._rank = rank
+        self._where = f"step {plan.choice.step} of the shadows"
+        self._tracked: Tracked
+        self._lock = threading.Lock()
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._tree: dict[str, Any] = {}
+
+    def fetch(self) -> None:
+        """Get all of it, and change nothing. Raises MismatchError where the state is another one."""
+        plan, knobs = self._plan, self._knobs
+        self._tracked = Tracked(self._state)
+        side, record = asking.fetch_side(
+            knobs.shadows,
+            self._token,
+            plan.choice,
+            job=plan.job,
+            epoch=plan.epoch,
+            rank=self._rank,
+            timeout_s=plan.timeout_s,
+        )
+        layout = _layout_in(side.layout, self._where)
+        first = self._first_of(layout)
+        asking.fetch(
+            knobs.shadows,
+            self._token,
+            plan.choice,
+            job=plan.job,
+            epoch=plan.epoch,
+            timeout_s=plan.timeout_s,
+            take=lambda entry: self._take(entry, first),
+        )
+        missing = [name for index, name in enumerate(self._tracked.names) if (index, "parameter") not in self._tensors]
+        if missing:
+            raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
+        reduced = open_side(record, self._where)
+        self._tree = restored_tree(self._state, self._tracked, reduced, self._tensors, self._where)
+        check_tree(self._state, self._tree, self._where)
+
+    def apply(self) -> None:
+        """Put it into the state."""
+        load_tree(self._state, self._tree, self._where)
+
+    def _first_of(self, layout: GradientLayout) -> int:
+        """The index of this rank's first parameter, where all of them are as they were declared."""
+        prefix = f"rank{self._rank}/"
+        own = [(index, one) for index, one in enumerate(layout.parameters) if one.name.startswith(prefix)]
+        union = bool(own)
+        if not union:
+            own = list(enumerate(layout.parameters))
+        theirs = [(one.name.removeprefix(prefix) if union else one.name, one.shape, one.dtype.name) for _, one in own]
+        for held, wanted in zip(theirs, self._tracked.declared(), strict=False):
+            if held != wanted:
+                raise MismatchError(
+                    f"{self._where}: the checkpoint holds {held[0]} as {held[2]} {held[1]}, "
+                    f"the state has {wanted[0]} as {wanted[2]} {wanted[1]}"
+                )
+        if len(theirs) != len(self._tracked.parameters):
+            raise MismatchError(
+                f"{self._where}: the checkpoint's optimizer updates {len(theirs)} parameters, the state's "
+                f"{len(self._tracked.parameters)}"
+            )
+        return own[0][0]
+
+    def _take(self, entry: Entry, first: int) -> memoryview | None:
+        """Memory for a tensor; None for another rank's."""
+        index = entry.parameter - first
+        if not 0 <= index < len(self._tracked.parameters):
+            return None
+        dtype = getattr(torch, entry.dtype, None)
+        parameter = local_part(self._tracked.parameters[index])
+        limit = max(parameter.numel(), 1)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or entry.nbytes != prod(entry.shape) * dtype.itemsize
+            or prod(entry.shape) > limit
+        ):
+            raise CorruptCheckpoint(
+                f"{self._where}: {entry.key} of {self._tracked.names[index]} comes as {entry.dtype} {entry.shape} of "
+                f"{entry.nbytes} bytes"
+            )
+        memory = torch.empty(entry.shape, dtype=dtype, device="cpu")
+        ordered = memory
+        if memory.dim() == parameter.dim():
+            order: Sequence[int] = self._tracked.orders[index]
+            ordered = memory.permute([order.index(dim) for dim in range(len(order))])
+        with self._lock:
+            if (index, entry.key) in self._tensors:
+                raise CorruptCheckpoint(f"{self._where}: {entry.key} of {self._tracked.names[index]} comes twice")
+            self._tensors[index, entry.key] = ordered
+        return memoryview(memory.reshape(-1).view(torch.uint8).numpy().data)

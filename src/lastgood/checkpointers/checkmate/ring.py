@@ -1,0 +1,75 @@
+"""Checkmate's switch mode: this rank's place in the ring, and what does not go together with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.errors import ConfigError
+from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.tap.ring import RingTap
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.wire.records import DType
+from lastgood.wire.ring import Cover
+from lastgood.wire.ring_comm import RingComm
+from lastgood.wire.ring_link import listen_ring, parse_address
+
+if TYPE_CHECKING:
+    from lastgood.gradients.tap.ring_hook import RingReducer
+
+__all__ = ["check_ring", "open_ring"]
+
+
+def check_ring(knobs: CheckmateOptions, tracked: Tracked, tap: RingTap, ranks: int) -> None:
+    """Raises ConfigError, the same on all ranks, for what the ring cannot reduce, and for addresses that it lacks."""
+    if ranks < 2:
+        raise ConfigError('checkmate: tap="ring" needs two ranks or more; a single one has nothing to reduce')
+    for name, addresses in (("ring_listen", knobs.ring_listen), ("ring_next", knobs.ring_next)):
+        if len(addresses) != ranks:
+            raise ConfigError(
+                f"checkmate: {name} has {len(addresses)} addresses, and there are {ranks} ranks; give one for each, in "
+                "their order (docs/checkmate-switch.md)"
+            )
+    if tap.reduced_ranks != ranks:
+        raise ConfigError(
+            f"checkmate: DistributedDataParallel reduces over {tap.reduced_ranks} ranks, and the ring has {ranks}; "
+            'with tap="ring" its process group is all ranks'
+        )
+    kinds = {(one.device.type, str(one.dtype).removeprefix("torch.")) for one in tracked.parameters}
+    for device, dtype in sorted(kinds):
+        if device != "cpu" or dtype not in DType.__members__:
+            raise ConfigError(
+                f"checkmate: the ring reduces {', '.join(DType.__members__)} on the CPU, and this training has "
+                f'{dtype} on {device}; use tap="bucket"'
+            )
+
+
+def open_ring(
+    knobs: CheckmateOptions,
+    tracked: Tracked,
+    layout: GradientLayout,
+    token: bytes,
+    job: str,
+    epoch: int,
+    rank: int,
+) -> RingReducer:
+    """Connect to both neighbours, through the switch. All ranks call it within `ring_timeout_s`.
+
+    Raises HostError where this rank cannot listen, WaitTimeout where a neighbour does not come, MismatchError where it
+    belongs elsewhere.
+    """
+    from lastgood.gradients.tap.ring_hook import RingReducer
+
+    comm = RingComm(
+        rank,
+        layout.ranks,
+        listener=listen_ring(*parse_address(knobs.ring_listen[rank])),
+        next_address=knobs.ring_next[rank],
+        token=token,
+        job=job,
+        epoch=epoch,
+        layout=layout.digest,
+        timeout_s=knobs.ring_timeout_s,
+        cover=Cover(knobs.cover),
+    )
+    return RingReducer(comm, layout, tracked.parameters)

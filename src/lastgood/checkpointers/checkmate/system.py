@@ -1,0 +1,442 @@
+"""Checkmate (NSDI'26): shadows repeat every update from the gradients alone, so each step is a checkpoint.
+
+The final gradients of each iteration go to shadows (`lastgood storage serve`), processes on CPUs that hold parameters
+and optimizer state, and apply the same update. Training saves nothing but a small side record of what gradients do not
+carry. docs/checkmate.md says what it promises.
+
+The parts are in `gradients`: taps take gradients, links send them, the conductor finds out which iteration is complete
+on all shadows, and seeds a shadow that is new. Durable here means: complete on every shadow, so that it survives all
+trainers; not the shadows, but for the steps that they spill.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.checkmate.incarnation import Life, begin_life
+from lastgood.checkpointers.checkmate.options import CheckmateOptions
+from lastgood.checkpointers.checkmate.restore import Restored, check_held, find_newest, restore_together
+from lastgood.checkpointers.recovery.checkmate_job import Promises
+from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
+from lastgood.gradients.link.gradient_stream import GradientStream
+from lastgood.gradients.protocol.messages import Absent, Complete, Side, Step
+from lastgood.gradients.tap.bucket import BucketTap
+from lastgood.gradients.tap.ring import RingTap
+from lastgood.gradients.tap.step import StepTap
+from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.step_parts import Part
+from lastgood.gradients.trainer.updates import Update
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Checkmate", "CheckmateOptions"]
+
+_log = logging.getLogger("lastgood")
+
+_NO_SIDE = "a shadow lacks a side record"
+_DISTRUST_LIMIT = 64
+"""Iterations for which no seed is sent, at most, where gradients are changed again and again behind the tap."""
+
+
+class Checkmate(Checkpointer):
+    """Every step is kept, in the memory of shadows.
+
+    With DistributedDataParallel: ``checkpointer.watch(model)``, or ``model.register_comm_hook(checkpointer.tap,
+    checkmate_hook)`` (`lastgood.gradients.tap.ddp_hook`), before `start`. Clip through this object's `clip_grad_norm_`.
+    """
+
+    name: ClassVar[str] = "checkmate"
+    Options: ClassVar[type[BaseOptions]] = CheckmateOptions
+
+    def __init__(
+        self,
+        directory: Path | str,
+        options: CheckmateOptions | None = None,
+        *,
+        interval_steps: int | None = None,
+        **knobs: Any,
+    ) -> None:
+        if interval_steps not in (None, 1):
+            raise ConfigError(
+                f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, "
+                "so each step is a checkpoint; leave it out"
+            )
+        super().__init__(directory, options, interval_steps=interval_steps, **knobs)
+        assert isinstance(self.options, CheckmateOptions)
+        self._knobs: CheckmateOptions = self.options
+        self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
+        self._hooked = False
+        self._life: Life | None = None
+        self._promises: Promises | None = None
+        """On rank 0."""
+        self._restored: Restored | None = None
+        self._pending: dict[int, tuple[CheckpointEvent, GradientStream]] = {}
+        self._settling = threading.Condition()
+        self._saves = 0
+        self._distrusted = 0
+        self._seeds_from = 0
+        self._verified = 0
+
+    # -- the tap ---------------------------------------------------------------------------------------------------
+
+    @property
+    def tap(self) -> BucketTap:
+        """The state for ``model.register_comm_hook(checkpointer.tap, checkmate_hook)``."""
+        self._hooked = True
+        return self._tap
+
+    def watch(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Register the communication hook, and let gradients leave from DDP's own memory, without a copy."""
+        from lastgood.gradients.tap.ddp_hook import checkmate_hook
+
+        model.register_comm_hook(self.tap, checkmate_hook)
+        self._tap.group = model.process_group
+        self._tap.owns_memory = not model.gradient_as_bucket_view
+        # Buckets are overwritten by the backward pass that follows a forward pass.
+        model.register_forward_hook(lambda *_: self._tap.settle())
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over all parameters of the optimizer; shadows repeat it."""
+        return self._living().notes.clip_norm(parameters, max_norm, **options)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float, **options: Any) -> None:
+        """As torch.nn.utils.clip_grad_value_, over all parameters of the optimizer; shadows repeat it."""
+        self._living().notes.clip_value(parameters, clip_value, **options)
+
+    def _living(self) -> Life:
+        if self._life is None:
+            raise CheckpointError("checkmate: start(state) or attach(...) must be called first")
+        return self._life
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _chooses_interval(self) -> bool:
+        return True
+
+    def _due(self, step: int) -> bool:
+        del step
+        return True
+
+    def _start(self) -> None:
+        Tracked(self.state)  # what cannot be followed or stored is said first
+        self._flat(spread=True)
+        self._pending, self._saves = {}, 0
+        life = begin_life(
+            self.directory,
+            self.state,
+            self._knobs,
+            self._tap if self._hooked else None,
+            self._restored,
+            self._close_unsaved,
+            self._settled,
+        )
+        self._restored = None
+        self._life = life
+        self._promises = None if life.rank else Promises(self.directory, life.job, self.readable_by)
+        self._seeds_from = life.stream.iteration
+
+    def _close(self) -> None:
+        if self._life is None:
+            return
+        try:
+            with suppress(WaitTimeout):
+                self.drain(min(self._close_s, 2 * self._knobs.behind_s))
+        finally:
+            self._end_life()
+
+    def _end_life(self) -> None:
+        life, self._life = self._life, None
+        self._tap.close()
+        if life is not None:
+            life.close()
+            if self._promises is not None and life.conductor.fenced is None:
+                self._promises.close()
+        self._fail_pending("the training ended before all shadows held it")
+
+    # -- every iteration -------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Note what the optimizer's step will do; without a hook in DDP send its gradients now."""
+        life = self._life
+        if life is None:
+            return
+        stream = life.stream
+        try:
+            part = self._take_step(life) if life.step_tap is None else self._take_part(life, life.step_tap)
+            stream.fault = stream.fault or part.fault
+        except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
+            stream.fault = stream.fault or f"{type(error).__name__}: {error}"
+        stream.phase = "updated"
+
+    @staticmethod
+    def _take_step(life: Life) -> Part:
+        """Behind the hook's reduction: one step for each."""
+        stream = life.stream
+        twice = stream.phase == "updated"
+        if stream.phase != "reduced":
+            if not twice:
+                life.begin_empty()
+            what = "has begun twice" if twice else "has begun with no gradients reduced for it"
+            stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
+        part = life.notes.look()
+        if not twice:
+            life.notes.add(part)
+        stream.end()
+        return part
+
+    @staticmethod
+    def _take_part(life: Life, tap: StepTap) -> Part:
+        """Without a hook: one step for all parameters, or several of some. One that comes again begins an iteration."""
+        part = life.notes.look()
+        if life.stream.phase == "closed" or not life.notes.takes(part):
+            life.begin_iteration()
+        life.notes.add(part)
+        if tap.send(part.stepped):
+            life.stream.end()
+        return part
+
+    def _save(self, event: CheckpointEvent) -> None:
+        """Close the iteration: send the side record, and on rank 0 what the update was. Copies only what is small."""
+        life = self._living()
+        if life.conductor.fenced is not None:
+            raise CheckpointError(life.conductor.fenced)
+        if life.stream.phase == "closed":
+            life.begin_empty()
+        self._close_iteration(life, event)
+
+    def _close_unsaved(self) -> None:
+        """The next iteration begins, and nobody saved this one."""
+        try:
+            self._close_iteration(self._living(), None)
+        except Exception:  # neither does this
+            _log.exception("checkmate: an iteration could not be closed")
+
+    def _close_iteration(self, life: Life, event: CheckpointEvent | None) -> None:
+        stream, conductor = life.stream, life.conductor
+        iteration, update = stream.iteration, Update(None)
+        try:
+            if life.step_tap is not None:
+                life.step_tap.finish()
+            stream.end()
+            update = life.notes.update()
+        except Exception as error:  # this save fails, and shadows must hear of the iteration all the same
+            stream.fault = stream.fault or f"{type(error).__name__}: {error}"
+        fault = stream.fault
+        stream.phase = "closed"
+        if fault is not None:
+            self._distrust(life, iteration)
+        trouble: Exception | None = None if fault is None else CheckpointError(fault)
+        if event is not None and trouble is None:
+            try:
+                self._send_side(life, event, iteration)
+            except Exception as error:  # shadows must hear of the update all the same, or they can never go on from it
+                trouble = error
+        saved = event is not None and trouble is None
+        if life.rank == 0:
+            self._saves += saved
+            every = self._knobs.spill_every
+            conductor.step(
+                Step(
+                    iteration=iteration,
+                    rule=update.rule,
+                    saved=saved,
+                    step=event.step if event is not None and saved else None,
+                    absent=update.absent,
+                    void=fault is not None,
+                    apart=life.apart,
+                    spill=bool(saved and every and self._saves % every == 0),
+                )
+            )
+        else:
+            if life.apart:
+                conductor.absent(
+                    Absent(
+                        iteration=iteration,
+                        parameters=life.left_alone(update),
+                        updated=update.rule is not None,
+                        void=fault is not None,
+                    )
+                )
+            conductor.closed(iteration)
+        try:
+            self._seed(life, iteration)
+            self._verify(life, iteration)
+        except Exception:  # what was saved is on its way all the same
+            _log.exception(
+                "checkmate: no seed could be copied behind iteration %d; the next one tries again", iteration
+            )
+        if event is not None and trouble is not None:
+            self._fail(event, trouble)
+
+    def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
+        record, arrives = life.sides.take()
+        event.copied_s = time.perf_counter()
+        event.bytes_written = len(record)
+        with self._settling:
+            self._pending[iteration] = event, life.stream
+        side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
+        life.conductor.side(side, record, arrives)
+
+    def _distrust(self, life: Life, iteration: int) -> None:
+        """Shadows have other gradients than the update used: give them the state itself, less and less often."""
+        self._distrusted += 1
+        life.conductor.distrust(life.layout.buckets_of, iteration)
+        self._seeds_from = iteration + min(2**self._distrusted - 1, _DISTRUST_LIMIT)
+
+    def _seed(self, life: Life, iteration: int) -> None:
+        """Copy some of the buckets that shadows want, as they are now."""
+        if iteration < self._seeds_from:
+            return
+        if self._send_seeds(life, iteration) and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
+            life.conductor.wait_seeded(self._knobs.behind_s)
+
+    def _send_seeds(self, life: Life, iteration: int) -> bool:
+        """Whether any was wanted."""
+        wanted = life.conductor.wanted_seeds(
+            self._knobs.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
+        )
+        for shadow, bucket in wanted:
+            life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
+        return bool(wanted)
+
+    def _verify(self, life: Life, iteration: int) -> None:
+        """Let a shadow compare one of this rank's buckets, the next one each time."""
+        every = self._knobs.verify_every
+        if every and iteration % every == 0 and life.own_buckets:
+            bucket = life.own_buckets[self._verified % len(life.own_buckets)]
+            self._verified += 1
+            life.conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, iteration))
+
+    # -- what became of saves --------------------------------------------------------------------------------------
+
+    def _settled(self, word: Complete) -> None:
+        """Rank 0 has said what became of everything up to an iteration."""
+        now = time.perf_counter()
+        with self._settling:
+            promised = [
+                event.step for one, (event, _) in self._pending.items() if one <= word.iteration and word.promises(one)
+            ]
+        if promised and self._promises is not None:
+            self._promises.made(max(promised))  # on the disk before anybody is told
+        with self._settling:
+            for number in [one for one in self._pending if one <= word.iteration]:
+                event = self._take_pending(number)
+                if word.promises(number):
+                    event.finished_s, event.outcome = now, Outcome.DURABLE
+                    continue
+                why = f"a shadow was lost, or was brought up to date behind it, before iteration {word.floor}"
+                if number in word.spoiled:
+                    why = _NO_SIDE
+                elif word.lost:
+                    names = ", ".join(self._knobs.shadows[shadow] for shadow in word.lost)
+                    why = f"shadow {names} is lost, is being brought up to date, or lacks a side record"
+                self._fail(event, CheckpointError(why))
+            self._settling.notify_all()
+
+    def _take_pending(self, iteration: int) -> CheckpointEvent:
+        """It is known what became of this save, and by now what was sent for it."""
+        event, stream = self._pending.pop(iteration)
+        event.bytes_written += stream.take_sent(iteration)
+        return event
+
+    def _fail_pending(self, why: str) -> None:
+        with self._settling:
+            while self._pending:
+                self._fail(self._take_pending(next(iter(self._pending))), CheckpointError(why))
+            self._settling.notify_all()
+
+    def _fail_spoiled(self, iterations: Set[int]) -> None:
+        """Whatever comes of these iterations, what was saved in them cannot be given back."""
+        with self._settling:
+            for number in [one for one in self._pending if one in iterations]:
+                self._fail(self._take_pending(number), CheckpointError(_NO_SIDE))
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until every saved step is complete on all shadows, or has failed."""
+        deadline = time.monotonic() + timeout_s
+        away_since: float | None = None
+        while True:
+            life = self._life
+            with self._settling:
+                if not self._pending:
+                    return
+                steps = [event.step for event, _ in self._pending.values()]
+                self._settling.wait(0.05)
+                newest_saved = max(self._pending, default=-1)
+            now = time.monotonic()
+            if life is None or life.conductor.fenced is not None:
+                self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
+                continue
+            self._fail_spoiled(life.conductor.spoiled())
+            iteration = life.stream.iteration
+            if life.stream.phase == "closed" and (iteration >= self._seeds_from or iteration == newest_saved):
+                # What was torn at the end has no later step to be healed in. A save is not put off for what was before.
+                self._send_seeds(life, iteration)
+            # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
+            away_since = None if life.conductor.reachable else away_since or now
+            if away_since is not None and now - away_since > self._knobs.behind_s:
+                self._fail_pending("no shadow can be reached")
+            if now > deadline:
+                raise WaitTimeout(
+                    f"waited {timeout_s:g} s for shadows to hold steps {', '.join(map(str, steps[:5]))}"
+                    f"{' ...' if len(steps) > 5 else ''}"
+                )
+
+    def _drain_beside(self, timeout_s: float) -> None:
+        # Without seeds: they are copies of live tensors, which the training's thread may change meanwhile.
+        with self._settling:
+            if not self._settling.wait_for(lambda: not self._pending, timeout_s):
+                raise WaitTimeout(f"waited {timeout_s:.3g} s for shadows to hold {len(self._pending)} steps")
+
+    def _abandon(self) -> None:
+        self._fail_pending("given up at exit")
+
+    # -- back ------------------------------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """The newest step that all shadows hold. Raises CheckpointError where one of them cannot be asked."""
+        return find_newest(self.directory, self._knobs)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Fence off every older life of the job, and load the newest step that all shadows hold.
+
+        All ranks call it together; where one fails, all do, and no state is changed. Raises NoCheckpoint (no step was
+        ever complete on all shadows); CorruptCheckpoint (one was, and none is any more); MismatchError for another
+        world size or other parameters; CheckpointError for a shadow that cannot be reached; WaitTimeout.
+        """
+        running = self._life is not None
+        if running:
+            self.drain()
+            check_held(self.directory, self._knobs, step)  # before this life, and what shadows keep of it, ends for it
+            self._end_life()
+        try:
+            restored = self._restored = restore_together(self.directory, state, self._knobs, step)
+        finally:
+            if running:
+                self._start()
+        return restored.step
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def storage_facts(self) -> dict[str, Any]:
+        """Where checkpoints are, and what went wrong on the way there and was healed."""
+        facts: dict[str, Any] = {
+            "direct_io": False,
+            "durability": "in the memory of all shadows; on their disks where they spill",
+            "policy": self._knobs.policy,
+            "shadows": len(self._knobs.shadows),
+        }
+        if self._life is not None:
+            facts |= self._life.facts()
+        return facts

@@ -1,0 +1,145 @@
+"""How blocks of a state become the chunks of a slot's stream, from host memory and from CUDA devices."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.addresses import address_in
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.copies.host import CopyFence
+from lastgood.state import Layout
+from lastgood.state.layout import BLOCK_ALIGNMENT
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotWrite
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "stream_pieces"]
+
+
+def padding_block() -> torch.Tensor:
+    """Zeros to write between blocks."""
+    return torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
+
+
+def host_ranges(
+    blocks: Sequence[torch.Tensor], sizes: Sequence[int], padding: torch.Tensor | None
+) -> list[tuple[int, int]]:
+    """(address, bytes) of each block of host memory and of the padding behind it, in stream order.
+
+    For writing, the caller keeps `padding` (from `padding_block`) alive as long as the blocks; None, for reading, gives
+    address 0, where the store skips bytes. Raises CorruptCheckpoint where a block has fewer bytes than its size.
+    """
+    skip = 0 if padding is None else padding.data_ptr()
+    ranges = []
+    for block, size in zip(blocks, sizes, strict=True):
+        ranges.append((address_in(block, 0, size), size))
+        if size % BLOCK_ALIGNMENT:
+            ranges.append((skip, BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT))
+    return ranges
+
+
+class Lander:
+    """Hands each chunk to the writers when its copy from a device has arrived, in a thread of its own.
+
+    Made in save(): at the end of a process Python starts no more threads.
+    """
+
+    def __init__(self, slot: SlotWrite, timeout_s: float) -> None:
+        self.failures: list[BaseException] = []
+        self._slot = slot
+        self._timeout_s = timeout_s
+        self._arrivals: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._land, name="pccheck-land", daemon=True)
+        self._thread.start()
+
+    def expect(self, index: int, events: list[Any]) -> None:
+        """Chunk `index` is whole once `events` (of `DeviceStreams.mark`) have happened."""
+        self._arrivals.put((index, events))
+
+    def finish(self) -> None:
+        """Wait until all expected chunks are handed over."""
+        self._arrivals.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _land(self) -> None:
+        try:
+            while (arrival := self._arrivals.get(timeout=self._timeout_s)) is not None:
+                index, events = arrival
+                for _, event in events:
+                    event.synchronize()
+                self._slot.put(index)
+        except BaseException as error:  # handed to the copying thread, which raises it
+            self.failures.append(error)
+
+
+def copy_through_pool(
+    slot: SlotWrite,
+    layout: Layout,
+    blocks: Sequence[torch.Tensor],
+    meta: torch.Tensor,
+    pool_memory: torch.Tensor,
+    streams: DeviceStreams,
+    fence: CopyFence,
+    lander: Lander,
+    timeout_s: float,
+) -> None:
+    """Copy a state on CUDA devices (host blocks may be among them) chunk by chunk into the pinned pool.
+
+    Copies go on side streams. The fence opens, for the devices, as soon as the last copy is issued: with a pool as
+    large as the state that is long before it has run.
+    """
+    try:
+        pieces = stream_pieces(layout, blocks, meta, lambda number: fence.check.block_copied(number, streams))
+        piece, position = next(pieces), 0
+        remaining = layout.stream_bytes + meta.numel()
+        while remaining and not lander.failures:
+            address, index, length = slot.acquire(timeout_s)
+            target = pool_memory[address - pool_memory.data_ptr() :][:length]
+            filled = 0
+            while filled < length:
+                count = min(length - filled, piece.numel() - position)
+                streams.copy(target[filled : filled + count], piece[position : position + count])
+                filled, position = filled + count, position + count
+                if position == piece.numel() and remaining > filled:
+                    piece, position = next(pieces), 0
+            lander.expect(index, streams.mark())
+            remaining -= length
+        copied = streams.mark()
+        fence.open(copied)
+        lander.finish()
+        if lander.failures:
+            raise lander.failures[0]
+        for _, event in copied:
+            event.synchronize()
+        fence.settle()
+    except BaseException:
+        # The writers must not get a buffer back that a copy is still running into.
+        streams.synchronize()
+        lander.finish()
+        slot.release()
+        raise
+
+
+def stream_pieces(
+    layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor, taken: Callable[[int], None] | None = None
+) -> Iterator[torch.Tensor]:
+    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout.
+
+    `taken` is called with the number of each block when the piece after it is asked for.
+    """
+    padding = padding_block()
+    for number, (block, size) in enumerate(zip(blocks, layout.block_bytes, strict=True)):
+        yield block
+        if taken is not None:
+            taken(number)
+        if size % BLOCK_ALIGNMENT:
+            yield padding[: BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT]
+    yield meta

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint, one process at a time."""

@@ -1,0 +1,1 @@
+"""Checkpoints that are directories: each appears complete and durable, or not at all."""

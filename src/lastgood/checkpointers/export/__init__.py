@@ -1,0 +1,1 @@
+"""Checkpoints as files that other programs read, without the model's code."""

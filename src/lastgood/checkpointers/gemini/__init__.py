@@ -1,0 +1,1 @@
+"""Gemini: checkpoints in the memory of other machines."""

@@ -1,0 +1,1 @@
+"""GPM: the state is stored straight into a mapped file."""

@@ -1,0 +1,210 @@
+"""GPM (Pandey et al., ASPLOS'22), as PCcheck's paper compares it: training stops while a device stores its state.
+
+GPM lets the threads of a GPU store straight into persistent memory that is mapped into their address space. Its
+checkpoints go to two copies that alternate, and the newer one counts only once it is durable. Nothing overlaps with
+training: a save does it all before it returns.
+
+Here the memory is a shared mapping of a file. Where the driver registers such a mapping (tmpfs, DAX), a Triton kernel
+stores into it. Where it refuses (ext4 and other file systems that must see each write), the state goes through a pinned
+area, and CPU threads store it. `storage_facts` says which. A state in host memory is stored by CPU threads. Then msync
+makes it durable; `storage.areas` says in which order, and why a crash always leaves one checkpoint whole.
+
+A device's stores leave no dirty page behind: the kernel sees only those of the CPU. So the CPU stores one byte of each
+page again before msync.
+
+The paper's checkpoints have no checksums. These have, since nothing else would see a store that never reached its
+disk; for them the CPU reads what a device stored once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.copies.chunks import stream_pieces
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.gpm.copies import (
+    Registrar,
+    copy_through_pinned,
+    store_from_devices,
+    store_from_host,
+)
+from lastgood.checkpointers.recovery.recovery import Recovery
+from lastgood.checkpointers.slots.making_room import room_for
+from lastgood.errors import CheckpointError
+from lastgood.notices import told_if_slow
+from lastgood.state import FlatState
+from lastgood.state.optimizers import optimizers_of
+from lastgood.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo
+    from lastgood.storage.areas import AreaStore, AreaWrite
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["GPM", "GPMOptions"]
+
+_READ_THREADS = 4
+_PINNED_CHUNKS = 16
+"""Chunks that the pinned area holds."""
+
+
+class GPMOptions(BaseOptions):
+    """Knobs of GPM; the paper has none."""
+
+    copy_threads: int = Field(default=4, ge=1, le=64)
+    """CPU threads that store into the mapping, and that sum what a device stored."""
+    chunk_bytes: int = Field(default=4 * MIB, ge=4096, multiple_of=4096, le=256 * MIB)
+    """Unit of checksums, and of copies through the pinned area, which holds 16 of them."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """Two areas."""
+        return 2 * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """Nothing that grows with the state; the pinned area, where a CUDA device needs one, is 16 chunks."""
+        del state_bytes
+        return 0
+
+
+class GPM(Checkpointer):
+    """Stores into mapped storage while training stands still, in two areas that alternate."""
+
+    name: ClassVar[str] = "gpm"
+    Options: ClassVar[type[BaseOptions]] = GPMOptions
+
+    def __init__(self, directory: Path | str, options: GPMOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, GPMOptions)
+        self.knobs = self.options
+        self._store: AreaStore | None = None
+        self._restored: SlotInfo | None = None
+        self._capacity = 0
+        self._registrar = Registrar()
+        self._pinned: PinnedMemory | None = None
+        self._how: str | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        from lastgood.storage.areas import AreaStore
+
+        flat = self._flat()
+        self._store = AreaStore(
+            self.directory,
+            chunk_bytes=self.knobs.chunk_bytes,
+            restored=self._restored,
+            readable_by=self.readable_by,
+        )
+        if all(optimizer.state for optimizer in optimizers_of(self.state)):
+            # Before an optimizer's first step the size is not known yet; then the first save makes the areas.
+            self._make_room(self._store, flat, len(flat.layout.to_json()))
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned = None
+        self._capacity = 0
+
+    def storage_facts(self) -> dict[str, Any]:
+        """How bytes reached the mapping: by stores of CPU threads, of a device, or through a pinned area, and why."""
+        return {
+            "direct_io": False,
+            "written_by": self._how,
+            "durability": "stores into a shared mapping, msync, commit record, msync",
+        }
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def _save(self, event: CheckpointEvent) -> None:
+        """Store the state and make it durable; training goes on when it is."""
+        if self._store is None:
+            raise CheckpointError(f"{self.directory}: not open; call start(state) first")
+        flat = self._flat()
+        meta = flat.layout.to_json()
+        for device in {block.device for block in flat.blocks if block.is_cuda}:
+            torch.cuda.synchronize(device)  # training stops
+        self._make_room(self._store, flat, len(meta))
+        write = self._store.begin(event.step, flat.layout.stream_bytes + len(meta))
+        checksums = self._copy(write, flat, meta)
+        event.copied_s = time.perf_counter()
+        write.commit(flat.layout.stream_bytes, len(meta), flat.layout.digest(), checksums)
+        self._restored = None  # a newer one is the one that must stay, also in a later start()
+        event.bytes_written = write.bytes_written
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.DURABLE
+
+    def _make_room(self, store: AreaStore, flat: FlatState, meta_bytes: int) -> None:
+        """Areas for a state of this size; they grow only when the state has outgrown them."""
+        needed = flat.layout.stream_bytes + meta_bytes
+        capacity = self._capacity
+        if needed > capacity:
+            # Plain values change the length of the layout from save to save; a little room spares a second round.
+            capacity = needed + max(64 * 1024, meta_bytes // 4)
+        with told_if_slow(*room_for(self.directory, 2 * capacity)):
+            store.reserve(capacity)
+        self._capacity = capacity
+
+    def _copy(self, write: AreaWrite, flat: FlatState, meta: bytes) -> list[int]:
+        """Store the stream by the way that there is; returns the chunks' checksums."""
+        tail = bytearray(meta.ljust(write.padded_bytes - flat.layout.stream_bytes, b"\0"))
+        stream = stream_pieces(flat.layout, flat.blocks, torch.frombuffer(tail, dtype=torch.uint8))
+        place = (self.knobs.chunk_bytes, self.knobs.copy_threads)
+        device = next((block.device for block in flat.blocks if block.is_cuda), None)
+        if device is None:
+            self._how = "CPU stores into the mapping"
+            return store_from_host(write, stream, *place)
+        if self._registrar.register(write.mapped, device):
+            self._how = "device stores into the mapping"
+            return store_from_devices(write, stream, *place)
+        self._how = f"through a pinned area, because {self._registrar.refused}"
+        if self._pinned is None:
+            self._pinned = PinnedMemory(_PINNED_CHUNKS * self.knobs.chunk_bytes)
+        return copy_through_pinned(
+            write, stream, *place, DeviceStreams(flat.blocks), self._pinned.tensor, DEFAULT_TIMEOUT_S
+        )
+
+    def before_update(self) -> None:
+        """Nothing is ever under way here."""
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Nothing is ever under way here."""
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def _place_of(self, step: int) -> Path:
+        del step
+        return self.directory if self._restored is None else self._restored.path
+
+    def latest(self) -> int | None:
+        """Step of the newest area with a sound commit record."""
+        return self._recovery().latest(None)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
+        """Read the newest area whose checksums hold (or that of `step`) into `state`.
+
+        What was restored stays until a newer checkpoint is durable, also where the other area has a higher step.
+        Raises NoCheckpoint (nothing is there), CorruptCheckpoint (something is, and cannot be read), MismatchError.
+        """
+        info = self._recovery().restore(None, state, step)
+        if self._store is None:
+            self._restored = info
+        elif state is self._state:
+            self._store.protect(info)
+        return info.step
+
+    def _recovery(self) -> Recovery:
+        return Recovery(self.directory, _READ_THREADS, (0, 1))

@@ -1,0 +1,1 @@
+"""PCcheck: several checkpoints in flight, in slots of one file each."""

@@ -1,0 +1,191 @@
+"""PCcheck's checkpoints under way: each from the training's memory to its slot, and all of them together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import CheckpointEvent
+from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.copies.host import CopyFence, freeze
+from lastgood.checkpointers.copies.still_weights import StillBlocks
+from lastgood.state import FlatState
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotWrite
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["Flight", "Flights"]
+
+_SLICE_S = 0.2
+
+
+class Flights:
+    """What is under way, at most `most` at once. Safe to use from several threads."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._flights: dict[int, Flight] = {}
+        """By number of the save; guarded by `_landed`."""
+        self._landed = threading.Condition()
+
+    def wait_for_place(self, timeout_s: float, hopeless: Callable[[], str] | None = None) -> bool:
+        """Wait until fewer than `most` are under way, or until `hopeless` says why that would take too long."""
+        deadline = time.monotonic() + timeout_s
+        with self._landed:
+            while len(self._flights) >= self._most:
+                left = deadline - time.monotonic()
+                if left <= 0 or (hopeless is not None and hopeless()):
+                    return False
+                self._landed.wait(left if hopeless is None else min(left, _SLICE_S))
+            return True
+
+    def wait_for_none(self, timeout_s: float) -> list[int]:
+        """The steps that are still under way after `timeout_s`."""
+        with self._landed:
+            self._landed.wait_for(lambda: not self._flights, timeout_s)
+            return sorted(flight.event.step for flight in self._flights.values())
+
+    def wait_for_written(self, timeout_s: float) -> list[int]:
+        """The steps that are still being written here after `timeout_s`; others may wait for other ranks."""
+        deadline = time.monotonic() + timeout_s
+        flights = self.all()
+        return [
+            flight.event.step for flight in flights if not flight.written.wait(max(0.0, deadline - time.monotonic()))
+        ]
+
+    def add(self, number: int, flight: Flight) -> None:
+        """It begins."""
+        with self._landed:
+            self._flights[number] = flight
+
+    def remove(self, number: int) -> None:
+        """It has ended, or never began."""
+        with self._landed:
+            self._flights.pop(number, None)
+            self._landed.notify_all()
+
+    def all(self) -> list[Flight]:
+        """Those that are under way now."""
+        with self._landed:
+            return list(self._flights.values())
+
+    def sequence_of(self, step: int) -> int | None:
+        """Sequence of the newest one of `step`, if it is under way."""
+        return max((flight.sequence for flight in self.all() if flight.event.step == step), default=None)
+
+    def give_up(self, step: int) -> None:
+        """Make sure that no checkpoint of `step` commits any more."""
+        for flight in self.all():
+            if flight.event.step == step:
+                flight.give_up()
+
+
+class Flight:
+    """One checkpoint on its way from the training's memory to its slot."""
+
+    def __init__(
+        self,
+        event: CheckpointEvent,
+        slot: SlotWrite,
+        flat: FlatState,
+        meta: bytes,
+        pool_memory: torch.Tensor | None,
+        timeout_s: float,
+        still: StillBlocks,
+    ) -> None:
+        self.event = event
+        self.fence = CopyFence(f"PCcheck's checkpoint of step {event.step}", flat, still)
+        self.sequence = slot.sequence
+        self.written = threading.Event()
+        """Set once it is durable in this directory, or never will be."""
+        self._slot = slot
+        self._layout = flat.layout
+        self._blocks = freeze(flat, still)
+        self._timeout_s = timeout_s
+        self._meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+        self._pool_memory = pool_memory
+        # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
+        self._streams = DeviceStreams(self._blocks)
+        self._lander = None if pool_memory is None else Lander(slot, timeout_s)
+
+    def dismiss(self) -> None:
+        """This flight will never run: end what was started for it."""
+        if self._lander is not None:
+            self._lander.finish()
+
+    def give_up(self) -> None:
+        """Make sure that this checkpoint never commits, unless it has already."""
+        self._slot.abort()
+
+    def run(self) -> SlotInfo | None:
+        """Copy, write and commit; called in a thread of its own. Returns what is durable now, None if superseded."""
+        slot = self._slot
+        try:
+            try:
+                self._void()
+                self._copy()
+            finally:
+                self.fence.open()
+            slot.commit(
+                meta_offset=self._layout.stream_bytes,
+                meta_bytes=self._meta.numel(),
+                layout_digest=self._layout.digest(),
+                timeout_s=self._timeout_s,
+            )
+        except BaseException:
+            slot.abort()
+            raise
+        finally:
+            self.written.set()
+            self.event.phases += slot.phases
+        self.event.bytes_written = slot.bytes_written
+        return slot.info
+
+    def _void(self) -> None:
+        """Here and not in save(): a flush takes as long as the disk likes, and only before_update() ends its wait."""
+        try:
+            self._slot.void()
+        except BaseException:
+            self.dismiss()
+            raise
+
+    def _copy(self) -> None:
+        if self._pool_memory is not None and self._lander is not None:
+            copy_through_pool(
+                self._slot,
+                self._layout,
+                self._blocks,
+                self._meta,
+                self._pool_memory,
+                self._streams,
+                self.fence,
+                self._lander,
+                self._timeout_s,
+            )
+        else:
+            copied = 0
+            for group, numbers in enumerate(self.fence.check.groups):
+                self._copy_host(copied, numbers[-1] + 1)
+                copied = numbers[-1] + 1
+                self.fence.check.look(group)
+            self.fence.settle()
+            self.fence.open()
+            self.event.copied_s = time.perf_counter()
+            self._copy_host(copied, len(self._blocks))
+            self._slot.copy_host([(self._meta.data_ptr(), self._meta.numel())], self._timeout_s)
+        if self.event.copied_s is None:
+            self.event.copied_s = time.perf_counter()
+
+    def _copy_host(self, first: int, last: int) -> None:
+        """Copy blocks of host memory from number `first` up to `last`; they lie in the stream in this order."""
+        padding = padding_block()
+        ranges = host_ranges(self._blocks[first:last], self._layout.block_bytes[first:last], padding)
+        self._slot.copy_host(ranges, self._timeout_s)

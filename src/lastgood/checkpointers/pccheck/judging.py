@@ -1,0 +1,144 @@
+"""Judges the checkpoints of one job: by its user, and by its losses (the rule of `loss_watch`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood.checkpointers.pccheck.loss_watch import STAYS, Judgement, LossWatch
+from lastgood.errors import StorageError
+
+if TYPE_CHECKING:
+    from lastgood.checkpointers.agreement.job import JobOfRanks
+    from lastgood.checkpointers.pccheck.flight import Flights
+    from lastgood.storage import SlotInfo, SlotStore
+
+__all__ = ["DOUBTED_CHECKPOINTS", "DOUBTED_STEPS", "Judging"]
+
+_log = logging.getLogger("lastgood")
+
+DOUBTED_CHECKPOINTS = 8
+DOUBTED_STEPS = 2 * STAYS
+"""Spikes of the loss count no more once the newest good checkpoint is so many checkpoints, and so many steps, back."""
+
+
+class Judging:
+    """Verdicts on the checkpoints of `directory`, durable ones and those in `flights`.
+
+    Store and job come with each call, so that nothing here keeps a checkpointer that was dropped.
+    """
+
+    def __init__(self, directory: Path, spike: float | None, flights: Flights) -> None:
+        self._directory, self._flights = directory, flights
+        self._watch = LossWatch(spike)
+        self._fallen_back = 1
+        """Checkpoints newer than the newest good one, as they were told last."""
+
+    def observe(self, store: SlotStore, job: JobOfRanks | None, step: int, loss: Any) -> None:
+        """Take the loss of iteration `step`, and judge what it and those before it speak of."""
+        self.follow(store, job, self._watch.observe(step, loss))
+
+    def finish(self, store: SlotStore, job: JobOfRanks | None) -> None:
+        """Wait for losses that are still on their way from a device, and judge by them."""
+        self.follow(store, job, self._watch.finish())
+
+    def follow(self, store: SlotStore, job: JobOfRanks | None, found: Iterable[Judgement]) -> None:
+        """Judge the checkpoints that losses speak of."""
+        for one in found:
+            try:
+                if one.ok:
+                    self._take_back(store, job, one)
+                elif one.certain or not self._doubts_enough(store, one):
+                    self.judge(store, job, one.step, False, one.reason)
+            except StorageError as error:
+                # Training goes on; the verdict holds in memory, and is written with the next one.
+                _log.error("%s", error)
+
+    def judge(self, store: SlotStore, job: JobOfRanks | None, step: int, ok: bool, reason: str) -> bool:
+        """Judge the newest checkpoint of `step`; returns whether there is one. Raises StorageError."""
+        from lastgood.storage import Verdict
+
+        known = self._find(store, step)
+        if known is None:
+            return False
+        sequence, incarnation = known
+        try:
+            store.judge(sequence, Verdict(step, ok, reason))
+        finally:
+            if job is not None:
+                job.judge((incarnation, step), ok, reason)
+        if not ok:
+            _log.warning(
+                "%s: the checkpoint of step %d is judged bad: %s", self._directory, step, reason or "no reason"
+            )
+        self.tell_fall_back(store)
+        return True
+
+    def tell_fall_back(self, store: SlotStore) -> None:
+        """Say how far a restart would go back, again whenever that is twice as far."""
+        good, newer = _newest_good(store)
+        if newer == 0:
+            self._fallen_back = 1
+        elif newer >= 2 * self._fallen_back:
+            self._fallen_back = newer
+            _log.warning(
+                "%s: a restart would begin at %s: the %d checkpoints after it, up to step %d, are judged bad",
+                self._directory,
+                "nothing" if good is None else f"step {good.step}",
+                newer,
+                store.everywhere()[0].step,
+            )
+
+    def _find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
+        """Sequence and incarnation of the newest checkpoint of `step`, durable or in progress."""
+        in_flight = self._flights.sequence_of(step)
+        found = [] if in_flight is None else [(in_flight, store.incarnation)]
+        found += [(info.sequence, info.incarnation) for info in store.committed() if info.step == step]
+        return max(found, default=None)
+
+    def _take_back(self, store: SlotStore, job: JobOfRanks | None, judgement: Judgement) -> None:
+        """Take back what the loss said of a checkpoint; what anybody else said of it stands."""
+        known = self._find(store, judgement.step)
+        if known is None:
+            return
+        sequence, incarnation = known
+        try:
+            taken = store.take_back(sequence, judgement.reason)
+        finally:
+            if job is not None:
+                job.take_back((incarnation, judgement.step), judgement.reason)
+        if taken:
+            _log.warning(
+                "%s: the checkpoint of step %d is good again: losses have stayed at that level",
+                self._directory,
+                judgement.step,
+            )
+
+    def _doubts_enough(self, store: SlotStore, judgement: Judgement) -> bool:
+        """Whether spikes have spoken against so many checkpoints that they are no spikes. Says so."""
+        good, newer = _newest_good(store)
+        steps = judgement.step - (0 if good is None else good.step)
+        if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self._find(store, judgement.step) is None:
+            return False
+        _log.warning(
+            "%s: the checkpoint of step %d is not judged, though %s: the newest good one is %s, and spikes spoke "
+            "against the %d after it already",
+            self._directory,
+            judgement.step,
+            judgement.reason,
+            "none" if good is None else f"that of step {good.step}",
+            newer,
+        )
+        return True
+
+
+def _newest_good(store: SlotStore) -> tuple[SlotInfo | None, int]:
+    """The newest checkpoint that was not judged bad, and how many were begun after it."""
+    complete, book = store.everywhere(), store.book()
+    good = next((info for info in complete if not book.is_bad(info.sequence)), None)
+    if not complete:
+        return None, 0
+    oldest = complete[-1].sequence - 1 if good is None else good.sequence
+    return good, complete[0].sequence - oldest

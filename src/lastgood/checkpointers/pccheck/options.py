@@ -1,0 +1,113 @@
+"""Knobs of PCcheck. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from lastgood.checkpointers.agreement.address import check_control
+from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S
+from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.ranks.directories import Buffers
+from lastgood.checkpointers.ranks.replicated import Declared
+from lastgood.units import MIB
+
+__all__ = ["PCcheckOptions"]
+
+
+class PCcheckOptions(BaseOptions):
+    """Knobs of PCcheck; N, p and b are the paper's names."""
+
+    path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
+
+    max_in_flight: int = Field(default=2, ge=1, le=64)
+    """N: checkpoints under way at once."""
+    writer_threads: int = Field(default=2, ge=1, le=64)
+    """p: writer threads of each."""
+    chunk_bytes: int = Field(default=4 * MIB, ge=4096, multiple_of=4096, le=1 << 30)
+    """b: what one write takes."""
+    pool_bytes: int | None = Field(default=None, ge=2 * 4096)
+    """Host memory for copies on their way to storage; None for the size of one checkpoint."""
+    keep: int = Field(default=2, ge=1, le=64)
+    """K: whole checkpoints kept; 1 is the paper's setting."""
+    pressure: Literal["wait", "skip"] = "wait"
+    """What a save does when N are under way: wait for a place, as in the paper, or skip and be counted."""
+    medium: Literal["file", "pmem"] = "file"
+    """How slots are written: direct I/O, or stores into mapped persistent memory (a directory on a DAX file system)."""
+    writer_cpus: tuple[int, ...] = ()
+    """CPUs that writer threads stay on, in turn; none: wherever the kernel likes."""
+    rank: int = Field(default=0, ge=0)
+    """Whose part of a job of several ranks this is; where neither is given, torch.distributed says both."""
+    world_size: int = Field(default=1, ge=1)
+    """Ranks of the job; checkpoints of another number are refused. More than one agree on their checkpoints."""
+    control: str | None = None
+    """``HOST:PORT`` where rank 0 listens for the others; None: torch.distributed tells them of one; "off": ranks do not
+    agree, and each uses the directory itself."""
+    join_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """How long a rank waits at its beginning for all others."""
+    agreement_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """So long out of touch with a rank, checkpoints that wait for it fail; one silent for half of it is missing."""
+    resume_from: str | None = None
+    """Another job, of any number of ranks, that `attach` goes on from while this one has no checkpoint of its own."""
+    resume_buffers: Buffers = "equal"
+    """Buffers of modules, where their number of ranks changes: equal on all ranks, or else refused; or rank 0's."""
+    replicated: Declared = "none"
+    """What ranks hold alike, so that one of them writes it: nothing; what the placements of DTensors say; beside it
+    all plain parameters and optimizer tensors, as in data-parallel training (docs/resharding.md)."""
+    loss_spike: float | None = Field(default=8.0, gt=0)
+    """How many spreads above the median a loss given to step() is high (`loss_watch`); None: only NaN and infinity."""
+    archive_every: int | None = Field(default=None, ge=1)
+    """M: every M-th checkpoint is exported to `archive_dir` in the background, and stays there; None: none is."""
+    archive_dir: str | None = None
+    """Directory of the archive (safetensors files), of this job and rank alone."""
+    max_failed_restarts: int | None = Field(default=3, ge=1)
+    """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
+    exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
+    """How long an ending process waits for checkpoints under way before it gives them up."""
+
+    @field_validator("writer_cpus")
+    @classmethod
+    def _cpus_exist(cls, cpus: tuple[int, ...]) -> tuple[int, ...]:
+        allowed = os.sched_getaffinity(0)
+        if not allowed.issuperset(cpus):
+            raise ValueError(f"this process may use CPUs {sorted(allowed)}, not {sorted(set(cpus) - allowed)}")
+        return cpus
+
+    @field_validator("control")
+    @classmethod
+    def _control_is_an_address(cls, control: str | None) -> str | None:
+        return None if control is None else check_control(control)
+
+    @model_serializer(mode="wrap")
+    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Records of runs are named by a hash of their options: those from before these options keep their names."""
+        fields = type(self).model_fields
+        dumped: dict[str, Any] = handler(self)
+        later = ("control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated")
+        for name in later:
+            if dumped.get(name) == fields[name].default:
+                dumped.pop(name, None)
+        return dumped
+
+    @model_validator(mode="after")
+    def _archive_has_both(self) -> PCcheckOptions:
+        if (self.archive_every is None) != (self.archive_dir is None):
+            raise ValueError("archive_every and archive_dir go together")
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
+        return self
+
+    @property
+    def slots(self) -> int:
+        """Slot files: one for each checkpoint in flight, for each that is kept, and for one that is being archived."""
+        return self.max_in_flight + self.keep + (self.archive_every is not None)
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """All slots."""
+        return self.slots * state_bytes
+
+    def host_bytes(self, state_bytes: int) -> int:
+        """The pool."""
+        return state_bytes if self.pool_bytes is None else self.pool_bytes

@@ -1,0 +1,536 @@
+"""PCcheck (Strati et al., ASPLOS'25): several checkpoints in flight, each written by several threads, in chunks.
+
+A save takes a place (a slot), copies at once what training may change, and returns. A background thread moves the rest
+in chunks through a fixed pool of buffers to the slot's writer threads; the next weight update waits until the last byte
+has left the training's memory. When a checkpoint is whole it commits: the newest wins, a slower older one is marked
+superseded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lastgood._lazy import lazy_module
+from lastgood.checkpointers.agreement.address import world_of_torch
+from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
+from lastgood.checkpointers.attach.process_end import ends_by_error
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.copies.still_weights import StillWeights
+from lastgood.checkpointers.pccheck.flight import Flight, Flights
+from lastgood.checkpointers.pccheck.judging import Judging
+from lastgood.checkpointers.pccheck.options import PCcheckOptions
+from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.checkpointers.ranks.job import RankedJob
+from lastgood.checkpointers.recovery.recovery import Recovery
+from lastgood.checkpointers.slots.making_room import room_for
+from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
+from lastgood.locks import finishes_beside
+from lastgood.notices import told_if_slow
+from lastgood.state import FlatState
+from lastgood.state.optimizers import optimizers_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.checkpointers.agreement.job import JobOfRanks
+    from lastgood.checkpointers.export.archive import Archive
+    from lastgood.checkpointers.ranks.replicated import Division
+    from lastgood.storage import SlotInfo, SlotStore, SlotWrite
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["PCcheck", "PCcheckOptions"]
+
+_log = logging.getLogger("lastgood")
+
+READ_THREADS = 4
+"""Reads under way at once in a restore, at least."""
+_STORE_CLOSE_S = 60.0
+"""For a disk to let go of what was given up."""
+_LANDED_S = 10.0
+"""For a thread whose checkpoint is finished to end."""
+_SLICE_S = 0.2
+"""Between two looks at what a wait may be hopeless for."""
+
+
+class PCcheck(Checkpointer):
+    """Concurrent, chunked, durable checkpoints in a slot store."""
+
+    name: ClassVar[str] = "pccheck"
+    Options: ClassVar[type[BaseOptions]] = PCcheckOptions
+
+    def __init__(self, directory: Path | str, options: PCcheckOptions | None = None, **knobs: Any) -> None:
+        super().__init__(directory, options, **knobs)
+        assert isinstance(self.options, PCcheckOptions)
+        self.knobs = self.options
+        self._store: SlotStore | None = None
+        self._capacity = 0
+        self._pool_memory: PinnedMemory | None = None
+        self._flights = Flights(self.knobs.max_in_flight)
+        self._job: JobOfRanks | None = None
+        self._division: Division | None = None
+        self._saves = 0
+        self._judging = Judging(self.directory, self.knobs.loss_spike, self._flights)
+        self._how = ""
+        self._archive: Archive | None = None
+        self._began_at: SlotInfo | None = None
+        self._threads: list[threading.Thread] = []
+        self._still = StillWeights()
+
+    @classmethod
+    def tuned(
+        cls,
+        directory: Path | str,
+        config: Path | str | None = None,
+        *,
+        readable_by: ReadableBy | str = ReadableBy.OWNER,
+    ) -> PCcheck:
+        """With the interval and knobs that ``lastgood tune DIRECTORY`` chose (or those of another file of that kind).
+
+        Raises ConfigError, naming file and key.
+        """
+        from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, read_tuning
+
+        if config is None:
+            config = local_path(directory) / TUNING_FILE
+            with contextlib.suppress(OSError):  # `read_tuning` says that it is not there
+                check_regular(config, follow=True)
+        interval_steps, options = read_tuning(config)
+        return cls(directory, options, interval_steps=interval_steps, readable_by=readable_by)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _world(self) -> tuple[int, int]:
+        """(rank, number of ranks)."""
+        given = self.knobs.model_fields_set & {"rank", "world_size"}
+        return (self.knobs.rank, self.knobs.world_size) if given else world_of_torch()
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether checkpoints count only once all ranks have them."""
+        return self.knobs.control != "off" and self._world()[1] > 1
+
+    def _of_rank(self, directory: Path | str) -> Path:
+        """A rank's own part of a directory that the job was given."""
+        return rank_directory(directory, self._world()[0]) if self._agrees else Path(directory)
+
+    def _open(self) -> SlotStore:
+        if self._store is None:
+            if self._agrees:
+                self._begin_together(None, Wanted(restore=False))
+            else:
+                self._store = self._make_store(self._ranked().job_id())
+            self._open_archive()
+        return self._opened()
+
+    def _make_store(self, job_id: bytes | None) -> SlotStore:
+        from lastgood.storage import SlotStore
+
+        rank, world_size = self._world()
+        if self._agrees:
+            try:
+                make_directory(self.directory, self.readable_by.directory_mode)
+            except OSError as error:
+                raise storage_error(error, self.directory, "making the job's directory") from error
+        return SlotStore(
+            self._of_rank(self.directory),
+            slots=self.knobs.slots,
+            keep=self.knobs.keep,
+            chunk_bytes=self.knobs.chunk_bytes,
+            writer_threads=self.knobs.writer_threads,
+            pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
+            job_id=job_id,
+            rank=rank,
+            world_size=world_size,
+            agrees=self._agrees if world_size > 1 else None,
+            medium=self.knobs.medium,
+            writer_cpus=self.knobs.writer_cpus,
+            readable_by=self.readable_by,
+        )
+
+    def _open_archive(self) -> None:
+        from lastgood.checkpointers.export.archive import Archive
+
+        if self.knobs.archive_dir is not None and self.knobs.archive_every is not None and self._archive is None:
+            self._archive = Archive(self._of_rank(self.knobs.archive_dir), self.knobs.archive_every, self.readable_by)
+
+    def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
+        """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
+        from lastgood.checkpointers.agreement.job import JobOfRanks, Settings
+
+        if self._store is not None:
+            raise CheckpointError(
+                f"{self.directory}: ranks restore together, before they start; close() and attach() again on all ranks"
+            )
+        knobs = self.knobs
+        settings = Settings(*self._world(), knobs.control, knobs.join_timeout_s, knobs.agreement_timeout_s)
+        job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
+
+        def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
+            return self._recovery().read(store, info, {} if state is None else state)
+
+        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout())
+        self._job = job
+        return info
+
+    def _against_layout(self) -> str:
+        from lastgood.checkpointers.recovery.found_here import words_on_control, words_on_layout
+
+        own = self._of_rank(self.directory)
+        return words_on_layout(self.directory, *self._world(), parted=self._agrees) or words_on_control(
+            own, self._world()[1], agrees=self._agrees
+        )
+
+    def _refuse_layout(self) -> None:
+        if not self._agrees:  # else all ranks are told, and raise it together
+            super()._refuse_layout()
+
+    def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
+        limit = self.knobs.max_failed_restarts
+        if self._agrees:
+            wanted = Wanted(step=step, max_failed_restarts=limit)
+            if step is not None and self._ranked().goes_on_from_another(None):
+                wanted = Wanted(restore=False)  # it is a step of the other job
+            self._began_at = self._begin_together(state, wanted)
+            self._open_archive()
+            if self._began_at is None and self.knobs.resume_from is None:
+                raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
+            elsewhere = self._began_at is None
+        else:
+            elsewhere = self._ranked().goes_on_from_another(self._open())
+        if elsewhere:
+            self._ranked().restore(state, self._read_threads, step)
+        elif not self._agrees:
+            self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
+
+    def _rank(self) -> int:
+        return self._world()[0]
+
+    def _place_of(self, step: int) -> Path:
+        if self._began_at is not None:
+            return self._began_at.path
+        return self.directory if step == 0 or self.knobs.resume_from is None else Path(self.knobs.resume_from)
+
+    def _begun(self) -> None:
+        if self._began_at is not None and self._store is not None:
+            try:
+                self._store.count_restart(self._began_at)
+            except StorageError as error:
+                _log.warning("%s; this restart is not counted", error)
+
+    def _start(self) -> None:
+        self._open()
+        flat = self._flat(spread=True)
+        self._still = StillWeights()
+        self._still.find(flat)
+        if self.knobs.replicated != "none" and self._world()[1] > 1:
+            self._division = self._ranked().division(self.knobs.replicated, flat)
+        if all(optimizer.state for optimizer in optimizers_of(self.state)):
+            # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
+            # would all have to be written again; the first save makes them instead.
+            self._make_room(flat, len(flat.layout.to_json()))
+
+    def _close(self) -> None:
+        store = self._store
+        if store is None:
+            return
+        failed = ends_by_error(exiting=self._exiting)
+        try:
+            self.drain(self._close_s)
+            self._judging.finish(store, self._job)
+            if not failed:
+                store.forget_restarts()  # this life ended in order
+        except (StorageError, WaitTimeout) as error:
+            _log.warning("%s", error)
+        finally:
+            job, self._job = self._job, None
+            if job is not None:
+                job.close(self._close_s, "it ended by an error, or without close()" if failed else "")
+            self._close_archive()
+            self._store = None
+            self._capacity = 0
+            try:
+                store.close(min(_STORE_CLOSE_S, self._close_s))
+            finally:
+                self._release_pool()
+
+    def _close_archive(self) -> None:
+        archive, self._archive = self._archive, None
+        if archive is not None:
+            try:
+                archive.close(self._close_s)
+            except WaitTimeout as error:
+                _log.warning("%s", error)
+
+    def exit_drain_s(self) -> float:
+        """As the option of that name says."""
+        return self.knobs.exit_drain_s
+
+    def _drain_beside(self, timeout_s: float) -> None:
+        # Of several ranks, the others may be gone: what is committed here, a restart finds without them being asked.
+        steps = self._flights.wait_for_written(timeout_s)
+        if steps:
+            raise WaitTimeout(f"waited {timeout_s:.3g} s for the checkpoints of steps {steps} in {self.directory}")
+        if self._store is not None:
+            self._store.forget_restarts()  # this end was asked for
+
+    def _abandon(self) -> None:
+        for flight in self._flights.all():
+            flight.give_up()
+
+    def storage_facts(self) -> dict[str, Any]:
+        """How bytes reached the disk."""
+        direct = self._store.direct_io if self._store is not None and self.knobs.medium == "file" else None
+        return {
+            "direct_io": direct,
+            "written_by": self._how or None,
+            "durability": "data, flush, commit record, flush",
+        }
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def _save(self, event: CheckpointEvent) -> None:
+        """Take a place, copy at once what may change at once, and return."""
+        try:
+            against = None if self._job is None else self._job.admit(event.step)
+        except CheckpointError as error:
+            super()._fail(event, error)  # this call failed; the checkpoint of that step may go on
+            return
+        if against is not None:
+            self._end_as(event, against)
+            return
+        self._begin(event)
+
+    def _begin(self, event: CheckpointEvent) -> None:
+        store = self._opened()
+        flat = self._flat(spread=True)
+        if self._division is not None:
+            flat = self._division.apply(flat)
+        meta = flat.layout.to_json()
+        self._make_room(flat, len(meta))
+        stream_bytes = flat.layout.stream_bytes + len(meta)
+        slot = self._take_slot(store, event, stream_bytes)
+        if slot is None:
+            if self._job is not None:
+                self._job.refuse(event.step, Fate.SKIPPED, f"{self.knobs.max_in_flight} checkpoints were under way")
+            event.finished_s = time.perf_counter()
+            event.outcome = Outcome.SKIPPED
+            return
+        self._saves += 1
+        number = self._saves
+        self._how = slot.how
+        flight = None
+        try:
+            pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
+            flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s(), self._still.find(flat))
+            self._flights.add(number, flight)
+            # A daemon: an ending process waits for it for a bounded time, in `end`.
+            name = f"pccheck-step-{event.step}"
+            thread = threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True)
+            finishes_beside(thread)
+            thread.start()
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        except BaseException:
+            # No thread will ever finish this one.
+            self._flights.remove(number)
+            slot.abort()
+            if flight is not None:
+                flight.dismiss()
+            raise
+        if self._job is not None:
+            self._job.begun(event.step, flight.sequence)
+
+    def _take_slot(self, store: SlotStore, event: CheckpointEvent, stream_bytes: int) -> SlotWrite | None:
+        """A place among those under way, and a slot; None where the pressure rule says to skip.
+
+        Slots alone do not tell: one may be there for the archive. Raises WaitTimeout, and CheckpointError at once where
+        none can come free because the ranks have lost touch.
+        """
+        job = self._job
+        hopeless = None if job is None else job.trouble
+        if self.knobs.pressure == "skip":
+            return store.try_begin(event.step, stream_bytes, later=True) if self._flights.wait_for_place(0.0) else None
+        waits_s = time.perf_counter()
+        deadline = time.monotonic() + self._timeout_s()
+        place = self._flights.wait_for_place(self._timeout_s(), hopeless)
+        event.phases.append(("wait", waits_s, time.perf_counter()))
+        if not place:
+            if job is not None and (why := job.trouble()):
+                raise CheckpointError(f"{self.knobs.max_in_flight} checkpoints wait for other ranks already: {why}")
+            raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
+        if job is None:
+            return store.begin(event.step, stream_bytes, self._timeout_s(), later=True)
+        while True:
+            try:
+                return store.begin(event.step, stream_bytes, _SLICE_S, later=True)
+            except WaitTimeout as error:
+                why = job.trouble()
+                if why or time.monotonic() >= deadline:
+                    raise CheckpointError(f"{error}; {why or 'its checkpoints wait for other ranks'}") from error
+
+    def _timeout_s(self) -> float:
+        """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
+        return DEFAULT_TIMEOUT_S + self._capacity / 1e7
+
+    def _fly(self, number: int, flight: Flight) -> None:
+        event = flight.event
+        try:
+            self._land(event, flight.run())
+        except Exception as error:  # this thread has no caller: the event and the log carry the failure
+            job = self._job
+            against = None if job is None else job.decided_against(event.step)
+            if against is not None:
+                self._end_as(event, against)
+            else:
+                self._fail(event, error)
+        finally:
+            self._flights.remove(number)
+
+    def _land(self, event: CheckpointEvent, info: SlotInfo | None) -> None:
+        """It is durable here, or superseded if None; of several ranks, all must have it."""
+        job = self._job
+        if info is not None and job is not None:
+            asks_s = time.perf_counter()
+            decided = job.landed(info, self._timeout_s())
+            event.phases.append(("agree", asks_s, time.perf_counter()))
+            if decided.fate is not Fate.GLOBAL:
+                self._end_as(event, decided)
+                return
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
+        if info is not None and self._store is not None:
+            self._judging.tell_fall_back(self._store)
+            if self._archive is not None:
+                self._archive.offer(self._store, info)
+
+    def _end_as(self, event: CheckpointEvent, decided: Decided) -> None:
+        """End a checkpoint as the job decided."""
+        if decided.fate is Fate.FAILED:
+            super()._fail(event, CheckpointError(decided.why))
+            return
+        event.error = decided.why or None
+        event.finished_s = time.perf_counter()
+        event.outcome = Outcome.SKIPPED if decided.fate is Fate.SKIPPED else Outcome.SUPERSEDED
+
+    def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
+        super()._fail(event, error)
+        job = self._job
+        if job is not None:
+            job.refuse(event.step, Fate.FAILED, event.error or "")
+
+    def before_update(self) -> None:
+        """Wait until every checkpoint under way has left the training's memory."""
+        for flight in self._flights.all():
+            try:
+                self._wait_for(flight.fence, self._timeout_s())
+            except WaitTimeout as error:
+                # The training goes on and overwrites what was being copied: that checkpoint must never commit.
+                flight.give_up()
+                self._fail(flight.event, error)
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until nothing is under way."""
+        steps = self._flights.wait_for_none(timeout_s)
+        if steps:
+            raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
+        # They have landed, but a thread inside native code must not meet the interpreter's end.
+        deadline = time.monotonic() + min(_LANDED_S, timeout_s)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _make_room(self, flat: FlatState, meta_bytes: int) -> None:
+        """Slots and a pool for a state of this size; made again only when the state has outgrown them."""
+        from lastgood._native import ChunkPool
+
+        needed = flat.layout.stream_bytes + meta_bytes
+        on_device = any(block.is_cuda for block in flat.blocks)
+        if needed <= self._capacity and on_device == (self._pool_memory is not None):
+            return
+        self.drain()
+        store = self._opened()
+        # Plain values change the length of the layout from save to save; a little room spares a second round.
+        capacity = needed + max(64 * 1024, meta_bytes // 4)
+        with told_if_slow(*room_for(store.directory, self.knobs.slots * store.slot_file_bytes(capacity))):
+            store.reserve(capacity)
+        chunk = self.knobs.chunk_bytes
+        least = (self.knobs.writer_threads + 1) * chunk
+        chunks = -(-max(self.knobs.pool_bytes or capacity, least) // chunk)
+        self._release_pool()
+        if on_device:
+            self._pool_memory = PinnedMemory(chunks * chunk)
+            memory = self._pool_memory.tensor
+            store.pool = ChunkPool(memory.data_ptr(), chunks * chunk, chunk, memory)
+        else:
+            store.pool = ChunkPool(0, chunks * chunk, chunk)
+        self._capacity = capacity
+
+    def _release_pool(self) -> None:
+        if self._pool_memory is not None:
+            self._pool_memory.release()
+            self._pool_memory = None
+
+    def _opened(self) -> SlotStore:
+        if self._store is None:
+            raise CheckpointError(f"{self.directory}: not open; call start(state) first")
+        return self._store
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+
+    def verdict(self, step: int, ok: bool, reason: str = "") -> bool:
+        """Judge the checkpoint of `step`, durable or still under way; returns whether there is one.
+
+        `restore` passes a bad one over, and retention never drops the newest good one. A later verdict replaces an
+        earlier one. `reason` is kept on the disk with it. Needs `attach` or `start`. Raises StorageError.
+        """
+        return self._judging.judge(self._opened(), self._job, step, ok, reason)
+
+    def _observe_loss(self, step: int, loss: Any) -> None:
+        self._judging.observe(self._opened(), self._job, step, loss)
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """Step of the newest committed checkpoint (of all ranks, as far as this one knows) that was not judged bad."""
+        return self._recovery().latest(self._store, of_all_ranks=self._agrees)
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None, *, good_only: bool = True) -> int:
+        """Read the newest good checkpoint whose checksums hold (or that of `step`, whatever its verdict) into `state`.
+
+        With ``good_only=False`` verdicts do not count. Raises NoCheckpoint (nothing is there), NoGoodCheckpoint (all
+        are judged bad), CorruptCheckpoint (some are there, and none can be read), MismatchError.
+        """
+        self.drain()  # a copy under way reads what a restore overwrites
+        if self._agrees:
+            info = self._begin_together(state, Wanted(step=step, good_only=good_only))
+            if info is None and self.knobs.resume_from is None:
+                raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
+            if info is not None:
+                return info.step
+        if self._agrees or self._ranked().goes_on_from_another(self._store):
+            return self._ranked().restore(state, self._read_threads, step, good_only=good_only)
+        return self._recovery().restore(self._store, state, step, good_only=good_only).step
+
+    def _recovery(self) -> Recovery:
+        return Recovery(self._of_rank(self.directory), self._read_threads, self._world())
+
+    def _ranked(self) -> RankedJob:
+        knobs = self.knobs
+        return RankedJob(
+            self._of_rank(self.directory),
+            *self._world(),
+            knobs.resume_from,
+            knobs.resume_buffers,
+            self.readable_by,
+        )
+
+    @property
+    def _read_threads(self) -> int:
+        return max(READ_THREADS, self.knobs.writer_threads)

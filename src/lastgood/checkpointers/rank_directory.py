@@ -1,0 +1,32 @@
+"""The directories of a job's ranks, by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lastgood.files import storage_error
+
+__all__ = ["rank_directories", "rank_directory"]
+
+_NAME = re.compile(r"rank-(\d{5,7})")
+
+
+def rank_directory(job: Path | str, rank: int) -> Path:
+    """Where a rank keeps its checkpoints, in the directory of its job."""
+    return Path(job, f"rank-{rank:05d}")
+
+
+def rank_directories(job: Path | str) -> dict[int, Path]:
+    """The ranks' directories that are here, by rank; none where `job` is no directory of several ranks.
+
+    Raises StorageError where it cannot be read.
+    """
+    folder = Path(job)
+    try:
+        if not folder.is_dir():
+            return {}
+        found = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    except OSError as error:
+        raise storage_error(error, folder, "reading the directory") from error
+    return dict(sorted((int(match[1]), path) for match, path in found if match))

@@ -1,0 +1,206 @@
+"""What checkpoints lie in a folder, of whatever system and layout: a training must not begin anew beside them.
+
+A job of one rank keeps its checkpoints in its directory; several keep theirs in ``rank-NNNNN`` below it. Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood.checkpointers.directories.store import CheckpointDirectories
+from lastgood.checkpointers.rank_directory import rank_directories
+from lastgood.checkpointers.ranks.directories import job_of
+from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
+from lastgood.checkpointers.torch_files.files import TorchFiles
+from lastgood.errors import CheckpointError, MismatchError
+from lastgood.files import storage_error
+
+__all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
+
+_LIBRARIES = {".metadata": "dcp", ".snapshot_metadata": "torchsnapshot", "state.pt": "nvrx"}
+_MOST_STEPS = 4
+_ADVICE = (
+    "start it as before; or, to go on from them, give it a new directory and (PCcheck) this one as resume_from; or, to "
+    "begin anew, move them away"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Checkpoints of one kind in one folder."""
+
+    where: Path
+    what: str
+    """Of which systems, and in which files."""
+    steps: tuple[int, ...]
+    """As far as they can be read, newest first."""
+    world_size: int | None = None
+    """Ranks of the job that wrote them, where they say so."""
+
+    def __str__(self) -> str:
+        """For messages."""
+        if not self.steps:
+            return f"{self.where} holds {self.what}, none of which can be read"
+        more = " and so on" if len(self.steps) > _MOST_STEPS else ""
+        return f"{self.where} holds {self.what} of steps {', '.join(map(str, self.steps[:_MOST_STEPS]))}{more}"
+
+
+def found_in(directory: Path) -> list[Found]:
+    """The checkpoints that lie in a folder itself, also damaged ones and those of other format versions.
+
+    Raises StorageError where it cannot be read.
+    """
+    try:
+        slots = _slots(directory) if directory.is_dir() else None
+    except OSError as error:
+        raise storage_error(error, directory, "reading the directory") from error
+    return [*([] if slots is None else [slots]), *others_in(directory)]
+
+
+def others_in(directory: Path) -> list[Found]:
+    """As `found_in`, without what lies in slots."""
+    try:
+        if not directory.is_dir():
+            return []
+        found = []
+        files = TorchFiles(directory, 1).steps()
+        if files:
+            found.append(Found(directory, "files of sync or checkfreq (checkpoint-*.pt)", tuple(files)))
+        folders = CheckpointDirectories(directory, 1).found()
+        if folders:
+            kinds = {_library(path) for _, _, path in folders}
+            what = f"folders of {' and '.join(sorted(kinds))} (checkpoint-*-step-*/)"
+            found.append(Found(directory, what, tuple(step for _, step, _ in folders)))
+        in_shadows = _in_shadows(directory)
+        return found if in_shadows is None else [*found, in_shadows]
+    except OSError as error:
+        raise storage_error(error, directory, "reading the directory") from error
+
+
+def _library(checkpoint: Path) -> str:
+    return next((name for file, name in _LIBRARIES.items() if (checkpoint / file).exists()), "an unknown system")
+
+
+def _in_shadows(directory: Path) -> Found | None:
+    """What Checkmate's shadows keep, or kept: its job's directory says of one step that it was complete."""
+    what = f"the job of shadows of checkmate ({JOB_FILE})"
+    try:
+        noted = noted_job(directory)
+    except CheckpointError:
+        return Found(directory, what, ())
+    return None if noted is None or noted.promised is None else Found(directory, what, (noted.promised,))
+
+
+def _slots(directory: Path) -> Found | None:
+    """Slots that hold a checkpoint, or may have held one: not void ones, nor those of a write that never finished."""
+    from lastgood.storage.format import RecordKind
+    from lastgood.storage.reader import SlotState, SlotView
+
+    try:
+        statuses = SlotView(directory).statuses()
+    except MismatchError as error:
+        return Found(directory, f"slots (slot-*.lgs) that cannot be told apart ({error})", ())
+    held = [
+        status
+        for status in statuses
+        if status.state in (SlotState.WHOLE, SlotState.FOREIGN)
+        or (status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED))
+    ]
+    if not held:
+        return None
+    records = [status.record for status in held if status.record is not None]
+    whole = sorted((status.record for status in held if status.info and status.record), key=lambda one: -one.sequence)
+    sizes = {record.world_size for record in records}
+    return Found(
+        directory,
+        "slots of pccheck or gpm (slot-*.lgs)",
+        tuple(record.step for record in whole),
+        sizes.pop() if len(sizes) == 1 else None,
+    )
+
+
+def words_on_layout(directory: Path, rank: int, ranks: int, *, parted: bool) -> str:
+    """Why a training must not use `directory`: its other layout has checkpoints. "" where nothing is against it.
+
+    `parted`: the training's ranks keep their checkpoints in rank-NNNNN below `directory`; else it is the directory of
+    this rank itself. Raises StorageError.
+    """
+    job = directory if parted else job_of(directory)
+    if job is not None:
+        beside = found_in(job)
+        wrote = 1
+    else:
+        job = directory
+        theirs = {number: found_in(path) for number, path in rank_directories(directory).items()}
+        beside = [one for found in theirs.values() for one in found]
+        wrote = max([sum(1 for found in theirs.values() if found), *(one.world_size or 0 for one in beside)])
+    if not beside:
+        return ""
+    more = f", and there are more in {job}" if len(beside) > 1 else ""
+    layout = f"in {job} itself" if wrote == 1 else "that keep a directory each (rank-NNNNN)"
+    return (
+        f"{beside[0]}{more}, written by a job of {_number(wrote)} {layout}; this training is rank {rank} of "
+        f"{_number(ranks)}, and uses {_place(directory, parted, ranks)}. Was the number of ranks, or `control`, "
+        f"changed? {_ADVICE[0].upper()}{_ADVICE[1:]}"
+    )
+
+
+def words_on_control(directory: Path, ranks: int, *, agrees: bool) -> str:
+    """Why ranks that agree on their checkpoints, or do not, must not go on from those in `directory`; "" if nothing.
+
+    A restart of ranks that did not agree may have mixed steps; those of ranks that did count only if all have them.
+    Raises StorageError, MismatchError.
+    """
+    from lastgood.storage.reader import read_job, written_by_agreement
+
+    job = read_job(directory)
+    theirs = written_by_agreement(directory)
+    if (
+        job is None
+        or job.world_size != ranks
+        or ranks == 1
+        or theirs is None
+        or theirs == agrees
+        or not found_in(directory)
+    ):
+        return ""
+    did, do = ("agreed on them", 'do not (control="off")') if theirs else ('did not agree (control="off")', "do")
+    return (
+        f"{found_in(directory)[0]}, rank {job.rank} of a job of {_number(job.world_size)} whose ranks {did}, and those "
+        f"of this training {do}: `control` was changed; {_ADVICE}"
+    )
+
+
+def refuse_beside(directory: Path, system: str, ranks: int) -> None:
+    """Raise MismatchError if a training that found nothing to resume would begin anew beside checkpoints.
+
+    They are another system's, or those of other ranks, of which this one's were lost or never were.
+    """
+    job = job_of(directory)
+    folders = [directory, *(() if job is None else (path for path in rank_directories(job).values()))]
+    for folder in dict.fromkeys(folders):
+        found = found_in(folder)
+        if not found:
+            continue
+        if folder == directory:
+            raise MismatchError(
+                f"{found[0]}, which {system} cannot resume; this training would begin anew beside them. Use the system "
+                "that wrote them; or another directory; or, to begin anew here, move them away"
+            )
+        wrote = found[0].world_size or len(rank_directories(folder.parent))
+        raise MismatchError(
+            f"{directory} holds no checkpoint, and {found[0]}, written by a job of {_number(wrote)}; this training has "
+            f"{_number(ranks)}. If this rank is new, {_ADVICE}; if its checkpoints were lost, bring them back"
+        )
+
+
+def _number(ranks: int) -> str:
+    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _place(directory: Path, parted: bool, ranks: int) -> str:
+    if parted:
+        return f"a directory for each ({directory}/rank-NNNNN)"
+    return f"{directory} itself" if ranks == 1 else f'{directory} itself (control="off")'

@@ -1,0 +1,209 @@
+"""Reads a checkpoint into the memory that a training already has: no second copy of the state, no pages to fault in.
+
+A block of a checkpoint goes straight into the live block that holds the same tensors in the same places, where these
+are parameters, buffers, optimizer tensors or plain tensors. All others (an optimizer's moments in a fresh process) get
+fresh memory, which the optimizer then keeps. Blocks on a CUDA device come through two page-locked windows, so that the
+copy to the device runs beside the next read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from mmap import PAGESIZE
+from typing import TYPE_CHECKING, Any
+
+from lastgood._lazy import lazy_module
+from lastgood.addresses import address_in
+from lastgood.checkpointers.copies.chunks import host_ranges
+from lastgood.checkpointers.copies.device_streams import copy_bytes
+from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, read_timeout_s
+from lastgood.checkpointers.slots.live_tensors import LiveTensors, keeps_its_tensors, parameter_beside
+from lastgood.host_memory import fresh_memory
+from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflatten
+from lastgood.state.build import tensor_over
+from lastgood.state.layout import Node
+from lastgood.state.shards import Shard, wrap
+from lastgood.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from lastgood.storage import SlotInfo, SlotView
+else:
+    torch = lazy_module("torch")
+
+__all__ = ["InPlace"]
+
+_WINDOW_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor's place inside its block."""
+
+    name: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    shard: Shard | None
+
+
+class InPlace:
+    """One restore of one checkpoint into a live state. Make it (nothing is changed), then `read`, then `load`."""
+
+    def __init__(self, view: SlotView, info: SlotInfo, layout: Layout, live: LiveTensors) -> None:
+        self._view = view
+        self._info = info
+        self._layout = layout
+        self._state = state = live.state
+        self._where = f"{info.path}, step {info.step}"
+        self.targets, self.touches_live = _choose_targets(layout, live, self._where)
+        self._spread = [live.like(tensor) for tensor in named_tensors(layout, self._where) if tensor.shard is not None]
+        # Shapes, dtypes and names are known without the data: what does not fit is refused before anything changes.
+        tree = self._tree([_host_like(target) for target in self.targets])
+        check_tree(state, tree, self._where, stateful_paths(layout))
+
+    def read(self, threads: int) -> None:
+        """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture."""
+        layout = self._layout
+        if any(target.is_cuda for target in self.targets):
+            _read_through_windows(self._view, self._info, layout, self.targets, threads)
+            return
+        ranges = host_ranges(self.targets, layout.block_bytes, None)
+        self._view.read_into(self._info, ranges, threads, timeout_s=read_timeout_s(layout.stream_bytes))
+
+    def load(self) -> None:
+        """Give the tree to the state's objects."""
+        load_tree(self._state, self._tree(self.targets), self._where)
+
+    def _tree(self, blocks: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The checkpoint's tree over `blocks`; tensors that are spread over ranks as the live ones are."""
+        spread = iter(self._spread)
+
+        def leaf(node: Node) -> torch.Tensor | None:
+            if node[0] != "H":
+                return None
+            like = next(spread)
+            # Always over the targets: DTensor.from_local would move host memory to the mesh's devices.
+            local = tensor_over(self.targets, *node[1][1:])
+            return local if like is None else wrap(local, like)
+
+        return unflatten(self._layout, blocks, self._where, leaf)
+
+
+def _host_like(target: torch.Tensor) -> torch.Tensor:
+    """Host memory of the target's size that nothing is ever written to: it takes address space only."""
+    return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8, device="cpu")
+
+
+def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[torch.Tensor], bool]:
+    """For each block of the checkpoint the memory it is read into, and whether some of that is live."""
+    live, state = own.flat, own.state
+    ours = {name for name, part in state.items() if keeps_its_tensors(part)}
+    by_places = {
+        (places, layout_bytes): number
+        for number, (places, layout_bytes) in enumerate(
+            zip(
+                _places(list(own.named.values()), len(live.blocks), ours),
+                live.layout.block_bytes,
+                strict=True,
+            )
+        )
+        if places
+    }
+    tensors = named_tensors(layout, where)
+    by_block = defaultdict(list)
+    for tensor in tensors:
+        by_block[tensor.block].append(tensor)
+    targets, touches = [], False
+    for number, places in enumerate(_places(tensors, len(layout.block_bytes), ours)):
+        size = layout.block_bytes[number]
+        found = by_places.get((places, size))
+        if places and found is not None and _covered(by_block[number], size):
+            targets.append(live.blocks[found])
+            touches = True
+        else:
+            targets.append(_fresh(size, _device_of(places, state)))
+    return targets, touches
+
+
+def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[_Placed]]:
+    """What lies in each block; empty where something in it is another part's."""
+    found: dict[int, set[_Placed]] = defaultdict(set)
+    spoilt = set()
+    for tensor in tensors:
+        if tensor.part not in ours or tensor.is_array:
+            spoilt.add(tensor.block)
+        place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride, tensor.shard)
+        found[tensor.block].add(place)
+    return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
+
+
+def _covered(tensors: Sequence[NamedTensor], size: int) -> bool:
+    """Whether the tensors of a block hold each of its bytes: what lies between them is not the state's to overwrite."""
+    reached = 0
+    for tensor in sorted(tensors, key=lambda one: one.offset):
+        if tensor.offset > reached or tensor.nbytes != tensor.end - tensor.offset:
+            return False
+        reached = max(reached, tensor.end)
+    return reached == size
+
+
+def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.device:
+    """Where an optimizer will want tensors that it does not have yet: beside their parameter, if of its shape."""
+    devices = set()
+    for place in places:
+        part = place.name.partition(".")[0]
+        whole = place.shape if place.shard is None else place.shard.shape
+        parameter = parameter_beside(state.get(part), part, place.name, whole)
+        devices.add(torch.device("cpu") if parameter is None else parameter.device)
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def _fresh(size: int, device: torch.device) -> torch.Tensor:
+    """Memory for a block that the training does not have yet."""
+    return fresh_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _read_through_windows(
+    view: SlotView, info: SlotInfo, layout: Layout, targets: Sequence[torch.Tensor], threads: int
+) -> None:
+    chunk = info.record.chunk_bytes
+    # A window holds whole chunks, so that none is read twice, and no more than there is.
+    size = min(max(1, _WINDOW_BYTES // chunk) * chunk, -(-layout.stream_bytes // PAGESIZE) * PAGESIZE)
+    pinned = PinnedMemory(2 * size)
+    windows = pinned.tensor[:size], pinned.tensor[size : 2 * size]
+    streams = {target.device: torch.cuda.Stream(target.device) for target in targets if target.is_cuda}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))
+    offsets = layout.block_offsets()
+    block = 0
+    try:
+        for number, begin in enumerate(range(0, layout.stream_bytes, size)):
+            window, end = windows[number % 2], min(begin + size, layout.stream_bytes)
+            if number >= 2:
+                for stream in streams.values():  # the copies out of this window, two rounds ago
+                    stream.synchronize()
+            ranges = [(address_in(window, 0, end - begin), end - begin)]
+            view.read_into(info, ranges, threads, offset=begin, timeout_s=read_timeout_s(size))
+            while block < len(targets) and offsets[block] < end:
+                target, start = targets[block], offsets[block]
+                first, last = max(start, begin), min(start + target.numel(), end)
+                if last > first:
+                    source = window[first - begin : last - begin]
+                    if target.is_cuda:
+                        with torch.cuda.stream(streams[target.device]):
+                            target[first - start : last - start].copy_(source, non_blocking=True)
+                    else:
+                        copy_bytes(target[first - start : last - start], source)
+                if start + target.numel() > end:
+                    break
+                block += 1
+    finally:
+        for stream in streams.values():
+            stream.synchronize()
+        pinned.release()

@@ -1,0 +1,181 @@
+"""Which checkpoint of a slot directory to go on from, and how it is read back into a training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood.checkpointers.ranks.parts import parts_of
+from lastgood.checkpointers.ranks.reshard import FromRanks
+from lastgood.checkpointers.recovery.in_place import InPlace
+from lastgood.checkpointers.slots.contents import named_tensors, read_layout
+from lastgood.checkpointers.slots.live_tensors import LiveTensors
+from lastgood.errors import (
+    CorruptCheckpoint,
+    MismatchError,
+    NoCheckpoint,
+    NoGoodCheckpoint,
+    StorageError,
+    WaitTimeout,
+)
+
+if TYPE_CHECKING:
+    from lastgood.storage import SlotInfo, SlotStore, SlotView
+
+__all__ = ["Recovery"]
+
+_log = logging.getLogger("lastgood")
+
+
+class Recovery:
+    """Chooses among the checkpoints of one directory and reads one. Needs no lock; works beside an open store.
+
+    `world` is (rank, number of ranks) of the training that restores.
+    """
+
+    def __init__(self, directory: Path, threads: int, world: tuple[int, int]) -> None:
+        self.directory = directory
+        self._threads = threads
+        self._world = world
+
+    def latest(self, store: SlotStore | None, *, of_all_ranks: bool = False) -> int | None:
+        """Step of the newest whole checkpoint that was not judged bad (and is one of all ranks), or None."""
+        view = self._view(store)
+        if view is None:
+            return None
+        found = view.committed()
+        if of_all_ranks:
+            mark = None if store is not None else view.mark()
+            known = (-1, -1) if mark is None else (mark.incarnation, mark.step)
+            found = (
+                [info for info in found if (info.incarnation, info.step) <= known]
+                if store is None
+                else store.everywhere()
+            )
+        book = view.book()
+        return next((info.step for info in found if not book.is_bad(info.sequence)), None)
+
+    def read(self, store: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Read one checkpoint of this directory; what is returned loads it into `state`.
+
+        Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors may then hold parts of it. MismatchError.
+        """
+        self._check_world(info)
+        with store.hold(info):
+            reading = self._reading(store, info, state)
+            reading.read(self._threads)
+        return reading.load
+
+    def restore(
+        self,
+        store: SlotView | None,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        good_only: bool = True,
+        max_failed_restarts: int | None = None,
+    ) -> SlotInfo:
+        """Read the newest checkpoint into `state` that is good, did not fail too often, and whose checksums hold.
+
+        With a `step`, only its checkpoints count, whatever was judged. What cannot be read is passed over with a
+        warning; live tensors may then hold parts of it, until an older one is read over them. Raises NoCheckpoint,
+        NoGoodCheckpoint, CorruptCheckpoint, MismatchError.
+        """
+        view = self._view(store)
+        if view is None:
+            raise NoCheckpoint(f"{self.directory}: there is no such directory")
+        known = view.committed()
+        book = view.book()
+        refused: list[str] = []
+        unread: list[str] = []
+        touched = False
+        for info in known:
+            if step is not None and info.step != step:
+                continue
+            if step is None and good_only and book.is_bad(info.sequence):
+                refused.append(f"step {info.step} is judged bad ({book.verdicts[info.sequence].reason or 'no reason'})")
+                continue
+            failed = book.failed_restarts(info.sequence, info.step)
+            if step is None and max_failed_restarts is not None and failed >= max_failed_restarts:
+                refused.append(f"{failed} restarts from step {info.step} failed")
+                _log.warning("%s: %s; taking the checkpoint before it", self.directory, refused[-1])
+                continue
+            self._check_world(info)
+            try:
+                with view.hold(info):
+                    reading = self._reading(view, info, state)
+                    touched |= reading.touches_live
+                    reading.read(self._threads)
+            except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
+                _log.warning("%s; trying the checkpoint before it", error)
+                unread.append(str(error))
+                continue
+            reading.load()
+            return info
+        if unread:
+            mixed = "; the state in memory holds parts of it now, make it anew" if touched else ""
+            why = "; ".join([*unread, *refused])
+            raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {why}{mixed}")
+        if refused:
+            raise NoGoodCheckpoint(
+                f"{self.directory}: {'; '.join(refused)}; name a step, restore with good_only=False, or move the "
+                "directory away to begin anew"
+            )
+        if step is None:
+            self._refuse_damage(view)
+        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {[info.step for info in known] or 'none'}")
+
+    def _view(self, store: SlotView | None) -> SlotView | None:
+        from lastgood.storage import SlotStore
+
+        if store is not None:
+            return store
+        return SlotStore.peek(self.directory) if self.directory.is_dir() else None
+
+    def _reading(self, view: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> InPlace | FromRanks:
+        """Straight from this rank's own part, where that is all that it wants; else from the parts of all ranks."""
+        layout = read_layout(view, info)
+        tensors = named_tensors(layout, f"{info.path}: step {info.step}")
+        live = LiveTensors(state, {tensor.part for tensor in tensors if tensor.shard is not None})
+        if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
+            return InPlace(view, info, layout, live)
+        return FromRanks(parts_of(self.directory, info), state, self._world)
+
+    def _check_world(self, info: SlotInfo) -> None:
+        found = (info.record.rank, info.record.world_size)
+        if found != self._world:
+            raise MismatchError(
+                f"{info.path}: the checkpoint of step {info.step} is that of rank {found[0]} of {found[1]}, and this "
+                f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it, or "
+                "give a new directory and this job as resume_from"
+            )
+
+    def _refuse_damage(self, view: SlotView) -> None:
+        """Where nothing is whole, but something was: a training must not begin anew without a word."""
+        from lastgood.storage import SlotState
+        from lastgood.storage.format import RecordKind
+
+        damaged = [
+            f"{status.path.name}: {status.detail or 'found corrupt before'}"
+            for status in view.statuses()
+            # What an open store found corrupt still has a sound record, and is not among the committed.
+            if status.state is SlotState.WHOLE
+            or (
+                status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
+            )
+        ]
+        if damaged:
+            raise CorruptCheckpoint(
+                f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
+                "a copy back, or move the directory away to begin anew"
+            )
+        book = view.book()
+        if book.restarts or book.reached >= 0:
+            raise CorruptCheckpoint(
+                f"{self.directory}: no slot holds a checkpoint, and training has gone on from one here (of step "
+                f"{max(book.reached, *(one.step for one in book.restarts.values()), 0)} at most): they were emptied or "
+                "removed; bring a copy back, or move the directory away to begin anew"
+            )

@@ -1,0 +1,1 @@
+"""What the slots of a directory hold: layouts, trees, and tensors by name."""

@@ -1,0 +1,1 @@
+"""Checkpoint libraries of others behind the same protocol."""

@@ -1,0 +1,67 @@
+"""torchsnapshot (pytorch/torchsnapshot, from PyPI) as a system: an optional third party.
+
+``Snapshot.async_take`` copies the state before it returns and writes in a thread of its own. The library flushes
+nothing, writes its metadata last, and has no checksums; flushes, the manifest and the rename are Lastgood's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lastgood.checkpointers.base import CheckpointEvent
+from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
+from lastgood.checkpointers.directories.store import seal_files
+from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
+from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
+from lastgood.errors import StorageError
+from lastgood.state.compare import Keys
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TorchSnapshot"]
+
+_KEY = "state"
+
+
+class TorchSnapshot(DirectorySystem):
+    """torchsnapshot's async_take, one at a time, made durable."""
+
+    name: ClassVar[str] = "torchsnapshot"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """The package may be missing."""
+        if importlib.util.find_spec("torchsnapshot") is None:
+            return "the package torchsnapshot is not installed; pip install torchsnapshot"
+        return None
+
+    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any]:
+        from torchsnapshot import Snapshot, StateDict
+
+        synchronize(tensors)
+        pending = Snapshot.async_take(path=str(temporary), app_state={_KEY: StateDict(**tensors)})
+        return in_thread(pending.wait, f"torchsnapshot-wait-{event.step}")
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, RuntimeError):  # the traceback of its thread as a text; its last line says what happened
+            return StorageError(f"{self.directory}: torchsnapshot failed: {str(error).strip().splitlines()[-1]}")
+        return error
+
+    def _seal(self, temporary: Path, step: int) -> None:
+        seal_files(temporary, step)
+
+    def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
+        stored = StoredSnapshot(checkpoint, nbytes, _KEY)
+        return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
+
+    def storage_facts(self) -> dict[str, Any]:
+        """The library flushes nothing; it is done behind it."""
+        return {
+            "direct_io": False,
+            "durability": "torchsnapshot's files; then fsync of each by Lastgood, manifest, fsync, rename, fsync",
+            "checksums": "CRC32C of each file, read back when it is written",
+        }

@@ -1,0 +1,1 @@
+"""Starts the ranks of a job, and ends them when one of them fails."""

@@ -1,0 +1,309 @@
+"""The kernel's side of a testbed: network namespaces, links, and the processes inside them.
+
+A bridge in a namespace of its own joins one link for each node and one for the machine itself::
+
+    machine  lgtb-NAME ── host ┐
+    vm1      eth0 ───────── vm1 ├ br0      in namespace lgtb-NAME-br
+    vm2      eth0 ───────── vm2 ┘
+
+A process belongs to a node if its network namespace is the node's: that is how processes are found, never by a name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lastgood.cluster.testbed.state import PREFIX, BedState
+from lastgood.errors import ConfigError, HostError
+from lastgood.text import parse_json
+
+__all__ = [
+    "add_bridge",
+    "add_node_link",
+    "has_bridge",
+    "in_a_testbed",
+    "is_stopped",
+    "kill_processes",
+    "link_is_up",
+    "missing_programs",
+    "namespace_of",
+    "namespaces",
+    "namespaces_allowed",
+    "processes_in",
+    "program",
+    "remove_host_link",
+    "remove_namespace",
+    "remove_node_link",
+    "routed_networks",
+    "run_program",
+    "set_link",
+    "signal_processes",
+]
+
+_NETNS = Path("/run/netns")
+_PROGRAM_S = 30.0
+_MOST_BYTES = 64 << 20
+"""Of what `ip` lists."""
+_END_S = 15.0
+_SEARCH_PATH = os.pathsep.join(filter(None, (os.environ.get("PATH"), "/usr/sbin", "/sbin")))
+_PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "nsenter": "util-linux",
+    "setsid": "util-linux",
+    "unshare": "util-linux",
+    "mount": "mount",
+    "bash": "bash",
+}
+_KERNEL_HINT = (
+    "the kernel must have network namespaces, veth, bridge and tbf; a container needs CAP_SYS_ADMIN and CAP_NET_ADMIN"
+)
+_BRIDGE = "br0"
+_HOST_PORT = "host"
+
+
+# -- programs ------------------------------------------------------------------------------------------------------
+
+
+def missing_programs() -> dict[str, str]:
+    """Programs that a testbed needs and this machine lacks, with their Debian packages."""
+    return {name: package for name, package in _PACKAGES.items() if shutil.which(name, path=_SEARCH_PATH) is None}
+
+
+def program(name: str) -> str:
+    """The path of a program. Raises ConfigError, naming its Debian package, where it is missing."""
+    path = shutil.which(name, path=_SEARCH_PATH)
+    if path is None:
+        raise ConfigError(f"there is no {name} on this machine (Debian, Ubuntu: apt-get install {_PACKAGES[name]})")
+    return path
+
+
+def run_program(name: str, *arguments: str, lines: Iterable[str] = ()) -> str:
+    """Run a program with `lines` on its standard input and return its output. Raises HostError where it fails."""
+    command = " ".join([name, *arguments])[:200]
+    try:
+        done = subprocess.run(
+            [program(name), *arguments],
+            input="".join(f"{line}\n" for line in lines),
+            capture_output=True,
+            text=True,
+            timeout=_PROGRAM_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HostError(f"this machine: `{command}` did not end within {_PROGRAM_S:g} s; see its kernel log") from error
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}"
+        hint = _KERNEL_HINT if name in ("ip", "tc") else "see its own words"
+        raise HostError(f"this machine: `{command}` failed: {said}; {hint}")
+    return done.stdout
+
+
+# -- namespaces and links ------------------------------------------------------------------------------------------
+
+
+def namespace_of(bed: str, node: str) -> str:
+    """The name of the network namespace of a node, or of the bridge (``br``)."""
+    return f"{PREFIX}{bed}-{node}"
+
+
+def namespaces(bed: str) -> list[str]:
+    """The network namespaces of a testbed that exist, whole or half made."""
+    try:
+        return sorted(path.name for path in _NETNS.iterdir() if path.name.startswith(f"{PREFIX}{bed}-"))
+    except FileNotFoundError:
+        return []
+
+
+def namespaces_allowed() -> bool:
+    """Whether this process may make all the namespaces that a node consists of."""
+    command = [program("unshare"), "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "true"]
+    return subprocess.run(command, capture_output=True, timeout=_PROGRAM_S, check=False).returncode == 0
+
+
+def in_a_testbed() -> bool:
+    """Whether this process is inside a node of some testbed."""
+    own = _identity(Path("/proc/self/ns/net"))
+    try:
+        paths = [path for path in _NETNS.iterdir() if path.name.startswith(PREFIX)]
+    except FileNotFoundError:
+        return False
+    return any(_identity(path) == own for path in paths)
+
+
+def routed_networks() -> list[str]:
+    """Destinations of all IPv4 routes of this machine, its own addresses included."""
+    routes = _listed("ip", "-json", "-4", "route", "show", "table", "all")
+    return [str(route["dst"]) for route in routes if "dst" in route]
+
+
+def _listed(*command: str) -> list[Any]:
+    """What a command of `ip -json` lists."""
+    text = run_program(*command) or "[]"
+    found = parse_json(text, " ".join(command), most_bytes=_MOST_BYTES, error=HostError)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise HostError(f"{' '.join(command)}: lists something else than objects")
+    return found
+
+
+def add_bridge(state: BedState) -> None:
+    """Make the bridge's namespace, and the link between it and the machine."""
+    bridge_space, link = namespace_of(state.name, "br"), _host_link(state.name)
+    run_program("ip", "netns", "add", bridge_space)
+    # Without spanning tree, and so without its half minute of silence on each new port.
+    _ip(
+        bridge_space,
+        f"link add {_BRIDGE} type bridge stp_state 0 forward_delay 0",
+        f"link set {_BRIDGE} up",
+        "link set lo up",
+    )
+    run_program("ip", "link", "add", link, "type", "veth", "peer", "name", _HOST_PORT, "netns", bridge_space)
+    _ip(bridge_space, f"link set {_HOST_PORT} master {_BRIDGE} up")
+    run_program("ip", "address", "add", f"{state.host_address}/{state.subnet.prefixlen}", "dev", link)
+    run_program("ip", "link", "set", link, "up")
+
+
+def has_bridge(bed: str) -> bool:
+    """Whether the bridge's namespace and the machine's link to it are there."""
+    return namespace_of(bed, "br") in namespaces(bed) and Path("/sys/class/net", _host_link(bed)).exists()
+
+
+def add_node_link(state: BedState, node: str) -> None:
+    """Make a node's namespace with its eth0, joined to the bridge, and limit both ends to the testbed's rate."""
+    space, bridge_space = namespace_of(state.name, node), namespace_of(state.name, "br")
+    run_program("ip", "netns", "add", space)
+    _ip(
+        space,
+        f"link add eth0 address {_hardware_address(node)} type veth peer name {node} netns {bridge_space}",
+        f"address add {state.address(node)}/{state.subnet.prefixlen} dev eth0",
+        "link set lo up",
+        "link set eth0 up",
+    )
+    _ip(bridge_space, f"link set {node} master {_BRIDGE} up")
+    if state.rate_bits_per_s is not None:
+        for where, device in ((space, "eth0"), (bridge_space, node)):
+            _limit(where, device, state.rate_bits_per_s)
+
+
+def set_link(bed: str, node: str, *, up: bool) -> None:
+    """Put a node's link up, or down: then nothing passes, either way."""
+    _ip(namespace_of(bed, "br"), f"link set {node} {'up' if up else 'down'}")
+
+
+def link_is_up(bed: str, node: str) -> bool:
+    """Whether a node's link is up."""
+    (link,) = _listed("ip", "-n", namespace_of(bed, "br"), "-json", "link", "show", "dev", node)
+    return "UP" in link["flags"]
+
+
+def remove_node_link(bed: str, node: str) -> None:
+    """Remove a node's link. Its namespace alone would not do: sockets that the kernel still closes keep it alive."""
+    bridge_space = namespace_of(bed, "br")
+    links = _listed("ip", "-n", bridge_space, "-json", "link", "show")
+    if any(link["ifname"] == node for link in links):
+        _ip(bridge_space, f"link del {node}")
+
+
+def remove_host_link(bed: str) -> None:
+    """Remove the machine's own link to the testbed, with its address and route."""
+    link = _host_link(bed)
+    if Path("/sys/class/net", link).exists():
+        run_program("ip", "link", "del", link)
+
+
+def remove_namespace(name: str) -> None:
+    """Remove a network namespace, or what is left of one. There must be no process in it."""
+    if (_NETNS / name).exists():
+        run_program("ip", "netns", "del", name)
+
+
+def _host_link(bed: str) -> str:
+    return f"{PREFIX}{bed}"
+
+
+def _hardware_address(node: str) -> str:
+    # The same after a restart, as a machine keeps its card: peers still know the old one for up to a minute.
+    return "02:4c:47:00:00:" + f"{int(node.removeprefix('vm')):02x}"
+
+
+def _ip(space: str, *commands: str) -> None:
+    run_program("ip", "-n", space, "-batch", "-", lines=commands)
+
+
+def _limit(space: str, device: str, bits_per_s: int) -> None:
+    # tbf cannot send more in one go than its bucket holds: large segments need 64 KiB, and each tick of the kernel's
+    # clock (4 ms at worst) its share of the rate.
+    burst = max(128 << 10, bits_per_s // 8 // 250)
+    bucket = ["rate", f"{bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
+    run_program("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def processes_in(space: str) -> list[int]:
+    """Process ids, as this machine numbers them, of all processes in a network namespace."""
+    wanted = _identity(_NETNS / space)
+    if wanted is None:
+        return []
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if _identity(Path(f"/proc/{pid}/ns/net")) == wanted]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; one that has ended counts as stopped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return text.rpartition(")")[2].split()[0] in "TtZX"
+
+
+def signal_processes(space: str, number: signal.Signals) -> list[int]:
+    """Send a signal to all processes of a namespace; returns those that were there."""
+    wanted = _identity(_NETNS / space)
+    pids = processes_in(space)
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            # Looked at again, now that the number cannot pass to another process any more.
+            if _identity(Path(f"/proc/{pid}/ns/net")) == wanted:
+                signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(descriptor)
+    return pids
+
+
+def kill_processes(space: str) -> None:
+    """End all processes of a namespace at once, and wait until they are gone. Raises HostError where one stays."""
+    deadline = time.monotonic() + _END_S
+    while left := signal_processes(space, signal.SIGKILL):
+        if time.monotonic() > deadline:
+            raise HostError(
+                f"{space}: processes {left[:10]} did not end within {_END_S:g} s after SIGKILL; see what they wait "
+                f"for in /proc/PID/stack, then try again"
+            )
+        time.sleep(0.02)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # it has ended, or is nearly gone
+        return None
+    return status.st_dev, status.st_ino

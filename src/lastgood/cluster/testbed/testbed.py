@@ -1,0 +1,404 @@
+"""A cluster inside one machine: nodes with address, name and ssh server, which can be cut off, stopped and lost.
+
+Each node is a set of namespaces on a bridge (testbed_net.py has the picture). Kernel, clock, processors, disk and
+memory are the machine's, so a testbed is for faults and for what goes over the network, not for the speed of computing.
+Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from lastgood.cluster.hostfile import MAX_SLOTS, Hostfile, read_hostfile
+from lastgood.cluster.ssh.remote import Remote, SshOptions
+from lastgood.cluster.testbed import net
+from lastgood.cluster.testbed.node import start_node, wait_for_node, write_material
+from lastgood.cluster.testbed.state import (
+    MAX_NODES,
+    BedState,
+    beds_lock,
+    check_bed_name,
+    choose_subnet,
+    forget,
+    load_state,
+    parse_rate,
+    prepare_folder,
+    save_state,
+    state_folder,
+)
+from lastgood.errors import ConfigError, HostError
+
+__all__ = ["NodeStatus", "Testbed", "why_no_testbed"]
+
+NodeState = Literal["up", "cut", "paused", "cut and paused", "killed"]
+
+_LOCK_S = 180.0
+_PAUSE_S = 15.0
+_ROUNDS = 3
+"""Of removing: a program that a killed `up` had started may make one thing more."""
+_GUARD_END_S = 60.0
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node now: `processes` counts all that run in it, its first process included."""
+
+    name: str
+    address: str
+    state: NodeState
+    processes: int
+
+
+def why_no_testbed() -> str | None:
+    """Why there can be no testbed on this machine, as far as can be seen without making one; None if there can."""
+    if sys.platform != "linux":
+        return f"this is {sys.platform}; a testbed is made of Linux's namespaces"
+    if os.geteuid() != 0:
+        return (
+            "a testbed needs root (it makes network namespaces); use sudo, or a container or VM in which you are root"
+        )
+    missing = net.missing_programs()
+    if missing:
+        packages = " ".join(sorted(set(missing.values())))
+        return f"there is no {', '.join(missing)} on this machine (Debian, Ubuntu: apt-get install {packages})"
+    if not net.namespaces_allowed():
+        return "even root may not make namespaces here; a container needs CAP_SYS_ADMIN and CAP_NET_ADMIN"
+    if net.in_a_testbed():
+        return "this is a node of a testbed; use the machine itself"
+    return None
+
+
+class Testbed:
+    """A testbed that is up. As a context it is taken down at the end, whatever happens.
+
+    Every method that changes something may raise HostError (a program of the machine failed, a node does not do what it
+    should) and LockHeld (another change to this machine's testbeds takes longer than three minutes).
+    """
+
+    __test__ = False  # for pytest, to which it looks like a class of tests
+
+    def __init__(self, folder: Path, state: BedState, guard: subprocess.Popen[bytes] | None = None) -> None:
+        self.folder = folder
+        self._state = state
+        self._guard = guard
+
+    # -- making, finding, removing --
+
+    @classmethod
+    def up(
+        cls,
+        nodes: int = 2,
+        *,
+        name: str = "main",
+        rate: str | None = None,
+        slots: int = 1,
+        state: Path | None = None,
+        guarded: bool = False,
+    ) -> Testbed:
+        """Make a testbed of nodes vm1 to vmN, or make the one of this name whole again.
+
+        So killed, cut and paused nodes are up when this returns.
+        `rate` limits each node's link, as ``1gbit``, both ways. `state` is a new or empty folder for keys and
+        configuration (by default below /run). With `guarded`, a process of its own takes the testbed down when this
+        process ends, however it ends.
+        Raises ConfigError for wrong arguments, and where a testbed of this name has others.
+        """
+        check_bed_name(name)
+        if not 1 <= nodes <= MAX_NODES:
+            raise ConfigError(f"a testbed has 1 to {MAX_NODES} nodes, not {nodes}")
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ConfigError(f"a node has 1 to {MAX_SLOTS} slots, not {slots}")
+        rate_bits_per_s = None if rate is None else parse_rate(rate)
+        _require()
+        with _changing():
+            bed = _whole(cls, name, nodes, slots, rate_bits_per_s, state)
+            # Not before here: a testbed of other settings, which is refused, is none of the guard's business.
+            guard = _start_guard(name) if guarded else None
+            try:
+                if bed is None:
+                    bed = _build(cls, name, nodes, slots, rate_bits_per_s, state)
+            except BaseException:
+                _end_guard(guard)
+                raise
+        bed._guard = guard
+        return bed
+
+    @classmethod
+    def load(cls, name: str = "main") -> Testbed:
+        """The testbed of this name. Raises ConfigError if there is none, or none that is whole."""
+        check_bed_name(name)
+        _require()
+        found = load_state(name)
+        if found is None or not found[1].complete or not net.has_bridge(name):
+            left = "half a testbed" if state_folder(name) is not None else "no testbed"
+            raise ConfigError(f"there is {left} {name!r} on this machine; see `lastgood testbed up` and `down`")
+        return cls(*found)
+
+    @classmethod
+    def remove(cls, name: str = "main") -> bool:
+        """Remove a testbed, whole or half made, or do nothing if there is none. Returns whether there was something."""
+        check_bed_name(name)
+        _require()
+        with _changing():
+            return _remove(name)
+
+    def down(self) -> None:
+        """Kill all nodes and remove all that the testbed made."""
+        type(self).remove(self.name)
+        _end_guard(self._guard)
+        self._guard = None
+
+    def __enter__(self) -> Testbed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    # -- what it is --
+
+    @property
+    def name(self) -> str:
+        """Its name on this machine."""
+        return self._state.name
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """vm1 to vmN."""
+        return self._state.node_names
+
+    @property
+    def host_address(self) -> str:
+        """The machine's own address on the testbed's network: it reaches all nodes, and they reach it there."""
+        return self._state.host_address
+
+    @property
+    def ssh_config(self) -> Path:
+        """The ssh configuration that reaches all nodes, from the machine and from any node."""
+        return self.folder / "ssh_config"
+
+    @property
+    def hostfile(self) -> Hostfile:
+        """All nodes, with their slots."""
+        return read_hostfile(self.folder / "hostfile")
+
+    @property
+    def settings(self) -> BedState:
+        """What it was made with."""
+        return self._state
+
+    def address(self, node: str) -> str:
+        """A node's address."""
+        return self._state.address(self._checked(node))
+
+    def remote(self, connect_timeout_s: int = 10) -> Remote:
+        """Commands on the nodes, by ssh."""
+        return Remote(SshOptions(config=self.ssh_config, connect_timeout_s=connect_timeout_s))
+
+    def status(self) -> list[NodeStatus]:
+        """How each node is."""
+        return [self._status_of(node) for node in self.node_names]
+
+    # -- faults --
+
+    def cut(self, node: str) -> None:
+        """Drop all that a node sends and gets. Nothing tells its peers: connections go on waiting."""
+        with self._changing_running(node):
+            net.set_link(self.name, node, up=False)
+
+    def heal(self, node: str) -> None:
+        """Let a node's traffic pass again; connections that still wait go on."""
+        with self._changing_running(node):
+            net.set_link(self.name, node, up=True)
+
+    def pause(self, node: str) -> None:
+        """Stop all processes of a node (SIGSTOP). Its links stay up: connections are accepted, and not answered."""
+        with self._changing_running(node):
+            space, deadline = net.namespace_of(self.name, node), time.monotonic() + _PAUSE_S
+            # Again until none runs: a process may have made another one before it was stopped.
+            while any(not net.is_stopped(pid) for pid in net.signal_processes(space, signal.SIGSTOP)):
+                if time.monotonic() > deadline:
+                    raise HostError(
+                        f"{node}: some processes do not stop within {_PAUSE_S:g} s; resume it and try again"
+                    )
+                time.sleep(0.01)
+
+    def resume(self, node: str) -> None:
+        """Let all processes of a node go on (SIGCONT)."""
+        with self._changing_running(node):
+            net.signal_processes(net.namespace_of(self.name, node), signal.SIGCONT)
+
+    def kill(self, node: str) -> None:
+        """Lose a node at once, with its memory: all processes are killed, and its network is gone.
+
+        The link goes first, so that its peers hear nothing, no reset and no farewell, as when a machine loses its
+        power. Nothing happens to a node that is killed already.
+        """
+        with self._changing(node):
+            self._kill(node)
+
+    def restart(self, node: str) -> None:
+        """Bring a node up anew, with its old name, address and host key; what still runs in it is killed before."""
+        with self._changing(node):
+            self._restart(node)
+
+    # -- inside --
+
+    def _kill(self, node: str) -> None:
+        space = net.namespace_of(self.name, node)
+        if self._status_of(node).state != "killed":
+            net.set_link(self.name, node, up=False)
+        net.kill_processes(space)
+        net.remove_node_link(self.name, node)
+        net.remove_namespace(space)
+
+    def _restart(self, node: str) -> None:
+        self._kill(node)
+        net.add_node_link(self._state, node)
+        start_node(self.folder, self._state, node)
+        wait_for_node(self.folder, self._state, node)
+
+    def _status_of(self, node: str) -> NodeStatus:
+        pids = net.processes_in(net.namespace_of(self.name, node))
+        state: NodeState = "killed"
+        if pids:
+            cut, paused = not net.link_is_up(self.name, node), all(map(net.is_stopped, pids))
+            state = ("cut and paused" if paused else "cut") if cut else ("paused" if paused else "up")
+        return NodeStatus(node, self._state.address(node), state, len(pids))
+
+    def _make_whole(self) -> None:
+        for status in self.status():
+            if status.state == "killed":
+                self._restart(status.name)
+            elif status.state != "up":
+                net.set_link(self.name, status.name, up=True)
+                net.signal_processes(net.namespace_of(self.name, status.name), signal.SIGCONT)
+
+    def _checked(self, node: str) -> str:
+        if node not in self.node_names:
+            raise ConfigError(f"testbed {self.name} has no node {node!r}; its nodes are {', '.join(self.node_names)}")
+        return node
+
+    @contextmanager
+    def _changing(self, node: str) -> Iterator[None]:
+        self._checked(node)
+        with _changing():
+            if load_state(self.name) != (self.folder, self._state):
+                raise ConfigError(
+                    f"testbed {self.name} was taken down meanwhile, or made anew; `lastgood testbed status`"
+                )
+            yield
+
+    @contextmanager
+    def _changing_running(self, node: str) -> Iterator[None]:
+        with self._changing(node):
+            if self._status_of(node).state == "killed":
+                raise HostError(f"{node}: it was killed; `lastgood testbed restart {node}` brings it back")
+            yield
+
+
+def _require() -> None:
+    reason = why_no_testbed()
+    if reason is not None:
+        raise HostError(f"this machine: {reason}")
+
+
+@contextmanager
+def _changing() -> Iterator[None]:
+    lock = beds_lock()
+    lock.acquire(_LOCK_S)
+    with lock:
+        yield
+
+
+def _whole(
+    kind: type[Testbed], name: str, nodes: int, slots: int, rate_bits_per_s: int | None, folder: Path | None
+) -> Testbed | None:
+    """The testbed of these settings, if there is one, made whole. Raises ConfigError for one of other settings."""
+    found = load_state(name)
+    if found is None or not found[1].complete or not net.has_bridge(name):
+        return None
+    place, state = found
+    same = (state.nodes, state.slots, state.rate_bits_per_s) == (nodes, slots, rate_bits_per_s)
+    if not same or (folder is not None and folder.absolute() != place):
+        rate = "no limit" if state.rate_bits_per_s is None else f"{state.rate_bits_per_s / 1e6:g}mbit"
+        raise ConfigError(
+            f"testbed {name} is up with other settings: {state.nodes} nodes, {state.slots} slots, {rate}, state in "
+            f"{place}; give the same, another --name, or run `lastgood testbed down --name {name}` first"
+        )
+    bed = kind(place, state)
+    bed._make_whole()
+    return bed
+
+
+def _build(
+    kind: type[Testbed], name: str, nodes: int, slots: int, rate_bits_per_s: int | None, folder: Path | None
+) -> Testbed:
+    _remove(name)
+    subnet = choose_subnet(net.routed_networks())
+    state = BedState(name=name, nodes=nodes, slots=slots, rate_bits_per_s=rate_bits_per_s, subnet=subnet)
+    place = prepare_folder(name, folder)
+    try:
+        save_state(place, state)
+        write_material(place, state)
+        net.add_bridge(state)
+        for node in state.node_names:
+            net.add_node_link(state, node)
+            start_node(place, state, node)
+        for node in state.node_names:
+            wait_for_node(place, state, node)
+        state = state.model_copy(update={"complete": True})
+        save_state(place, state)
+    except BaseException:
+        _remove(name)
+        raise
+    return kind(place, state)
+
+
+def _remove(name: str) -> bool:
+    found = state_folder(name) is not None
+    for _ in range(_ROUNDS):
+        spaces = net.namespaces(name)
+        found = found or bool(spaces)
+        for space in spaces:
+            net.kill_processes(space)
+        net.remove_host_link(name)
+        for space in spaces:
+            net.remove_namespace(space)
+        if not net.namespaces(name):
+            break
+    forget(name)
+    return found
+
+
+def _start_guard(name: str) -> subprocess.Popen[bytes]:
+    """A process that takes the testbed down at the end of its input, unless it is told that this was done."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lastgood.cluster.testbed.guard", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _end_guard(guard: subprocess.Popen[bytes] | None) -> None:
+    """Tell a guard that the testbed is gone."""
+    if guard is None:
+        return
+    try:
+        guard.communicate(b"done\n", timeout=_GUARD_END_S)
+    except subprocess.TimeoutExpired:
+        # It has nothing to do any more, so nothing is lost with it.
+        guard.kill()
+        guard.wait(_GUARD_END_S)

@@ -1,0 +1,1 @@
+"""What this machine's disk, memory and network can do: the ceilings that bounds are made of."""

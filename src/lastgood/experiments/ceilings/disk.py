@@ -1,0 +1,293 @@
+"""The disk's part of the ceilings: write and read rates over jobs and block sizes, and the price of one flush."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lastgood.errors import ConfigError, StorageError
+from lastgood.experiments.machine.facts import free_bytes, is_tmpfs
+from lastgood.units import MIB, format_bytes
+
+__all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "measure_disk", "refuse_memory_filesystem"]
+
+_SPARE_BYTES = 64 * MIB
+_SECTOR_BYTES = 4096
+
+Direction = Literal["write", "read"]
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """How much to measure."""
+
+    file_bytes: int = 512 * MIB
+    """Size of the file; a slow disk gets less, see `fill_budget_s`."""
+    jobs: tuple[int, ...] = (1, 2, 4)
+    block_bytes: tuple[int, ...] = (MIB, 4 * MIB)
+    directions: tuple[Direction, ...] = ("write", "read")
+    repetitions: int = 5
+    fill_budget_s: float = 1.5
+    """After this long the file is as large as it will be (but one block for each job at least)."""
+    pass_budget_s: float = 0.25
+    """A repetition ends after its file's end or this long; so 60 of them take 15 seconds, and their flushes."""
+    flushes: int = 50
+    flush_budget_s: float = 0.5
+
+    @classmethod
+    def quick(cls) -> DiskPlan:
+        """A short look: about a second, for tests and for `--quick`."""
+        return cls(file_bytes=32 * MIB, jobs=(1, 2), repetitions=2, pass_budget_s=0.1, flushes=10, flush_budget_s=0.2)
+
+
+class DiskPoint(BaseModel):
+    """One combination of jobs and block size."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    jobs: int
+    block_bytes: int
+    bytes_per_s: list[float]
+    """One value per repetition, the closing flush included."""
+    median_bytes_per_s: float
+
+
+class DiskCeilings(BaseModel):
+    """What one file system took and gave."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    direct_io: bool
+    """False where O_DIRECT is refused: then buffered writes with fdatasync, and reads after dropping cached pages."""
+    file_bytes: int
+    write: list[DiskPoint]
+    read: list[DiskPoint]
+    write_bytes_per_s: float
+    """The best combination's median; 0 where the plan left this direction out."""
+    write_spread_bytes_per_s: tuple[float, float]
+    """The slowest and the fastest repetition of that same combination."""
+    read_bytes_per_s: float
+    read_spread_bytes_per_s: tuple[float, float]
+    fdatasync_s: list[float]
+    """Seconds of each overwrite of 4 KiB with its fdatasync."""
+    median_fdatasync_s: float
+
+
+def refuse_memory_filesystem(scratch: Path) -> None:
+    """Raise ConfigError where `scratch` lies in memory: nothing written there is durable."""
+    if is_tmpfs(scratch):
+        raise ConfigError(f"scratch folder {scratch} is on a tmpfs, which is memory; choose a folder on a disk")
+
+
+def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
+    """Measure the file system of `scratch`. Leaves no file behind, even when killed: it has a name for a moment only.
+
+    Repetitions go round over all combinations, forwards and backwards in turn, so that a drift of the disk touches all
+    of them alike. A combination counts by its median: the best single pass of many would be the luckiest one.
+    """
+    refuse_memory_filesystem(scratch)
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{scratch}: cannot make this folder: {error.strerror}; choose another --scratch") from error
+    _require_space(scratch, plan.file_bytes + _SPARE_BYTES)
+    most_jobs, largest = max(plan.jobs), max(plan.block_bytes)
+    with _nameless_file(scratch) as (descriptor, direct), _buffers(most_jobs, largest) as buffers:
+        file_bytes = _fill(scratch, descriptor, buffers[0], plan, at_least=most_jobs * largest)
+        combinations = [(jobs, block) for jobs in plan.jobs for block in plan.block_bytes]
+        rates: dict[tuple[Direction, int, int], list[float]] = {}
+        for repetition in range(plan.repetitions):
+            for direction in plan.directions:
+                for jobs, block in combinations if repetition % 2 == 0 else reversed(combinations):
+                    rate = _one_pass(
+                        descriptor, direct, direction, buffers[:jobs], block, file_bytes, plan.pass_budget_s
+                    )
+                    rates.setdefault((direction, jobs, block), []).append(rate)
+        flushes = _time_flushes(descriptor, buffers[0], plan)
+    points: dict[Direction, list[DiskPoint]] = {"write": [], "read": []}
+    for (direction, jobs, block), values in rates.items():
+        points[direction].append(
+            DiskPoint(jobs=jobs, block_bytes=block, bytes_per_s=values, median_bytes_per_s=statistics.median(values))
+        )
+    write_bytes_per_s, write_spread = _best(points["write"])
+    read_bytes_per_s, read_spread = _best(points["read"])
+    return DiskCeilings(
+        direct_io=direct,
+        file_bytes=file_bytes,
+        write=points["write"],
+        read=points["read"],
+        write_bytes_per_s=write_bytes_per_s,
+        write_spread_bytes_per_s=write_spread,
+        read_bytes_per_s=read_bytes_per_s,
+        read_spread_bytes_per_s=read_spread,
+        fdatasync_s=flushes,
+        median_fdatasync_s=statistics.median(flushes),
+    )
+
+
+def _best(points: list[DiskPoint]) -> tuple[float, tuple[float, float]]:
+    """The best median, and the range of its repetitions."""
+    if not points:
+        return 0.0, (0.0, 0.0)
+    best = max(points, key=lambda point: point.median_bytes_per_s)
+    return best.median_bytes_per_s, (min(best.bytes_per_s), max(best.bytes_per_s))
+
+
+def _require_space(scratch: Path, needed_bytes: int) -> None:
+    free = free_bytes(scratch)
+    if free < needed_bytes:
+        raise StorageError(
+            f"{scratch}: measuring the disk needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), and "
+            f"{free} are free; make room or choose another --scratch"
+        )
+
+
+@contextmanager
+def _nameless_file(scratch: Path) -> Iterator[tuple[int, bool]]:
+    """An open file without a name, and whether it takes direct I/O."""
+    descriptor = _open_nameless(scratch, os.O_DIRECT)
+    direct = descriptor is not None and _takes_direct_io(descriptor)
+    if descriptor is not None and not direct:
+        os.close(descriptor)
+        descriptor = None
+    if descriptor is None:
+        descriptor = _open_nameless(scratch, 0)
+    if descriptor is None:
+        raise StorageError(f"{scratch}: cannot make a file here; choose another --scratch")
+    try:
+        yield descriptor, direct
+    finally:
+        os.close(descriptor)
+
+
+def _open_nameless(scratch: Path, flag: int) -> int | None:
+    path = scratch / f".lastgood-ceilings-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flag, 0o600)
+    except OSError as error:
+        # Some file systems make the file and then refuse the flag.
+        path.unlink(missing_ok=True)
+        if error.errno == errno.EINVAL and flag:
+            return None
+        raise StorageError(f"{path}: cannot make a file here: {error.strerror}; choose another --scratch") from error
+    path.unlink()
+    return descriptor
+
+
+def _takes_direct_io(descriptor: int) -> bool:
+    """Whether an aligned direct write works: some file systems accept the flag and refuse the write."""
+    with mmap.mmap(-1, _SECTOR_BYTES) as buffer:
+        try:
+            os.pwrite(descriptor, buffer, 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True
+
+
+@contextmanager
+def _buffers(count: int, size_bytes: int) -> Iterator[list[mmap.mmap]]:
+    """Page-aligned buffers of random bytes, so that no layer below can compress them away."""
+    buffers = [mmap.mmap(-1, size_bytes) for _ in range(count)]
+    try:
+        for buffer in buffers:
+            buffer[:] = secrets.token_bytes(size_bytes)
+        yield buffers
+    finally:
+        for buffer in buffers:
+            buffer.close()
+
+
+def _fill(scratch: Path, descriptor: int, buffer: mmap.mmap, plan: DiskPlan, at_least: int) -> int:
+    """Write the file once in full, so that no later pass pays for allocation; returns its size."""
+    begin = time.perf_counter()
+    size_bytes = 0
+    try:
+        os.posix_fallocate(descriptor, 0, plan.file_bytes)
+        while size_bytes < plan.file_bytes:
+            if size_bytes >= at_least and time.perf_counter() - begin > plan.fill_budget_s:
+                break
+            _transfer_whole(os.pwrite, descriptor, memoryview(buffer), size_bytes)
+            size_bytes += len(buffer)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"{scratch}: cannot write {plan.file_bytes} bytes for the measurement: {error.strerror}"
+        ) from error
+    return size_bytes
+
+
+def _transfer_whole(
+    call: Callable[[int, memoryview, int], int], descriptor: int, view: memoryview, offset: int
+) -> None:
+    """Repeat a positioned read or write until all of `view` is done: the kernel may do less than asked."""
+    done = 0
+    with view:
+        while done < len(view):
+            with view[done:] as rest:
+                moved = call(descriptor, rest, offset + done)
+            if moved <= 0:
+                raise OSError(errno.EIO, f"moved {moved} bytes at offset {offset + done}")
+            done += moved
+
+
+def _read_into(descriptor: int, view: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [view], offset)
+
+
+def _one_pass(
+    descriptor: int,
+    direct: bool,
+    direction: Direction,
+    buffers: list[mmap.mmap],
+    block_bytes: int,
+    file_bytes: int,
+    budget_s: float,
+) -> float:
+    """Bytes per second of one pass over the file, each job on its own part of it."""
+    if direction == "read" and not direct:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, file_bytes, os.POSIX_FADV_DONTNEED)
+    call = os.pwrite if direction == "write" else _read_into
+    blocks = file_bytes // block_bytes // len(buffers)
+    begin = time.perf_counter()
+
+    def job(number: int) -> int:
+        moved = 0
+        for block in range(number * blocks, (number + 1) * blocks):
+            _transfer_whole(call, descriptor, memoryview(buffers[number])[:block_bytes], block * block_bytes)
+            moved += block_bytes
+            if time.perf_counter() - begin > budget_s:
+                break
+        return moved
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        moved_bytes = sum(pool.map(job, range(len(buffers))))
+    if direction == "write":
+        os.fdatasync(descriptor)
+    return moved_bytes / (time.perf_counter() - begin)
+
+
+def _time_flushes(descriptor: int, buffer: mmap.mmap, plan: DiskPlan) -> list[float]:
+    """Seconds of each overwrite of one sector with its fdatasync: what the commit of a checkpoint costs at least."""
+    begin = time.perf_counter()
+    found: list[float] = []
+    while len(found) < plan.flushes and (not found or time.perf_counter() - begin < plan.flush_budget_s):
+        before = time.perf_counter()
+        _transfer_whole(os.pwrite, descriptor, memoryview(buffer)[:_SECTOR_BYTES], 0)
+        os.fdatasync(descriptor)
+        found.append(time.perf_counter() - before)
+    return found

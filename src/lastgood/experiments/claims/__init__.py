@@ -1,0 +1,1 @@
+"""The papers' claims, judged against measured tables."""

@@ -1,0 +1,1 @@
+"""What a configuration file may hold, and how it is read."""

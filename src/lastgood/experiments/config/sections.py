@@ -1,0 +1,232 @@
+"""Sections of a configuration for the figures that vary more than the interval. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from lastgood.cluster.testbed.state import parse_rate
+from lastgood.errors import ConfigError
+from lastgood.experiments.config.values import (
+    BASELINE,
+    Count,
+    CountOrZero,
+    Distinct,
+    Interval,
+    ModelName,
+    Part,
+    Split,
+    SystemName,
+    UserPath,
+    with_baseline,
+)
+from lastgood.experiments.traces.trace import load_trace
+from lastgood.workloads.optimizer_shapes import MODELS
+
+__all__ = [
+    "CheckmateSection",
+    "ConcurrencySection",
+    "GoodputSection",
+    "MemorySection",
+    "NodesSection",
+    "OptimizerBench",
+    "PersistSection",
+    "ThreadsSection",
+]
+
+
+def _no_baseline(systems: list[str] | None) -> list[str] | None:
+    if systems and BASELINE in systems:
+        raise ValueError(f"{BASELINE} takes no checkpoints, so there is nothing to time")
+    return systems
+
+
+def _readable_trace(path: str) -> str:
+    try:
+        failures = load_trace(Path(path)).failures
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    if not failures:
+        raise ValueError("no failure in it, so there is nothing to live through")
+    return path
+
+
+def _shape(name: str) -> str:
+    if name not in MODELS:
+        raise ValueError("no such shape")
+    return name
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+_UpTo64 = Annotated[Count, Field(le=64)]
+_Repetitions = Annotated[Count, Field(description="a whole number from 1: measurements of each cell")]
+_Intervals = Annotated[
+    list[Interval],
+    Split,
+    Distinct,
+    Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
+]
+_SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
+_Model = Annotated[ModelName, Field(description="one of the models")]
+
+
+class GoodputSection(Part):
+    """Figure 9: goodput under failures. Formulas come from runs of all systems; these are the measured ones."""
+
+    trace: Annotated[UserPath, AfterValidator(_readable_trace)] | None = Field(
+        description="a trace file with a failure in it (docs/goodput.md), or null for the public one of figure 9"
+    )
+    systems: _SomeSystems | None = Field(description="a list of systems without none, or null for those of `systems`")
+    intervals: _Intervals
+    window_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        description="seconds above 0, at most 86400: restoring and training in one measured run"
+    )
+    failures: Annotated[Count, Field(le=1000)] = Field(
+        description="a whole number from 1 to 1000: kills in one measured run, at most"
+    )
+    repetitions: _Repetitions
+
+
+class PersistSection(Part):
+    """Figure 11: the time until one checkpoint is durable, against its size."""
+
+    sizes_mb: Annotated[list[Annotated[Count, Field(le=1_000_000)]], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 1000000: sizes of a state in units of 10**6 bytes"
+    )
+    systems: _SomeSystems | None = Field(description="a list of systems without none, or null for those of `systems`")
+    writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 4 in the paper")
+    checkpoints: Count = Field(description="a whole number from 1: checkpoints timed in each run")
+    repetitions: _Repetitions
+
+
+class ConcurrencySection(Part):
+    """Figure 12: slowdown against the checkpoints in flight."""
+
+    model: _Model
+    in_flight: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: PCcheck's max_in_flight"
+    )
+    writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 1 in the paper")
+    intervals: _Intervals
+    repetitions: _Repetitions
+
+
+class ThreadsSection(Part):
+    """Figure 13: slowdown against the writer threads of each checkpoint."""
+
+    model: _Model
+    writer_threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: PCcheck's writer_threads"
+    )
+    intervals: _Intervals
+    repetitions: _Repetitions
+
+
+class MemorySection(Part):
+    """Figure 14: slowdown against the host memory for copies."""
+
+    model: _Model
+    pool_shares: Annotated[
+        list[Annotated[float, Field(gt=0, le=16, allow_inf_nan=False)]], Split, Distinct, Field(min_length=1)
+    ] = Field(description="a list of numbers above 0, at most 16: PCcheck's pool_bytes in sizes of the state")
+    intervals: _Intervals
+    repetitions: _Repetitions
+
+
+class NodesSection(Part):
+    """Figures 8e and 8f: throughput of a training over several nodes."""
+
+    hostfile: UserPath | None = Field(
+        description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
+    )
+    ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
+    nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
+    slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
+    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+        description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
+    )
+    model: _Model
+    options: dict[str, Any] = Field(description="options of the model that differ from those in `workloads`")
+    parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"] = Field(
+        description="ddp, fsdp2, or DeepSpeed's zero1, zero2, zero3 or pipeline: how ranks share the work"
+    )
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
+        description="a list of systems that run over several ranks; none is always measured"
+    )
+    shared_scratch: bool = Field(
+        description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
+    )
+    intervals: _Intervals
+    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
+    repetitions: _Repetitions
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one training."""
+        return self.nodes * self.slots
+
+
+class OptimizerBench(Part):
+    """The panel of Checkmate's figure that times a shadow's update."""
+
+    model: Annotated[str, AfterValidator(_shape)] = Field(
+        description=f"one of {', '.join(MODELS)}: shapes of `lastgood optbench`"
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(description="sgd, adam or adamw")
+    threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: threads of each shadow"
+    )
+    shadows: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of whole numbers from 1 to 64: shadows that share the model's buckets"
+    )
+    updates: Count = Field(description="a whole number from 1: updates timed at each point")
+
+
+class CheckmateSection(Part):
+    """Checkmate's figure: what a checkpoint of each iteration costs, over several nodes, and what failures cost."""
+
+    hostfile: UserPath | None = Field(
+        description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
+    )
+    ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
+    nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
+    slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
+    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+        description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
+    )
+    shadows: Annotated[Count, Field(le=4096)] = Field(
+        description="a whole number from 1 to 4096: Checkmate's shadows, spread over the hosts"
+    )
+    models: Annotated[list[ModelName], Split, Distinct, Field(min_length=1)] = Field(
+        description="a list of models, at least one; data-parallel training"
+    )
+    options: dict[ModelName, dict[str, Any]] = Field(
+        description="by model: options that differ from those in `workloads`"
+    )
+    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
+        description="a list of systems that run over several ranks; none is always measured, checkmate at 1 only"
+    )
+    shared_scratch: bool = Field(
+        description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
+    )
+    intervals: _Intervals
+    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
+    kills: Annotated[CountOrZero, Field(le=1000)] = Field(
+        description="a whole number from 0 to 1000: kills of all ranks behind each measurement, for the lost iterations"
+    )
+    repetitions: _Repetitions
+    optimizer: OptimizerBench = Field(description="what the panel on optimizers times")
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one training."""
+        return self.nodes * self.slots

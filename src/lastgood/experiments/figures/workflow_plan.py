@@ -1,0 +1,142 @@
+"""Which runs a figure needs, in the order in which they are made, and how long they will take. Needs no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lastgood.checkpointers.registry import why_unavailable
+from lastgood.errors import ConfigError, LastgoodError
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.figures.registry import PlannedSpec, figure_kind, figure_names, load_function, record_kind
+from lastgood.experiments.plan.cells import in_batches, plan_simple
+from lastgood.experiments.plan.grid import Grid, load_grid
+
+__all__ = [
+    "SIMPLE",
+    "PlannedRun",
+    "WorkflowPlan",
+    "left_out",
+    "load_prediction_grid",
+    "plan_figure",
+    "plan_names",
+    "plan_workflow",
+    "predict_minutes",
+    "predict_runs",
+]
+
+SIMPLE = "test_simple"
+"""The smoke test: not a figure, planned like one."""
+
+
+# -- which runs, in which order ------------------------------------------------------------------------------------
+
+
+def plan_names() -> list[str]:
+    """Everything that can be planned."""
+    return [*figure_names(), SIMPLE]
+
+
+def plan_figure(config: Config, figure: str) -> Sequence[PlannedSpec]:
+    """The runs of `figure` in execution order. Raises ConfigError, naming the known figures, for an unknown one."""
+    if figure == SIMPLE:
+        return plan_simple(config)
+    if figure not in figure_names():
+        raise ConfigError(f"unknown figure {figure!r}; known: {', '.join(plan_names())}")
+    return figure_kind(figure).plan(config)
+
+
+def left_out(config: Config) -> dict[str, str]:
+    """Systems that this machine lacks, and why: no figure has runs of them; and figures that have no runs at all.
+
+    Who plans must show this.
+    """
+    found = why_unavailable([*config.systems, *(config.fig11.systems or [])])
+    reasons = {figure: figure_kind(figure).lacks(config) for figure in figure_names()}
+    return {**found, **{figure: reason for figure, reason in reasons.items() if reason is not None}}
+
+
+@dataclass(frozen=True)
+class WorkflowPlan:
+    """All that the workflow needs: record files and what makes them, in order. Figures may share records."""
+
+    specs: dict[str, PlannedSpec]
+    """Record file (below the results folder) to its run, in execution order."""
+    records: dict[tuple[str, str], list[str]]
+    """Figure and model to their record files."""
+
+    priorities: dict[str, int]
+    """Record file to Snakemake's priority: the earlier in the plan, the higher; always above 0."""
+
+
+def plan_workflow(config: Config) -> WorkflowPlan:
+    """Plan all figures. The smoke test is none of them: it is measured anew whenever it is asked for."""
+    specs: dict[str, PlannedSpec] = {}
+    records: dict[tuple[str, str], list[str]] = {}
+    for figure in figure_names():
+        for spec in plan_figure(config, figure):
+            record = str(Path(config.results_dir, spec.record_path()))
+            known = specs.get(record)
+            # A run that two figures share proves its restore if one of them asks for it.
+            specs[record] = known if known is not None and known.proof else spec
+            records.setdefault((figure, spec.workload), []).append(record)
+    specs = {
+        str(Path(config.results_dir, spec.record_path())): spec for spec in in_batches(specs.values(), config.seed)
+    }
+    priorities = {record: len(specs) - place for place, record in enumerate(specs)}
+    return WorkflowPlan(specs, records, priorities)
+
+
+# -- how long they take --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a plan: whether its record is there, and how long it takes or took."""
+
+    spec: PlannedSpec
+    record: Path
+    done: bool
+    seconds: float
+    source: Literal["records", "model"]
+    """Whether `seconds` comes from records of the same cell or from the grid's model."""
+
+
+def predict_runs(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
+    """Say for each run whether it is done and how many seconds it takes."""
+    found = []
+    for spec in specs:
+        path = results_dir / spec.record_path()
+        cell = _records_of_cell(spec, path.parent)
+        alike = [record.wall_s for record in cell if record.spec.proof == spec.proof]
+        walls = alike or [record.wall_s for record in cell]
+        done = any(record.spec.repetition == spec.repetition for record in cell)
+        seconds = statistics.median(walls) if walls else record_kind(spec).modelled_s(spec, grid.prediction[spec.scale])
+        found.append(PlannedRun(spec, path, done, seconds, "records" if walls else "model"))
+    return found
+
+
+def predict_minutes(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> float:
+    """Minutes that the runs without a record will take."""
+    return sum(run.seconds for run in predict_runs(specs, results_dir, grid) if not run.done) / 60
+
+
+def load_prediction_grid(root: Path, figure: str) -> Grid:
+    """The grid that predicts `figure`: the smoke test is a cell of figure 8's kind."""
+    return load_grid(root, "fig8" if figure == SIMPLE else figure)
+
+
+def _records_of_cell(spec: PlannedSpec, folder: Path) -> list[Any]:
+    load = load_function(record_kind(spec).load)
+    records = []
+    for path in sorted(folder.glob("r*.json")):
+        try:
+            record = load(path)
+        except LastgoodError:
+            continue  # `lastgood run` replaces it, and the aggregation names it
+        if record.spec.cell_hash == spec.cell_hash:
+            records.append(record)
+    return records

@@ -1,0 +1,1 @@
+"""The bound on throughput, and the model of goodput."""

@@ -1,0 +1,1 @@
+"""Runs that are killed again and again by a trace."""

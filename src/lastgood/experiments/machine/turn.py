@@ -1,0 +1,113 @@
+"""A run's turn: the machine to itself, and a folder of its own on the disk that is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastgood.errors import ConfigError, LastgoodError, LockHeld
+from lastgood.experiments.machine.facts import is_tmpfs
+from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.files import local_path
+from lastgood.locks import FileLock
+
+__all__ = ["Scratch", "Turn", "take_turn"]
+
+_LOCK_WAIT_S = 24 * 3600.0
+"""How long a run waits for the machine."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a run has while it lasts. `began_s` is on the monotonic clock."""
+
+    folder: Path
+    started_at: str
+    began_s: float
+
+
+@contextlib.contextmanager
+def take_turn(spec: RunSpec, scratch: Path, report: Callable[[str], None]) -> Iterator[Turn]:
+    """Wait for the machine, and make a folder for `spec` below `scratch`; both are given back at the end.
+
+    Raises ConfigError for a scratch folder in memory, WaitTimeout, LastgoodError.
+    """
+    if is_tmpfs(scratch):
+        raise ConfigError(
+            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
+        )
+    lock = machine_lock()
+    lock.acquire(_LOCK_WAIT_S, on_wait=report)
+    try:
+        started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        began_s = time.monotonic()
+        folder = Scratch(scratch, spec)
+        try:
+            yield Turn(folder.path, started_at, began_s)
+        finally:
+            folder.remove()
+    finally:
+        lock.release()
+
+
+class Scratch:
+    """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
+
+    _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
+
+    def __init__(self, scratch: Path, spec: RunSpec) -> None:
+        scratch = local_path(scratch)
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+            self._sweep(scratch)
+            self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
+            self.path.mkdir(0o700)
+        except OSError as error:
+            raise LastgoodError(
+                f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"
+            ) from error
+        self._lock = FileLock(self.path / "lock", f"scratch folder {self.path}")
+        self._lock.acquire()
+
+    def _sweep(self, scratch: Path) -> None:
+        """Remove what killed runs left: folders whose lock is free, and those that had not come to a lock yet."""
+        for left in scratch.iterdir():
+            match = self._NAME.fullmatch(left.name)
+            if match is None:
+                continue
+            if not (left / "lock").exists():
+                if not Path("/proc", match[1]).exists():
+                    shutil.rmtree(left, ignore_errors=True)
+                continue
+            lock = FileLock(left / "lock", f"scratch folder {left}")
+            try:
+                lock.acquire()
+            except (LockHeld, OSError):
+                continue  # in use, or another user's
+            _remove_folder(left)
+            lock.release()
+
+    def remove(self) -> None:
+        """Delete the folder and all checkpoints in it."""
+        _remove_folder(self.path)
+        self._lock.release()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Delete a scratch folder, its lock last: a kill half-way leaves a folder that the next run still knows."""
+    for entry in folder.iterdir():
+        if entry.name == "lock":
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,110 @@
+"""A rank that is killed while it trains, and the life behind that: what a failure takes back, measured.
+
+The kill is SIGKILL from another process, at its moment whatever the rank is in the middle of. How far the rank was, and
+with which losses, stands in a file that it maps (`Board`): the kernel keeps that.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.multirank.part import Part
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.measure import build_planned, forget_cached_pages, scramble
+from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
+from lastgood.training.loop import TrainingLoop, configure_compute
+
+__all__ = ["Relived", "relive", "train_until_killed"]
+
+_CHECKED_STEPS: Final = 2
+_CUDA_LOSS_TOLERANCE: Final = 0.01
+"""Kernels on CUDA run as fast as they can here, so two processes agree in the first digits only."""
+_END_S: Final = 60.0
+# Ends with its rank: then its input ends, and `read` returns with another status than that of its timeout.
+_KILLER: Final = 'read -r -t "$1" _; [ $? -gt 128 ] || exit 0; : > "$2"; kill -KILL "$3"'
+
+Report = Callable[[str], None]
+
+
+def train_until_killed(
+    spec: RunSpec, loop: TrainingLoop, board: Board, after_steps: float, step_s: float, marker: Path, part: Part
+) -> NoReturn:
+    """Train on, with checkpoints, until a process that is started here kills this one; it makes `marker` just before.
+
+    All ranks do this together; `after_steps` iterations of `step_s` seconds are the moment.
+    """
+    configure_compute(spec.threads, deterministic=spec.device == "cpu")
+
+    def note(step: int, loss: torch.Tensor) -> None:
+        # On CUDA this waits for the step, so that it is known to be finished.
+        board.put_loss(step, float(loss))
+        board.put(step=step)
+
+    loop.on_step = note
+    loop.interval_steps = spec.interval_steps
+    board.put(step=loop.progress.step)
+    part.meet()
+    words = ["bash", "-c", _KILLER, "bash", f"{after_steps * step_s:.6f}", str(marker), str(os.getpid())]
+    killer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        loop.train(MAX_STEPS - 1 - loop.progress.step)
+    finally:
+        killer.kill()
+        killer.wait(_END_S)
+    raise LastgoodError(f"{spec.title()}: {MAX_STEPS} steps were done before the rank was killed")
+
+
+@dataclass(frozen=True)
+class Relived:
+    """What a rank found behind a kill."""
+
+    reached_step: int
+    restored_step: int
+    restore_s: float
+    losses_checked: int
+    losses_equal: bool
+    loop: TrainingLoop
+    """Trained on for the steps whose losses were compared, with the system started."""
+
+
+def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part, board: Board) -> Relived:
+    """Restore in this fresh process what a kill has left, start the system, and compare the next losses."""
+    configure_compute(spec.threads, deterministic=spec.device == "cpu")
+    report("building the workload again")
+    workload = build_planned(spec, data_dir)
+    part.parallelise(workload)
+    scramble(workload)
+    reader = part.checkpointer(checkpoints)
+    loop = TrainingLoop(workload, reader, 0, spec.device)
+    forget_cached_pages(checkpoints)
+    part.meet()
+    report("restoring")
+    started = time.perf_counter()
+    restored = loop.restore(part.common_step(reader))
+    restore_s = time.perf_counter() - started
+    if loop.progress.step != restored:
+        raise LastgoodError(
+            f"{spec.title()}: restore() named step {restored}, and the state in it is of step {loop.progress.step}"
+        )
+    reached = board.get("step")
+    if reached is None:
+        raise LastgoodError(f"{spec.title()}: nothing is known of the life before; its board is empty")
+    known = [board.loss_of(restored + number) for number in range(1, _CHECKED_STEPS + 1)]
+    report("training on from the restored state")
+    loop.checkpointer = part.writer(reader, checkpoints)
+    loop.start()
+    loop.interval_steps = spec.interval_steps
+    losses = loop.train(_CHECKED_STEPS).losses
+    tolerance = _CUDA_LOSS_TOLERANCE if spec.device == "cuda" else 0.0
+    pairs: list[tuple[float, Any]] = [pair for pair in zip(losses, known, strict=True) if pair[1] is not None]
+    equal = [losses_equal(loss, other, tolerance) for loss, other in pairs]
+    return Relived(reached, restored, restore_s, len(equal), all(equal), loop)

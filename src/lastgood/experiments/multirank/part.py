@@ -1,0 +1,222 @@
+"""What is different for a process that trains together with others: its model, its checkpointer, and that it waits."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.baselines.none import NoCheckpointing
+from lastgood.checkpointers.gemini.system import Gemini
+from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.errors import LastgoodError, NoCheckpoint
+from lastgood.experiments.records.spec import Parallel, RunSpec
+from lastgood.experiments.services.shadow_usage import ShadowMeters, shadow_options
+from lastgood.experiments.systems.over_ranks import writers_of
+from lastgood.state import state_digest
+from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
+from lastgood.workloads.base import Workload
+
+__all__ = ["COLLECTIVE_S", "JoinedPart", "Part"]
+
+COLLECTIVE_S = 900.0
+"""A rank that waits for the others for this long fails."""
+
+
+class Part(Protocol):
+    """One process's part in a run."""
+
+    def parallelise(self, workload: Workload) -> None:
+        """Make a workload that was just built this process's part of it."""
+
+    def checkpointer(self, checkpoints: Path) -> Checkpointer:
+        """The system, as this process uses it."""
+
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """The step to restore; None: the checkpointer's newest."""
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a state that the system would not give back. Called once, outside the measurement."""
+
+    def settle(self) -> None:
+        """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """What the run's shadows have used until now, as far as this process is the one to tell."""
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """What to train on with behind a restore by `reader`."""
+
+    def meet(self) -> None:
+        """Wait for the other processes."""
+
+
+def _data_parallel(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+    del spec
+    wrapper = wrap_data_parallel(workload)
+
+    def mark(traffic: Any) -> None:
+        from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
+
+        wrapper.register_comm_hook(traffic, marked_all_reduce)
+
+    return mark
+
+
+def _sharded(workload: Workload, spec: RunSpec) -> None:
+    shard(workload, spec.device)
+
+
+def _zero(stage: int) -> _Way:
+    def way(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+        from lastgood.integrations.deepspeed_traffic import mark_communication
+        from lastgood.training.deepspeed_engine import partition
+
+        partition(workload, stage, _batch_size(spec), spec.device)
+        return mark_communication
+
+    return way
+
+
+def _pipeline(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
+    from lastgood.integrations.deepspeed_traffic import mark_communication
+    from lastgood.training.deepspeed_engine import cut_into_stages
+
+    cut_into_stages(workload, spec.ranks, _batch_size(spec), spec.device)
+    return mark_communication
+
+
+def _batch_size(spec: RunSpec) -> int:
+    """Of one rank, or of one micro-batch."""
+    return int(str(spec.workload_options["batch_size"]))
+
+
+_Way = Callable[[Workload, RunSpec], Callable[[Any], None] | None]
+_WAYS: Final[Mapping[Parallel, _Way]] = {
+    "ddp": _data_parallel,
+    "fsdp2": _sharded,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "pipeline": _pipeline,
+}
+"""Each spreads a workload that was just built over all ranks, and returns what marks its communication for Gemini."""
+
+
+class JoinedPart:
+    """Rank `dist.get_rank()` of several. torch.distributed is initialised by `join`."""
+
+    def __init__(self, spec: RunSpec, *, restoring: bool) -> None:
+        self._spec = spec
+        self._restoring = restoring
+        self._writers = writers_of(spec.system, spec.parallel)
+        self._workload: Workload | None = None
+        self._mark: Callable[[Any], None] | None = None
+        """Makes training's communication known to what Gemini calls traffic."""
+        self.rank = dist.get_rank()
+
+    @classmethod
+    def join(cls, spec: RunSpec, local_rank: int, *, restoring: bool) -> JoinedPart:
+        """Meet the other ranks where the launcher's environment says. Raises LastgoodError for too many or few."""
+        if spec.device == "cuda":
+            torch.cuda.set_device(local_rank)
+        # Words between ranks and barriers go over gloo, also where gradients go over NCCL: no device has to wait then.
+        backend = "gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_S))
+        if dist.get_world_size() != spec.ranks:
+            raise LastgoodError(f"{dist.get_world_size()} ranks were started for a run of {spec.ranks}")
+        return cls(spec, restoring=restoring)
+
+    def parallelise(self, workload: Workload) -> None:
+        """The way of the spec, and this rank's part of the stream, which a pipeline's ranks all have whole.
+
+        All ranks seed their generators alike: a state that rank 0 writes for all is that of all.
+        """
+        if self._spec.parallel != "pipeline":
+            workload.data = RankStream(workload.data, self.rank, self._spec.ranks)
+        self._mark = _WAYS[self._spec.parallel](workload, self._spec)
+        self._workload = workload
+
+    def checkpointer(self, checkpoints: Path) -> Checkpointer:
+        """Where rank 0 writes for all, the others have none: they wait for it in the next exchange of gradients."""
+        spec = self._spec
+        kind = checkpointer_class(spec.system)
+        if self._writers == "first" and self.rank != 0 and not self._restoring:
+            return NoCheckpointing(checkpoints)
+        own: dict[str, Any] = {}
+        if self._writers == "each":
+            own = {"rank": self.rank, "world_size": spec.ranks}
+        elif self._writers == "apart":
+            checkpoints = rank_directory(checkpoints, self.rank)
+        elif self._writers == "peers":
+            # They agree in each save: a kill between two ranks' saves must not leave them at unlike steps.
+            own = {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
+        elif self._writers == "shadows":
+            own = shadow_options(checkpoints)
+        found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
+        found.events_kept = None
+        if self._writers == "shadows" and self._workload is not None:
+            watch: Any = found
+            watch.watch(self._workload.loss)
+        if isinstance(found, Gemini) and self._mark is not None:
+            self._mark(found.traffic)
+        return found
+
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """Where ranks write apart, the newest step that every rank has; None: the system finds it out.
+
+        Raises NoCheckpoint where a rank has none.
+        """
+        if self._writers != "apart":
+            return None
+        newest: list[Any] = [None] * self._spec.ranks
+        dist.all_gather_object(newest, checkpointer.latest())
+        lacking = [rank for rank, step in enumerate(newest) if step is None]
+        if lacking:
+            raise NoCheckpoint(f"{self._spec.title()}: ranks {lacking} have no checkpoint, ranks' newest: {newest}")
+        return int(min(newest))
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Where rank 0 writes for all, its state must be all ranks'. Raises LastgoodError, naming another one."""
+        if self._writers != "first":
+            return
+        digests: list[Any] = [None] * self._spec.ranks
+        dist.all_gather_object(digests, state_digest(state))
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise LastgoodError(
+                f"{self._spec.title()}: rank {other}'s state is not rank 0's, which {self._spec.system} writes for "
+                "all: it could not be restored"
+            )
+
+    def settle(self) -> None:
+        """Give all ranks rank 0's buffers, as DDP does in each forward pass.
+
+        Between two steps each rank has statistics of its own batch, which nothing ever reads: a state that rank 0
+        writes for all is that of all.
+        """
+        if self._spec.parallel == "ddp" and self._workload is not None:
+            for buffer in self._workload.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """Rank 0 tells for all."""
+        return ShadowMeters.read(checkpoints, self._spec.shadows if self.rank == 0 else 0)
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """All ranks restore; where rank 0 writes for all, the others are done with their systems then."""
+        self._restoring = False
+        if self._writers != "first" or self.rank == 0:
+            return reader
+        reader.close()
+        return self.checkpointer(checkpoints)
+
+    def meet(self) -> None:
+        """Wait for all ranks, at most `COLLECTIVE_S`."""
+        dist.all_reduce(torch.zeros(1))

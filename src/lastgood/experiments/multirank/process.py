@@ -1,0 +1,218 @@
+"""One rank's process of a run over several ranks: measures, lives, or restores, and leaves its result as a file.
+
+``python -m lastgood.experiments.multirank.process ORDER``; a launcher has set RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.multirank.results import LivedRank, LiveRank, MeasuredRank, RestoredRank
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.files import PRIVATE, write_result
+from lastgood.processes import die_with_parent
+from lastgood.text import parse_model
+from lastgood.units import MIB
+
+if TYPE_CHECKING:
+    from lastgood.experiments.multirank.part import JoinedPart
+    from lastgood.experiments.runs.measure import Measurement, Onward
+    from lastgood.experiments.runs.progress import Board
+    from lastgood.training.loop import TrainingLoop
+
+__all__ = ["RankOrder", "boot_id", "killed_path", "main", "result_path"]
+
+
+class RankOrder(BaseModel):
+    """What a rank is told. It stands on a command line, which every user of its host can read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: RunSpec
+    phase: Literal["measure", "live", "restore"]
+    life: int = 0
+    """Kills that lie behind it."""
+    kill_after_steps: float | None = None
+    """When all ranks are killed, in iterations behind their results; None: they come to their end."""
+    step_s: float = 0.0
+    """Of an iteration, as measured; a rank that measures knows its own."""
+    folder: str
+    """The run's scratch folder, of this name on every host."""
+    data_dir: str
+    token: str
+    """Goes into the result, so that it is known for this launch's."""
+    boot_id: str
+    """Of the machine that holds the turn to measure: ranks on other machines take their own's."""
+    parent: int | None = None
+    """Process to end with, where no launcher sees to that."""
+
+    @property
+    def name(self) -> str:
+        """Tells the launches of one run apart."""
+        return f"{self.phase}-{self.life}" if self.life else self.phase
+
+
+def boot_id() -> str:
+    """The kernel's identity: one for all that shares processors, disks and locks."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def result_path(folder: Path, launch: str, rank: int) -> Path:
+    """Where a rank leaves its result of the launch of that name, on its own host."""
+    return folder / "results" / f"{launch}-{rank:05d}.json"
+
+
+def killed_path(folder: Path, token: str, rank: int) -> Path:
+    """What is there, on a rank's own host, once it was killed as its order says."""
+    return folder / "results" / f"killed-{token}-{rank:05d}"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Do what the order says. 0, or 1 with a message on standard error; with a result it never returns."""
+    (word,) = sys.argv[1:] if words is None else words
+    order = parse_model(RankOrder, word, "not an order for a rank", most_bytes=MIB)
+    if order.parent is not None:
+        die_with_parent(order.parent)
+    try:
+        _take_turn(order)
+        _leave(order, _do(order))
+    except LastgoodError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    _part_of_all()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No tidy end, as with a run of one rank: what was promised to be durable must not depend on one.
+    os._exit(0)
+
+
+def _leave(order: RankOrder, result: MeasuredRank | LivedRank | RestoredRank) -> None:
+    path = result_path(Path(order.folder), order.name, result.rank)
+    write_result(path, result.model_dump_json().encode(), mode=PRIVATE)
+
+
+def _take_turn(order: RankOrder) -> None:
+    """The launching machine's turn is the run's. On any other machine nothing may be timed beside it either.
+
+    Raises LockHeld, naming who measures there. The lock ends with this process.
+    """
+    if boot_id() != order.boot_id and os.environ.get("LOCAL_RANK", "0") == "0":
+        machine_lock().acquire()
+
+
+def _do(order: RankOrder) -> MeasuredRank | LivedRank | RestoredRank:
+    # numpy's OpenBLAS reads it at import.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from lastgood.experiments.multirank.part import JoinedPart
+    from lastgood.experiments.runs.measure import prove_restore, train_and_measure
+
+    spec, folder = order.spec, Path(order.folder)
+    checkpoints, data_dir = folder / "checkpoints", Path(order.data_dir)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    part = JoinedPart.join(spec, int(os.environ.get("LOCAL_RANK", "0")), restoring=order.phase != "measure")
+    own = {"token": order.token, "rank": part.rank, "host": socket.gethostname(), "boot_id": boot_id()}
+    if order.phase == "restore":
+        restored = prove_restore(spec, checkpoints, data_dir, _say, part)
+        return RestoredRank(
+            **own,
+            step=restored.step,
+            digest=restored.digest,
+            next_losses=restored.next_losses,
+            restore_s=restored.restore_s,
+        )
+    if order.phase == "live":
+        return _live(order, part, own)
+    measured = train_and_measure(
+        spec, checkpoints, data_dir, False, _say, part, _onward(order, part, own) if spec.kills else None
+    )
+    return _measured(measured, own)
+
+
+def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
+    live = measured.proof
+    return MeasuredRank(
+        **own,
+        workload=measured.workload,
+        clocks=measured.clocks,
+        resources=measured.resources,
+        counts=measured.counts,
+        storage=measured.storage,
+        notes=measured.notes,
+        shadows=measured.shadows,
+        live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
+    )
+
+
+def _onward(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> Onward:
+    """Leaves the measurement as the result, and trains until the kill."""
+
+    def onward(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
+        _leave(order, _measured(measurement, own))
+        clocks = measurement.clocks
+        _await_kill(order, part, loop, clocks.elapsed_s / clocks.measured_steps)
+
+    return onward
+
+
+def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> LivedRank:
+    """Restores, and is killed again, or takes the live half of the proof where the spec asks for one."""
+    from lastgood.experiments.multirank.lives import relive
+    from lastgood.experiments.runs.measure import live_proof
+
+    folder = Path(order.folder)
+    found = relive(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
+    last = order.kill_after_steps is None
+    live = live_proof(found.loop, part) if last and order.spec.proof else None
+    result = LivedRank(
+        **own,
+        reached_step=found.reached_step,
+        restored_step=found.restored_step,
+        restore_s=found.restore_s,
+        losses_checked=found.losses_checked,
+        losses_equal=found.losses_equal,
+        live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
+    )
+    if not last:
+        _leave(order, result)
+        _await_kill(order, part, found.loop, order.step_s)
+    return result
+
+
+def _await_kill(order: RankOrder, part: JoinedPart, loop: TrainingLoop, step_s: float) -> NoReturn:
+    from lastgood.experiments.multirank.lives import train_until_killed
+
+    assert order.kill_after_steps is not None
+    _say(f"training until it is killed, in {order.kill_after_steps * step_s:.1f} s")
+    marker = killed_path(Path(order.folder), order.token, part.rank)
+    train_until_killed(order.spec, loop, _board(order, part), order.kill_after_steps, step_s, marker, part)
+
+
+def _board(order: RankOrder, part: JoinedPart) -> Board:
+    from lastgood.experiments.runs.progress import Board
+
+    return Board(Path(order.folder) / "results" / f"board-{part.rank:05d}")
+
+
+def _part_of_all() -> None:
+    """Wait for the others: a rank that ends takes what it serves them (a store, the agreement) with it."""
+    import torch
+
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def _say(stage: str) -> None:
+    sys.stdout.write(f"{stage}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

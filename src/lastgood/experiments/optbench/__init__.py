@@ -1,0 +1,1 @@
+"""Benchmarks of optimizer steps on hosts and devices."""

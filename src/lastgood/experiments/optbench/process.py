@@ -1,0 +1,39 @@
+"""One shadow's process of an optimizer benchmark on several hosts: ``python -m lastgood.experiments.optbench.process``.
+
+Its words are the order and the file that rank 0 leaves the result in, on its own host; a launcher has set RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.optbench.bench import BenchOrder, run_bench
+from lastgood.files import PRIVATE, write_result
+from lastgood.text import parse_model
+from lastgood.units import MIB
+
+__all__ = ["main"]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Do what the order says. 0, or an error's exit code with its message on standard error."""
+    order, path = sys.argv[1:] if words is None else words
+    try:
+        result = run_bench(parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB), _say)
+    except LastgoodError as error:
+        sys.stderr.write(f"lastgood optbench: {error}\n")
+        return error.exit_code
+    if result is not None:
+        write_result(Path(path), result.model_dump_json().encode(), mode=PRIVATE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

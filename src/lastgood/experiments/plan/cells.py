@@ -1,0 +1,300 @@
+"""The cells of figures: every run with all its settings resolved, in the order in which it is made. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.values import BASELINE, EACH_STEP
+from lastgood.experiments.machine.facts import machine_label
+from lastgood.experiments.plan.grid import find_root
+from lastgood.experiments.plan.variants import (
+    Variant,
+    checkmate_variants,
+    concurrency_variants,
+    goodput_variants,
+    memory_variants,
+    nodes_variants,
+    persist_variants,
+    threads_variants,
+    throughput_variants,
+    variant,
+)
+from lastgood.experiments.records.goodput import GoodputSpec
+from lastgood.experiments.records.optimizer import OptimizerSpec
+from lastgood.experiments.records.spec import Parallel, RunSpec
+from lastgood.experiments.traces.trace import load_trace
+from lastgood.workloads.registry import workload_options_class
+
+if TYPE_CHECKING:
+    from lastgood.experiments.config.sections import CheckmateSection, NodesSection
+    from lastgood.experiments.plan.grid import Prediction
+
+__all__ = [
+    "goodput_modelled_s",
+    "in_batches",
+    "modelled_s",
+    "optimizer_modelled_s",
+    "plan_checkmate",
+    "plan_concurrency",
+    "plan_goodput",
+    "plan_memory",
+    "plan_nodes",
+    "plan_persist",
+    "plan_simple",
+    "plan_threads",
+    "plan_throughput",
+]
+
+_PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
+
+
+class _InBatches(Protocol):
+    @property
+    def workload(self) -> str: ...
+
+    @property
+    def repetition(self) -> int: ...
+
+    def record_path(self) -> PurePosixPath: ...
+
+
+_Spec = TypeVar("_Spec", bound=_InBatches)
+
+
+def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
+    """Batch after batch. A batch is one repetition of a workload on so many ranks, with its `none`, of all figures.
+
+    Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system, and falls on a run
+    and on the `none` that it is compared with alike. A run's place comes from the seed and its record's path alone, so
+    that the runs of one figure have the same order among those of all figures.
+    """
+    batches: dict[tuple[str, int, int], list[_Spec]] = {}
+    for spec in specs:
+        batches.setdefault((spec.workload, spec.repetition, getattr(spec, "ranks", 1)), []).append(spec)
+
+    def place(spec: _Spec) -> bytes:
+        return hashlib.sha256(f"{seed}/{spec.record_path()}".encode()).digest()
+
+    return [spec for batch in batches.values() for spec in sorted(batch, key=place)]
+
+
+def plan_throughput(config: Config) -> list[RunSpec]:
+    """Figure 8. Repetitions are the outer loop: what is there after half the time is a whole figure."""
+    return _plan_models(config, throughput_variants, config.intervals)
+
+
+def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
+    """Figure 9: runs that its formulas take their terms from (figure 8's, and more), and the measured ones.
+
+    A measured run is a run of the formulas with the failures that it lives through. All of them live through the same.
+    """
+    section = config.fig9
+    intervals = sorted({*config.intervals, *section.intervals})
+    specs: list[RunSpec | GoodputSpec] = [*_plan_models(config, goodput_variants, intervals)]
+    systems = section.systems or [system for system in config.systems if system != BASELINE]
+    path = Path(section.trace) if section.trace else find_root() / _PUBLIC_TRACE
+    trace = load_trace(path)
+    stretch = trace.stretch(section.window_s, section.failures)
+    for repetition in range(section.repetitions):
+        for model in config.models:
+            specs += [
+                GoodputSpec(
+                    run=_spec(config, variant(config, model, system), interval, repetition),
+                    window_s=section.window_s,
+                    failures_s=list(stretch.failures_s),
+                    trace_name=path.stem,
+                    trace_sha256=trace.digest,
+                    trace_s=trace.duration_s,
+                    trace_failures=trace.failures,
+                    stretch_start_s=stretch.start_s,
+                    stretch_s=stretch.length_s,
+                )
+                for system in systems
+                for interval in _intervals_of(system, section.intervals)
+            ]
+    return in_batches(specs, config.seed)
+
+
+def plan_persist(config: Config) -> list[RunSpec]:
+    """Figure 11: a checkpoint after every step, each durable before the next step begins; no `none`."""
+    specs: list[RunSpec] = []
+    for repetition in range(config.fig11.repetitions):
+        for found in persist_variants(config):
+            spec = _spec(config, found, 1, repetition)
+            changes = {"warmup_steps": 1, "measured_steps": config.fig11.checkpoints, "drain_each": True}
+            specs.append(spec.model_copy(update=changes))
+    return in_batches(specs, config.seed)
+
+
+def plan_concurrency(config: Config) -> list[RunSpec]:
+    """Figure 12: PCcheck's N at every interval, and `none`."""
+    section = config.fig12
+    return _plan_sweep(config, concurrency_variants(config), section.intervals, section.repetitions)
+
+
+def plan_threads(config: Config) -> list[RunSpec]:
+    """Figure 13: PCcheck's p at every interval, and `none`."""
+    section = config.fig13
+    return _plan_sweep(config, threads_variants(config), section.intervals, section.repetitions)
+
+
+def plan_memory(config: Config) -> list[RunSpec]:
+    """Figure 14: PCcheck's pool at every interval, and `none`."""
+    section = config.fig14
+    return _plan_sweep(config, memory_variants(config), section.intervals, section.repetitions)
+
+
+def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSpec]:
+    """Figures 8e and 8f: as figure 8, over several ranks.
+
+    Cores are shared out among the ranks of a host; those are all ranks where a testbed's nodes are this machine.
+    """
+    changes = _over_ranks(config, section, section.parallel)
+    specs: list[RunSpec] = []
+    for repetition in range(section.repetitions):
+        for found in nodes_variants(config, section, figure):
+            for interval in _intervals_of(found.system, section.intervals):
+                steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
+                spec = _spec(config, found, interval, repetition)
+                specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
+    return in_batches(specs, config.seed)
+
+
+def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
+    """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed behind it.
+
+    Only Checkmate's runs also take the digest's proof: figures 8e and 8f prove the others, and behind every kill losses
+    are compared.
+    """
+    section = config.checkmate
+    specs: list[RunSpec | OptimizerSpec] = []
+    for repetition in range(section.repetitions):
+        for model in section.models:
+            for found in checkmate_variants(config, model):
+                for interval in _intervals_of(found.system, section.intervals):
+                    spec = _spec(config, found, interval, repetition)
+                    steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
+                    own = {
+                        **_over_ranks(config, section, "ddp"),
+                        "measured_steps": steps,
+                        "kills": section.kills if interval else 0,
+                        "proof": spec.proof and (found.system == EACH_STEP or not section.kills),
+                    }
+                    specs.append(spec.model_copy(update=own))
+        specs.append(_optimizer_spec(config, repetition))
+    return in_batches(specs, config.seed)
+
+
+def _optimizer_spec(config: Config, repetition: int) -> OptimizerSpec:
+    bench = config.checkmate.optimizer
+    return OptimizerSpec(
+        machine=config.machine or machine_label(),
+        scale=config.scale,
+        model=bench.model,
+        optimizer=bench.optimizer,
+        threads=tuple(bench.threads),
+        shadows=tuple(bench.shadows),
+        updates=bench.updates,
+        repetition=repetition,
+    )
+
+
+def _over_ranks(config: Config, section: NodesSection | CheckmateSection, parallel: Parallel) -> dict[str, Any]:
+    """What is different for a run over several ranks."""
+    beside = section.ranks if section.hostfile is None else section.slots
+    threads = max(1, config.thread_count // beside)
+    return {"ranks": section.ranks, "nodes": section.nodes, "parallel": parallel, "threads": threads}
+
+
+def plan_simple(config: Config) -> list[RunSpec]:
+    """The one run of the smoke test."""
+    simple = config.simple
+    spec = _spec(config, variant(config, simple.model, simple.system), simple.interval, 0)
+    steps = _whole_intervals(max(simple.iterations, config.min_checkpoints * simple.interval), simple.interval)
+    return [spec.model_copy(update={"measured_steps": steps, "proof": True})]
+
+
+def _plan_models(
+    config: Config, variants: Callable[[Config, str], list[Variant]], intervals: Sequence[int]
+) -> list[RunSpec]:
+    specs: list[RunSpec] = []
+    for repetition in range(config.repetitions):
+        for model in config.models:
+            specs += [
+                _spec(config, found, interval, repetition)
+                for found in variants(config, model)
+                for interval in _intervals_of(found.system, intervals)
+            ]
+    return in_batches(specs, config.seed)
+
+
+def _plan_sweep(
+    config: Config, variants: Sequence[Variant], intervals: Sequence[int], repetitions: int
+) -> list[RunSpec]:
+    specs: list[RunSpec] = []
+    for repetition in range(repetitions):
+        specs.append(_spec(config, variant(config, variants[0].model, BASELINE), 0, repetition))
+        specs += [_spec(config, found, interval, repetition) for found in variants for interval in intervals]
+    return in_batches(specs, config.seed)
+
+
+def _spec(config: Config, found: Variant, interval: int, repetition: int) -> RunSpec:
+    return RunSpec(
+        machine=config.machine or machine_label(),
+        scale=config.scale,
+        workload=found.model,
+        workload_options=found.workload.model_dump(mode="json"),
+        system=found.system,
+        system_options=found.options.model_dump(mode="json"),
+        method=checkpointer_class(found.system).METHOD,
+        interval_steps=interval,
+        warmup_steps=config.warmup_iterations,
+        measured_steps=_whole_intervals(max(config.iterations, config.min_checkpoints * interval), interval),
+        proof=found.system != BASELINE and (config.proof == "every" or repetition == 0),
+        device=config.device,
+        threads=config.thread_count,
+        seed=config.seed + repetition,
+        repetition=repetition,
+        data=config.data.of_workload(found.model),
+        shadows=config.checkmate.shadows if found.system == EACH_STEP else 0,
+    )
+
+
+def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
+    """Those of `intervals` at which `system` is measured: nothing else than 1 makes sense of Checkmate."""
+    return {BASELINE: [0], EACH_STEP: [1]}.get(system, intervals)
+
+
+def _whole_intervals(steps: int, interval: int) -> int:
+    """Round up to whole intervals: steps behind the last checkpoint would dilute what the checkpoints cost."""
+    return -(-steps // interval) * interval if interval else steps
+
+
+def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
+    """Start-up, steps, the copy and the write of every checkpoint one after the other, proof: an upper estimate."""
+    steps = spec.warmup_steps + spec.measured_steps
+    seconds: float = prediction.startup_s + steps * prediction.step_s.get(spec.workload, prediction.other_step_s)
+    if spec.interval_steps:
+        options = workload_options_class(spec.workload).model_validate(spec.workload_options)
+        checkpoints = steps // spec.interval_steps
+        state_bytes = options.state_bytes()
+        seconds += checkpoints * state_bytes * (1 / prediction.persist_bytes_per_s + 1 / prediction.copy_bytes_per_s)
+        if prediction.state_bytes_per_s is not None:
+            seconds += state_bytes / prediction.state_bytes_per_s * (2 if spec.proof else 1)
+    return seconds + (spec.kills + spec.proof) * prediction.proof_s
+
+
+def goodput_modelled_s(spec: GoodputSpec, prediction: Prediction) -> float:
+    """Start-up, the window, and another process for each failure and the last look."""
+    return prediction.startup_s + spec.window_s + (len(spec.failures_s) + 1) * prediction.proof_s
+
+
+def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
+    """Start-up, and at each point the updates and two more to warm up, each as long as a step."""
+    step_s = prediction.step_s.get(spec.workload, prediction.other_step_s)
+    return prediction.startup_s + len(spec.threads) * len(spec.shadows) * (spec.updates + 2) * step_s

@@ -1,0 +1,274 @@
+"""What all pictures share: reading a CSV, layout, legend, caption, and files that are the same at every drawing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.systems.labels import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
+from lastgood.experiments.tables.columns import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
+from lastgood.experiments.tables.frames import read_frame
+from lastgood.files import write_result
+
+__all__ = [
+    "BOUND_DASHES",
+    "FORMATS",
+    "INK",
+    "LABEL_PT",
+    "LEFT_IN",
+    "RIGHT_IN",
+    "Width",
+    "bound_handles",
+    "draw_repetitions",
+    "is_false",
+    "is_true",
+    "lay_out",
+    "mark_handles",
+    "mark_of",
+    "partial_text",
+    "plot_style",
+    "read_tidy",
+    "read_whole",
+    "save_figure",
+    "widest_legend",
+    "wrap_text",
+]
+
+Width = Literal["single", "double"]
+FORMATS = ("pdf", "png", "svg")
+INK = "#222222"
+BOUND_DASHES: dict[str, Any] = {
+    "disk": "solid",
+    "link": (0, (2.5, 0.8, 0.6, 0.8)),
+    "copy": (0, (2.5, 1.0)),
+    "training": (0, (0.8, 0.8)),
+}
+LABEL_PT = 7.0
+LEFT_IN, RIGHT_IN = 0.5, 0.06
+_PNG_DPI = 200
+# Dates in a file's metadata would make every drawing differ.
+_METADATA: dict[str, dict[str, Any]] = {
+    "pdf": {"CreationDate": None, "ModDate": None},
+    "png": {},
+    "svg": {"Date": None},
+}
+_AXES_HEIGHT_IN = {"single": 1.7, "double": 2.1}
+_GAP_IN = 0.07
+_XLABEL_IN = 0.5
+_TITLE_PT = 8.5
+_CAPTION_PT = 7.0
+_MISSING_NAMED = 12
+
+
+@contextmanager
+def plot_style() -> Iterator[None]:
+    """Our settings on top of matplotlib's own, whatever a user's matplotlibrc says."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC_PARAMS)
+        yield
+
+
+def read_tidy(path: Path) -> pd.DataFrame:
+    """Read a figure's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
+    frame = read_frame(path, TidyRow)
+    for name, value in LATER_COLUMNS.items():
+        if name not in frame.columns:
+            frame[name] = value
+    lacking = [name for name in TIDY_COLUMNS if name not in frame.columns]
+    if lacking:
+        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")
+    if frame.empty:
+        raise LastgoodError(f"{path}: holds no run")
+    return frame
+
+
+def read_whole(csv: Path, *, partial: bool) -> pd.DataFrame:
+    """Read a figure's tidy CSV, and refuse one that lacks runs unless `partial`."""
+    frame = read_tidy(csv)
+    if len(frame) < int(frame["runs_expected"].max()) and not partial:
+        raise LastgoodError(f"{csv}: {partial_text(frame)}; run what is missing, or use --partial")
+    return frame
+
+
+def partial_text(frame: pd.DataFrame) -> str:
+    """``partial: 12 of 14 runs, missing: ...``, or nothing where no run is missing."""
+    expected = int(frame["runs_expected"].max())
+    if len(frame) >= expected:
+        return ""
+    text = f"partial: {len(frame)} of {expected} runs"
+    named = frame["runs_missing"].dropna()
+    if named.empty:
+        return text
+    missing = str(named.iloc[0]).split("; ")
+    more = f" and {len(missing) - _MISSING_NAMED} more" if len(missing) > _MISSING_NAMED else ""
+    return f"{text}, missing: {', '.join(missing[:_MISSING_NAMED])}{more}"
+
+
+def save_figure(figure: Figure, out_stem: Path) -> list[Path]:
+    """Write every format, each whole or not at all."""
+    written = []
+    for kind in FORMATS:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=_PNG_DPI, metadata=_METADATA[kind])
+        path = out_stem.with_name(f"{out_stem.name}.{kind}")
+        write_result(path, buffer.getvalue())
+        written.append(path)
+    return written
+
+
+def is_true(value: object) -> bool:
+    """Columns with empty fields hold their booleans as objects or as text."""
+    return str(value) == "True"
+
+
+def is_false(value: object) -> bool:
+    """See `is_true`; an empty field is neither."""
+    return str(value) == "False"
+
+
+def draw_repetitions(axes: Axes, xs: Sequence[float], values: Sequence[float], size_pt: float) -> None:
+    """A whisker over the range of `values`, in the middle of `xs`, and a circle for each."""
+    if len(values) > 1:
+        axes.vlines(sum(xs) / len(xs), min(values), max(values), color=INK, linewidth=0.8, zorder=5)
+    axes.plot(
+        xs,
+        values,
+        linestyle="none",
+        marker="o",
+        markersize=size_pt,
+        markerfacecolor="white",
+        markeredgecolor=INK,
+        markeredgewidth=0.5,
+        zorder=6,
+    )
+
+
+_MARKS = {"\N{NOT EQUAL TO}": "RESTORE DIFFERS", "?": "restore not proved", "<2": "fewer than 2 checkpoints"}
+"""Signs at points whose number should not be taken at its word."""
+
+
+def mark_of(runs: pd.DataFrame) -> str:
+    """The sign for the repetitions of one cell, or nothing: the gravest that applies."""
+    if runs["proof_equal"].map(is_false).any():
+        return "\N{NOT EQUAL TO}"
+    if not runs["proof_equal"].map(is_true).any():
+        return "?"
+    return "" if runs["enough_checkpoints"].map(is_true).all() else "<2"
+
+
+def mark_handles(marks: set[str]) -> list[Any]:
+    """Legend entries for the signs that were drawn."""
+    return [
+        Line2D([], [], linestyle="none", marker=f"${mark}$", markersize=6, color=INK, label=meaning)
+        for mark, meaning in _MARKS.items()
+        if mark in marks
+    ]
+
+
+def bound_handles(seen: set[str]) -> list[Any]:
+    """Legend entries for the bounds that were drawn, by what sets them."""
+    return [
+        Line2D([], [], color=BOUND_COLOUR, linewidth=1.8, linestyle=BOUND_DASHES[binds], label=f"bound ({binds})")
+        for binds in BOUND_DASHES
+        if binds in seen
+    ]
+
+
+def lay_out(
+    figure: Figure,
+    axes: Axes,
+    handles: list[Any],
+    width: Width,
+    *,
+    title: str,
+    caption: str,
+    partial: str,
+) -> None:
+    """Stack title, legend, axes and caption with their real heights, so that none touches another."""
+    width_in = WIDTHS_IN[width]
+    heading = figure.text(0, 0, title, weight="bold", va="top")
+    heading.set_fontsize(_TITLE_PT)
+    legend, legend_in = widest_legend(figure, handles, width_in)
+    lines = wrap_text(figure, caption, width_in - 2 * RIGHT_IN, _CAPTION_PT)
+    partial_lines = wrap_text(figure, partial, width_in - 2 * RIGHT_IN, _CAPTION_PT)
+    line_in = 1.3 * _CAPTION_PT / 72
+    title_in = 1.3 * _TITLE_PT / 72
+    caption_in = line_in * (len(lines) + len(partial_lines))
+    axes_in = _AXES_HEIGHT_IN[width]
+    height_in = _GAP_IN + title_in + legend_in + _GAP_IN + axes_in + _XLABEL_IN + caption_in + _GAP_IN
+    figure.set_size_inches(width_in, height_in)
+    heading.set_position((RIGHT_IN / width_in, 1 - _GAP_IN / height_in))
+    legend.set_bbox_to_anchor((RIGHT_IN / width_in, 1 - (_GAP_IN + title_in) / height_in))
+    bottom_in = _GAP_IN + caption_in + _XLABEL_IN
+    axes.set_position(
+        (LEFT_IN / width_in, bottom_in / height_in, (width_in - LEFT_IN - RIGHT_IN) / width_in, axes_in / height_in)
+    )
+    axes.yaxis.set_label_coords(-0.36 / (width_in - LEFT_IN - RIGHT_IN), 0.5)
+    top_in = _GAP_IN + caption_in
+    for number, line in enumerate([*partial_lines, *lines]):
+        colour = BOUND_COLOUR if number < len(partial_lines) else INK
+        figure.text(
+            RIGHT_IN / width_in,
+            (top_in - number * line_in) / height_in,
+            line,
+            va="top",
+            fontsize=_CAPTION_PT,
+            color=colour,
+        )
+
+
+def _renderer(figure: Figure) -> RendererBase:
+    """What measures texts as they will be drawn."""
+    return cast("RendererBase", FigureCanvasAgg(figure).get_renderer())  # type: ignore[no-untyped-call]
+
+
+def widest_legend(figure: Figure, handles: list[Any], width_in: float) -> tuple[Legend, float]:
+    """The legend with the most columns that fit, and its height in inches."""
+    renderer = _renderer(figure)
+    for columns in range(max(1, len(handles)), 0, -1):
+        legend = figure.legend(
+            handles=handles,
+            loc="upper left",
+            ncols=columns,
+            frameon=False,
+            borderaxespad=0,
+            borderpad=0.2,
+            columnspacing=1.2,
+            handlelength=1.8,
+            handletextpad=0.5,
+            labelspacing=0.35,
+        )
+        extent = legend.get_window_extent(renderer)
+        if extent.width / figure.dpi <= width_in - RIGHT_IN or columns == 1:
+            return legend, extent.height / figure.dpi
+        legend.remove()
+    raise AssertionError("unreachable: one column is always taken")
+
+
+def wrap_text(figure: Figure, text: str, width_in: float, size_pt: float) -> list[str]:
+    """Break `text` at its spaces (not at no-break spaces) into lines that are drawn no wider than `width_in`."""
+    renderer = _renderer(figure)
+    probe = figure.text(0, 0, "", fontsize=size_pt)
+    lines: list[str] = []
+    for word in text.split(" ") if text else ():
+        probe.set_text(f"{lines[-1]} {word}" if lines else word)
+        if lines and probe.get_window_extent(renderer).width / figure.dpi <= width_in:
+            lines[-1] = probe.get_text()
+        else:
+            lines.append(word)
+    probe.remove()
+    return lines

@@ -1,0 +1,291 @@
+"""Checkmate's figure: throughput, frequency at equal throughput, lost work, and what both sides spend, of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from lastgood.experiments.config.values import BASELINE, EACH_STEP
+from lastgood.experiments.plots.canvas import (
+    BOUND_DASHES,
+    INK,
+    LABEL_PT,
+    Width,
+    bound_handles,
+    draw_repetitions,
+    is_false,
+    is_true,
+    partial_text,
+    plot_style,
+    read_whole,
+    save_figure,
+)
+from lastgood.experiments.plots.captions import checkmate_caption
+from lastgood.experiments.plots.checkmate_numbers import Lost, Reach, costs, lost_work, published_ranges, reaches
+from lastgood.experiments.plots.optimizer import plot_optimizer
+from lastgood.experiments.plots.page import lay_out_grid
+from lastgood.experiments.systems.labels import (
+    BOUND_COLOUR,
+    NONE_COLOUR,
+    SystemStyle,
+    panel_title,
+    system_styles,
+)
+from lastgood.units import MIB
+
+__all__ = ["draw_checkmate", "plot_checkmate"]
+
+_BAR: Final = 0.72
+_HATCH_SHADOWS: Final = "////"
+_HATCH_WRONG: Final = "xxxx"
+_HATCH_UNPROVED: Final = "...."
+_PAPER: Final[dict[str, Any]] = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9, "linestyle": (0, (2, 1.2))}
+_PAPER_PLACE: Final = "paper"
+
+
+def plot_checkmate(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+    """Draw Checkmate's figure of one model from `csv` into `out_stem` + .pdf, .png and .svg.
+
+    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused. A CSV of a shadow's
+    updates is drawn as that.
+    """
+    if _is_updates(csv):
+        return plot_optimizer(csv, out_stem, width=width, partial=partial)
+    frame = read_whole(csv, partial=partial)
+    with plot_style():
+        return save_figure(draw_checkmate(frame, width), out_stem)
+
+
+def _is_updates(csv: Path) -> bool:
+    """By its columns; one that cannot be read is named by whoever reads it next."""
+    try:
+        with csv.open(encoding="utf-8") as file:
+            return "update_s" in file.readline().rstrip("\n").split(",")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:
+    """Five small panels, a bar for each system in each, from a tidy frame of one model.
+
+    Hollow dashed boxes are the paper's ranges, which were measured on other machines.
+    """
+    with plot_style():
+        systems = sorted(set(frame["system"]) - {BASELINE})
+        styles = system_styles(systems)
+        ranges = published_ranges(frame)
+        figure = Figure()
+        panels = [figure.add_subplot() for _ in range(5)]
+        handles: list[Any] = [
+            Patch(facecolor=style.colour, edgecolor=INK, linewidth=0.5, label=style.label) for style in styles.values()
+        ]
+        handles += _throughput(panels[0], frame, styles, ranges.get("throughput_gain"))
+        _frequency(panels[1], reaches(frame), styles, ranges.get("frequency_gain"))
+        _lost(panels[2], lost_work(frame), styles, ranges.get("repeated_work_less"))
+        found = costs(frame)
+        _bytes(panels[3], {name: cost.handed_bytes for name, cost in found.items() if name in styles}, styles)
+        handles += _cpu(panels[4], found, styles)
+        if ranges:
+            handles.append(Patch(label="paper's range, other machines", **_PAPER))
+        lay_out_grid(
+            figure,
+            panels,
+            handles,
+            width,
+            title=panel_title(str(frame["figure"].iloc[0]).capitalize(), str(frame["workload"].iloc[0])),
+            caption=checkmate_caption(frame),
+            partial=partial_text(frame),
+        )
+    return figure
+
+
+def _places(axes: Axes, styles: dict[str, SystemStyle], title: str, unit: str, more: Sequence[str] = ()) -> None:
+    """Numbers of the systems below the bars: their names are in the legend, whose order is theirs."""
+    axes.set_title(title, loc="left", fontsize=LABEL_PT + 0.5)
+    axes.set_ylabel(unit)
+    axes.set_xlim(-0.6, len(styles) + len(more) - 0.4)
+    axes.set_xticks(range(len(styles) + len(more)), [""] * (len(styles) + len(more)))
+    for place, name in enumerate(more, len(styles)):
+        _below(axes, place, f"\n{name}")  # a line lower: beside it there are numbers as wide as a bar
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+    axes.set_axisbelow(True)
+
+
+def _below(axes: Axes, x: float, text: str) -> None:
+    axes.annotate(
+        text,
+        (x, 0),
+        (0, -2.5),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        fontsize=LABEL_PT - 0.5,
+        xycoords=("data", "axes fraction"),
+    )
+
+
+def _throughput(
+    axes: Axes, frame: pd.DataFrame, styles: dict[str, SystemStyle], published: tuple[float, float] | None
+) -> list[Any]:
+    least = int(frame.loc[frame["system"] != BASELINE, "interval_steps"].min())
+    each = "a checkpoint every iteration" if least == 1 else f"a checkpoint every {least} iterations"
+    own: float | None = None
+    bounds: set[str] = set()
+    hatches: set[str] = set()
+    none = frame.loc[frame["system"] == BASELINE, "iterations_per_s"]
+    _places(axes, styles, f"(a) {each}", "iterations/s", [_PAPER_PLACE] if published else [])
+    for place, (system, style) in enumerate(styles.items()):
+        rows = frame[(frame["system"] == system) & (frame["interval_steps"] == least)]
+        if rows.empty:
+            _below(axes, place, "-")
+            continue
+        values = [float(value) for value in rows["iterations_per_s"]]
+        median = float(rows["iterations_per_s"].median())
+        durable = min(median, float(rows["durable_iterations_per_s"].median()))
+        hatch = _hatch(rows)
+        hatches.add(hatch)
+        axes.bar(place, median, _BAR, color=style.colour, alpha=0.35, linewidth=0)
+        axes.bar(place, durable, _BAR, color=style.colour, linewidth=0)
+        axes.bar(place, median, _BAR, fill=False, edgecolor=INK, linewidth=0.5, hatch=hatch)
+        if len(values) > 1:
+            draw_repetitions(axes, [float(place)] * len(values), values, 2.2)
+        _below(axes, place, f"{median:.3g}")
+        own = median if system == EACH_STEP else own
+        bound = rows["bound_iterations_per_s"].dropna()
+        if len(bound):
+            binds = str(rows["bound_binds"].mode().iloc[0])
+            bounds.add(binds)
+            axes.hlines(
+                float(bound.median()),
+                place - 0.48,
+                place + 0.48,
+                color=BOUND_COLOUR,
+                linewidth=1.6,
+                linestyle=BOUND_DASHES[binds],
+                zorder=7,
+            )
+    handles: list[Any] = []
+    if len(none):
+        axes.axhspan(none.min(), none.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
+        axes.axhline(none.median(), color=NONE_COLOUR, linewidth=1.0, zorder=4)
+        handles.append(Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints"))
+    if published and own is not None:
+        # Where the other systems would be, had Checkmate the published gain over them here.
+        low, high = own / published[1], own / published[0]
+        axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
+    axes.set_ylim(0, None)
+    meanings = ((_HATCH_UNPROVED, "restore not proved"), (_HATCH_WRONG, "RESTORE DIFFERS"))
+    handles += [
+        Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=hatch, label=label)
+        for hatch, label in meanings
+        if hatch in hatches
+    ]
+    return handles + bound_handles(bounds)
+
+
+def _hatch(rows: pd.DataFrame) -> str:
+    """What a proof of the state, or losses behind a kill, say of the restores of a cell."""
+    if rows["proof_equal"].map(is_false).any() or (rows["lives_unlike"] > 0).any():
+        return _HATCH_WRONG
+    # Behind a kill that took nothing there is no loss to compare with. Files without the number are from before it.
+    compared = rows["lost_steps"].notna() & (rows["losses_compared"] != 0)
+    proved = rows["proof_equal"].map(is_true).any() or compared.any()
+    return "" if proved else _HATCH_UNPROVED
+
+
+def _frequency(
+    axes: Axes, found: dict[str, Reach], styles: dict[str, SystemStyle], published: tuple[float, float] | None
+) -> None:
+    _places(
+        axes, styles, "(b) at Checkmate's throughput", "iterations per checkpoint", [_PAPER_PLACE] if published else []
+    )
+    for place, (system, style) in enumerate(styles.items()):
+        reach = found.get(system)
+        if system == EACH_STEP and found:
+            axes.bar(place, 1, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _below(axes, place, "1")
+        elif reach is None:
+            _below(axes, place, "-")
+        elif reach.interval_steps is None:
+            # Not reached: an open bar as far as was measured.
+            axes.bar(place, reach.longest_steps, _BAR, color=style.colour, alpha=0.25, linewidth=0)
+            axes.plot([place], [reach.longest_steps], marker="^", color=INK, markersize=4, clip_on=False)
+            _below(axes, place, f">{reach.longest_steps}")
+        else:
+            axes.bar(place, reach.interval_steps, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _below(axes, place, str(reach.interval_steps))
+    if published and found:
+        axes.bar(len(styles), published[1] - published[0], _BAR, bottom=published[0], **_PAPER)
+    axes.set_ylim(0, None)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _lost(
+    axes: Axes, found: dict[str, Lost], styles: dict[str, SystemStyle], published: tuple[float, float] | None
+) -> None:
+    _places(axes, styles, "(c) lost by a failure", "iterations done again", [_PAPER_PLACE] if published else [])
+    for place, (system, style) in enumerate(styles.items()):
+        lost = found.get(system)
+        if lost is None:
+            _below(axes, place, "-")
+            continue
+        axes.bar(place, lost.mean, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+        draw_repetitions(axes, [float(place)] * len(lost.steps), [float(step) for step in lost.steps], 2.6)
+        _below(axes, place, f"{lost.mean:.3g}\nf{lost.interval_steps}")
+    others = [lost.mean for system, lost in found.items() if system != EACH_STEP]
+    if published and others:
+        # Where Checkmate would be, had it the published saving over the mean of the others here.
+        mean = sum(others) / len(others)
+        low, high = mean * (1 - published[1] / 100), mean * (1 - published[0] / 100)
+        axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
+    # Where nothing was lost at all, an axis of fractions would say nothing either.
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _bytes(axes: Axes, handed: dict[str, float], styles: dict[str, SystemStyle]) -> None:
+    _places(axes, styles, "(d) handed on by trainers", "MiB per iteration")
+    for place, (system, style) in enumerate(styles.items()):
+        if system in handed:
+            axes.bar(place, handed[system] / MIB, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _below(axes, place, f"{handed[system] / MIB:.3g}")
+    axes.set_ylim(0, None)
+
+
+def _cpu(axes: Axes, found: dict[str, Any], styles: dict[str, SystemStyle]) -> list[Any]:
+    _places(axes, styles, "(e) CPU time", "CPU seconds per iteration")
+    shadows = False
+    for place, (system, style) in enumerate(styles.items()):
+        cost = found.get(system)
+        if cost is None:
+            continue
+        axes.bar(place, cost.trainer_cpu_s, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+        if cost.shadow_cpu_s:
+            axes.bar(
+                place,
+                cost.shadow_cpu_s,
+                _BAR,
+                bottom=cost.trainer_cpu_s,
+                color=style.colour,
+                edgecolor=INK,
+                linewidth=0.5,
+                hatch=_HATCH_SHADOWS,
+                alpha=0.6,
+            )
+            shadows = True
+        _below(axes, place, f"{cost.trainer_cpu_s + cost.shadow_cpu_s:.2g}")
+    if BASELINE in found:
+        axes.axhline(found[BASELINE].trainer_cpu_s, color=NONE_COLOUR, linewidth=1.0, zorder=4)
+    axes.set_ylim(0, None)
+    if not shadows:
+        return []
+    return [Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=_HATCH_SHADOWS, label="shadows (CPU time)")]

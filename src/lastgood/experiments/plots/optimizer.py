@@ -1,0 +1,91 @@
+"""A shadow's update against its threads, a line for each number of shadows: a panel of Checkmate's figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.plots.canvas import Width, draw_repetitions, lay_out, plot_style, save_figure
+from lastgood.experiments.plots.captions import optimizer_caption
+from lastgood.experiments.systems.labels import WIDTHS_IN, series_styles
+from lastgood.experiments.tables.frames import read_frame
+from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, UpdateRow
+
+__all__ = ["draw_optimizer", "plot_optimizer", "read_updates"]
+
+_ASIDE = 0.06
+
+
+def plot_optimizer(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+    """Draw the panel from `csv` into `out_stem` + .pdf, .png and .svg; `partial` as for all figures."""
+    frame = read_updates(csv)
+    runs = frame["record"].nunique()
+    if runs < int(frame["runs_expected"].max()) and not partial:
+        raise LastgoodError(f"{csv}: {_partial_text(frame)}; run what is missing, or use --partial")
+    with plot_style():
+        return save_figure(draw_optimizer(frame, width), out_stem)
+
+
+def read_updates(path: Path) -> pd.DataFrame:
+    """Read the panel's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
+    frame = read_frame(path, UpdateRow)
+    lacking = [name for name in OPTIMIZER_COLUMNS if name not in frame.columns]
+    if lacking or frame.empty:
+        raise LastgoodError(f"{path}: {'columns are missing: ' + ', '.join(lacking) if lacking else 'holds no run'}")
+    return frame
+
+
+def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
+    """Markers are medians over a run's updates, circles the runs' medians where there are several."""
+    with plot_style():
+        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
+        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        threads = sorted(set(frame["threads"]))
+        counts = sorted(set(frame["shadows"]))
+        handles: list[Any] = []
+        factor, unit = (1.0, "s") if frame["update_max_s"].max() >= 1 else (1000.0, "ms")
+        for number, (style, shadows) in enumerate(zip(series_styles(len(counts)), counts, strict=True)):
+            rows = frame[frame["shadows"] == shadows]
+            medians = factor * rows.groupby("threads")["update_s"].median()
+            # Beside each other, so that no whisker hides another.
+            aside = _ASIDE * (number - (len(counts) - 1) / 2)
+            places = [threads.index(count) + aside for count in medians.index]
+            look: Any = {"color": style.colour, "marker": style.marker, "markersize": 5, "linewidth": 1.2}
+            axes.plot(places, list(medians), **look)
+            for place, count in zip(places, medians.index, strict=True):
+                of_point = rows[rows["threads"] == count]
+                low, high = factor * of_point["update_min_s"].min(), factor * of_point["update_max_s"].max()
+                axes.vlines(place, low, high, color=style.colour, linewidth=0.8)
+                values = [factor * float(value) for value in of_point["update_s"]]
+                if len(values) > 1:
+                    draw_repetitions(axes, [place] * len(values), values, 2.4)
+            name = f"{shadows} shadow{'' if shadows == 1 else 's'}"
+            handles.append(Line2D([], [], label=name, **look))
+        axes.set_xlim(-0.5, len(threads) - 0.5)
+        axes.set_xticks(range(len(threads)), [str(count) for count in threads])
+        axes.set_xlabel("threads of each shadow")
+        axes.set_ylabel(f"one whole update ({unit})")
+        axes.set_ylim(0, None)
+        axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+        axes.set_axisbelow(True)
+        first = frame.iloc[0]
+        lay_out(
+            figure,
+            axes,
+            handles,
+            width,
+            title=f"Checkmate: a shadow's update, {first['model']} by {first['optimizer']}",
+            caption=optimizer_caption(frame),
+            partial=_partial_text(frame),
+        )
+    return figure
+
+
+def _partial_text(frame: pd.DataFrame) -> str:
+    runs, expected = frame["record"].nunique(), int(frame["runs_expected"].max())
+    return "" if runs >= expected else f"partial: {runs} of {expected} runs"

@@ -1,0 +1,279 @@
+"""Slowdown against a knob or the interval, a line for each value of the other: figures 12, 13 and 14."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.config.values import BASELINE
+from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, THREADS, FigureAxes
+from lastgood.experiments.plots.canvas import (
+    BOUND_DASHES,
+    INK,
+    LABEL_PT,
+    Width,
+    bound_handles,
+    draw_repetitions,
+    lay_out,
+    mark_handles,
+    mark_of,
+    partial_text,
+    plot_style,
+    read_whole,
+    save_figure,
+)
+from lastgood.experiments.plots.captions import sweep_caption
+from lastgood.experiments.systems.labels import (
+    BOUND_COLOUR,
+    NONE_COLOUR,
+    WIDTHS_IN,
+    SeriesStyle,
+    panel_title,
+    series_styles,
+)
+
+__all__ = ["draw_sweep", "plot_sweep"]
+
+_GROUP_WIDTH = 0.7
+_LOG_FROM = 3.0
+"""Slowdowns that differ by more than this factor are drawn on a logarithmic axis."""
+_MANTISSAS = (1, 1.5, 2, 3, 5, 7)
+_MOST_TICKS = 8
+
+
+@dataclass(frozen=True)
+class _Words:
+    """How one axis is written."""
+
+    topic: str
+    place: str
+    """The x axis's name."""
+    series: str
+    """A line's name, with its value in the place of ``{}``."""
+
+
+_INTERVAL_SERIES = "interval {}"
+_WORDS = {
+    CONCURRENCY.axis: (
+        CONCURRENCY,
+        _Words("checkpoints in flight", "checkpoint interval (iterations)", "{} in flight"),
+    ),
+    THREADS.axis: (THREADS, _Words("writer threads", "writer threads of each checkpoint", _INTERVAL_SERIES)),
+    MEMORY.axis: (
+        MEMORY,
+        _Words("memory for copies", "host memory for copies (m: one checkpoint)", _INTERVAL_SERIES),
+    ),
+}
+
+
+def plot_sweep(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+    """Draw slowdowns from `csv` into `out_stem` + .pdf, .png and .svg.
+
+    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
+    """
+    frame = read_whole(csv, partial=partial)
+    with plot_style():
+        return save_figure(draw_sweep(frame, width), out_stem)
+
+
+def draw_sweep(frame: pd.DataFrame, width: Width = "double") -> Figure:
+    """A marker for each cell, joined by a line for each series, from a tidy frame of one panel.
+
+    Whiskers and circles are the repetitions. The black line at 1 is training without checkpoints, its band the range of
+    those runs; the short lines are the bound.
+    """
+    axis = str(frame["axis"].iloc[0])
+    if axis not in _WORDS:
+        raise LastgoodError(f"a CSV of axis {axis!r} is no sweep; known: {', '.join(_WORDS)}")
+    sides, words = _WORDS[axis]
+    with plot_style():
+        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
+        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        swept = frame[frame["system"] != BASELINE].dropna(subset=["slowdown"])
+        places = _values(swept, sides.columns)
+        series = _values(swept, sides.rows)
+        _set_x_axis(axes, places, words.place, sides)
+        handles, marks = _draw_series(axes, swept, sides, places, series, words.series)
+        handles += _draw_none(axes, frame[frame["system"] == BASELINE])
+        handles += _draw_bounds(axes, swept, sides, places, series)
+        handles += mark_handles(marks)
+        _set_y_axis(axes)
+        lay_out(
+            figure,
+            axes,
+            handles,
+            width,
+            title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0]), words.topic),
+            caption=sweep_caption(frame),
+            partial=partial_text(frame),
+        )
+    return figure
+
+
+def _column(side: str) -> str:
+    return "interval_steps" if side == "interval" else "axis_value"
+
+
+def _values(swept: pd.DataFrame, side: str) -> list[float]:
+    return sorted({float(value) for value in swept[_column(side)]})
+
+
+def _name(value: float, sides: FigureAxes) -> str:
+    """A value of the x axis: shares of the state as m/4, m, 2m."""
+    if sides is not MEMORY:
+        return f"{value:g}"
+    share = Fraction(value).limit_denominator(16)
+    if abs(float(share) - value) > 1e-3 or share == 0:
+        return f"{value:g}m"
+    top = "m" if share.numerator == 1 else f"{share.numerator}m"
+    return top if share.denominator == 1 else f"{top}/{share.denominator}"
+
+
+def _set_x_axis(axes: Axes, places: Sequence[float], label: str, sides: FigureAxes) -> None:
+    axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
+    axes.set_xticks(range(len(places)), [_name(place, sides) for place in places])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(label)
+
+
+def _offset(number: int, count: int) -> float:
+    """Series stand side by side at each place, so that none covers another."""
+    return (number - (count - 1) / 2) * _GROUP_WIDTH / max(1, count)
+
+
+def _cell(swept: pd.DataFrame, sides: FigureAxes, place: float, one: float) -> pd.DataFrame:
+    chosen = (swept[_column(sides.columns)] == place) & (swept[_column(sides.rows)] == one)
+    return swept[chosen].sort_values("repetition")
+
+
+def _draw_series(
+    axes: Axes,
+    swept: pd.DataFrame,
+    sides: FigureAxes,
+    places: Sequence[float],
+    series: Sequence[float],
+    label: str,
+) -> tuple[list[Any], set[str]]:
+    handles: list[Any] = []
+    marks: set[str] = set()
+    for number, (one, style) in enumerate(zip(series, series_styles(len(series)), strict=True)):
+        xs, ys = [], []
+        for group, place in enumerate(places):
+            runs = _cell(swept, sides, place, one)
+            if runs.empty:
+                continue
+            x = group + _offset(number, len(series))
+            values = [float(value) for value in runs["slowdown"]]
+            xs.append(x)
+            ys.append(float(runs["slowdown"].median()))
+            if len(values) > 1:
+                draw_repetitions(axes, _beside(x, len(values), len(series)), values, 2.2)
+            mark = mark_of(runs)
+            if mark:
+                marks.add(mark)
+                axes.annotate(
+                    mark,
+                    (x, max(values)),
+                    (0, 4),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=LABEL_PT,
+                    annotation_clip=False,
+                )
+        axes.plot(xs, ys, **_look(style), zorder=4)
+        handles.append(Line2D([], [], label=label.format(f"{one:g}"), **_look(style)))
+    return handles, marks
+
+
+def _beside(x: float, count: int, series: int) -> list[float]:
+    step = 0.05 * _GROUP_WIDTH / series
+    return [x + (number - (count - 1) / 2) * step for number in range(count)]
+
+
+def _look(style: SeriesStyle) -> dict[str, Any]:
+    return {
+        "color": style.colour,
+        "linewidth": 0.8,
+        "marker": style.marker,
+        "markersize": 5.0,
+        "markeredgecolor": INK,
+        "markeredgewidth": 0.4,
+    }
+
+
+def _draw_none(axes: Axes, none: pd.DataFrame) -> list[Any]:
+    if none.empty:
+        return []
+    rates = none["iterations_per_s"]
+    axes.axhspan(rates.median() / rates.max(), rates.median() / rates.min(), color=NONE_COLOUR, alpha=0.12, linewidth=0)
+    axes.axhline(1.0, color=NONE_COLOUR, linewidth=1.0, zorder=2)
+    return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
+
+
+def _draw_bounds(
+    axes: Axes, swept: pd.DataFrame, sides: FigureAxes, places: Sequence[float], series: Sequence[float]
+) -> list[Any]:
+    half = 0.45 * _GROUP_WIDTH / max(1, len(series))
+    seen: set[str] = set()
+    for number, one in enumerate(series):
+        for group, place in enumerate(places):
+            runs = _cell(swept, sides, place, one).dropna(subset=["slowdown_bound"])
+            if runs.empty:
+                continue
+            binds = str(runs["bound_binds"].mode().iloc[0])
+            x = group + _offset(number, len(series))
+            axes.hlines(
+                float(runs["slowdown_bound"].median()),
+                x - half,
+                x + half,
+                color=BOUND_COLOUR,
+                linewidth=1.8,
+                linestyle=BOUND_DASHES[binds],
+                zorder=3,
+            )
+            seen.add(binds)
+    return bound_handles(seen)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers in the range, 1 among them, so far from each other that their labels do not touch."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    numbers = sorted({mantissa * 10.0**decade for decade in decades for mantissa in _MANTISSAS})
+    apart = (high / low) ** (1 / _MOST_TICKS)
+    chosen = [1.0]
+    for number in numbers:
+        if number <= high and number >= 0.999 * chosen[-1] * apart:
+            chosen.append(number)
+    for number in reversed(numbers):
+        if number >= low and number <= 1.001 * chosen[0] / apart:
+            chosen.insert(0, number)
+    return chosen
+
+
+def _set_y_axis(axes: Axes) -> None:
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    # matplotlib knows no data where nothing was drawn.
+    low, high = (min(low, 1.0), max(high, 1.0)) if low <= high else (1.0, 1.0)
+    if high > _LOG_FROM * low:
+        axes.set_yscale("log")
+        axes.set_ylim(0.85 * low, 1.3 * high)
+        axes.yaxis.set_major_locator(FixedLocator(_log_ticks(0.85 * low, 1.3 * high)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        margin = 0.12 * max(high - low, 0.1)
+        axes.set_ylim(low - margin, high + 1.5 * margin)
+    axes.set_ylabel("slowdown")
+    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+    axes.set_axisbelow(True)

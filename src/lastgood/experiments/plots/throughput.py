@@ -1,0 +1,297 @@
+"""Throughput against the checkpoint interval, in bars: figure 8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from lastgood.experiments.plots.canvas import (
+    BOUND_DASHES,
+    INK,
+    LABEL_PT,
+    LEFT_IN,
+    RIGHT_IN,
+    Width,
+    bound_handles,
+    draw_repetitions,
+    is_false,
+    is_true,
+    lay_out,
+    partial_text,
+    plot_style,
+    read_whole,
+    save_figure,
+)
+from lastgood.experiments.plots.captions import throughput_caption
+from lastgood.experiments.systems.labels import (
+    BOUND_COLOUR,
+    NONE_COLOUR,
+    WIDTHS_IN,
+    SystemStyle,
+    panel_title,
+    system_styles,
+)
+
+__all__ = ["draw_throughput", "plot_throughput"]
+
+_GROUP_WIDTH = 0.84
+_WIDEST_BAR_PT = 60.0
+_BOUNDS_ALIKE = 0.05
+_HATCH_FEW = "////"
+_HATCH_UNPROVED = "...."
+_HATCH_WRONG = "xxxx"
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The repetitions of one system at one interval."""
+
+    values: list[float]
+    median: float
+    durable: float
+    hatch: str
+    published: float | None
+    """Slowdown on another machine."""
+
+
+def plot_throughput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+    """Draw throughput against the checkpoint interval from `csv` into `out_stem` + .pdf, .png and .svg.
+
+    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
+    """
+    frame = read_whole(csv, partial=partial)
+    with plot_style():
+        return save_figure(draw_throughput(frame, width), out_stem)
+
+
+def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
+    """Grouped bars, one group per interval and one bar per system, from a tidy frame of one panel.
+
+    A bar's solid part is the durable throughput, its pale top what the drain takes off; whiskers and circles are the
+    repetitions. The black line is training without checkpoints, the short lines are the bound.
+    """
+    with plot_style():
+        width_in = WIDTHS_IN[width]
+        figure = Figure(figsize=(width_in, 3.0))
+        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        bars = frame[(frame["system"] != "none") & (frame["interval_steps"] > 0)]
+        styles = system_styles(sorted(set(bars["system"])))
+        intervals = sorted({int(interval) for interval in bars["interval_steps"]})
+        cells = {}
+        for system in styles:
+            for interval in intervals:
+                runs = bars[(bars["system"] == system) & (bars["interval_steps"] == interval)]
+                if len(runs):
+                    cells[system, interval] = _cell(runs)
+        axes_width_pt = 72 * (width_in - LEFT_IN - RIGHT_IN)
+        bar_pt = _set_x_axis(axes, intervals, len(styles), axes_width_pt)
+        _set_y_axis(axes, frame)
+        handles = _draw_cells(axes, cells, styles, intervals, bar_pt)
+        handles += _draw_none(axes, frame[frame["system"] == "none"])
+        handles += _draw_bounds(axes, bars, intervals, list(styles))
+        handles += _mark_handles(list(cells.values()))
+        handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == "none"])
+        lay_out(
+            figure,
+            axes,
+            handles,
+            width,
+            title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
+            caption=throughput_caption(frame),
+            partial=partial_text(frame),
+        )
+    return figure
+
+
+def _cell(runs: pd.DataFrame) -> _Cell:
+    hatch = ""
+    if not runs["enough_checkpoints"].map(is_true).all():
+        hatch += _HATCH_FEW
+    if runs["proof_equal"].map(is_false).any():
+        hatch += _HATCH_WRONG
+    elif not runs["proof_equal"].map(is_true).any():
+        hatch += _HATCH_UNPROVED
+    values = [float(value) for value in runs.sort_values("repetition")["iterations_per_s"]]
+    median = float(runs["iterations_per_s"].median())
+    published = runs["paper_slowdown"].dropna()
+    return _Cell(
+        values,
+        median,
+        min(median, float(runs["durable_iterations_per_s"].median())),
+        hatch,
+        float(published.iloc[0]) if len(published) else None,
+    )
+
+
+def _set_x_axis(axes: Axes, intervals: Sequence[int], systems: int, axes_width_pt: float) -> float:
+    """Place the groups so that bars are no wider than looks well; returns a bar's width in points."""
+    groups = max(1, len(intervals))
+    group_pt = min(axes_width_pt / groups, _WIDEST_BAR_PT * max(1, systems) / _GROUP_WIDTH)
+    half_range = axes_width_pt / group_pt / 2
+    middle = (groups - 1) / 2
+    axes.set_xlim(middle - half_range, middle + half_range)
+    axes.set_xticks(range(len(intervals)), [str(interval) for interval in intervals])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("checkpoint interval (iterations)")
+    return group_pt * _GROUP_WIDTH / max(1, systems)
+
+
+def _set_y_axis(axes: Axes, frame: pd.DataFrame) -> None:
+    top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max())
+    axes.set_ylim(0, 1.13 * top)
+    axes.set_ylabel("throughput (iterations/s)")
+    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+    axes.set_axisbelow(True)
+
+
+def _draw_cells(
+    axes: Axes,
+    cells: dict[tuple[str, int], _Cell],
+    styles: dict[str, SystemStyle],
+    intervals: Sequence[int],
+    bar_pt: float,
+) -> list[Any]:
+    bar_width = _GROUP_WIDTH / max(1, len(styles))
+    texts = {key: _three_digits(cell.median) for key, cell in cells.items()}
+    # A median is printed where all fit under their bars: some with and some without would look like a finding.
+    labels_fit = bar_pt >= 0.62 * LABEL_PT * max((len(text) for text in texts.values()), default=0)
+    if labels_fit or len(cells) < len(styles) * len(intervals):
+        axes.tick_params(axis="x", pad=LABEL_PT + 5)
+    for place, (system, style) in enumerate(styles.items()):
+        for group, interval in enumerate(intervals):
+            x = group + (place - (len(styles) - 1) / 2) * bar_width
+            cell = cells.get((system, interval))
+            # The medians stand below the bars, where no line or whisker crosses them.
+            text = "-" if cell is None else texts[system, interval]
+            if labels_fit or cell is None:
+                axes.annotate(
+                    text, (x, 0), (0, -2.5), textcoords="offset points", ha="center", va="top", fontsize=LABEL_PT
+                )
+            if cell is None:
+                continue
+            drawn = 0.9 * bar_width
+            axes.bar(x, cell.median, drawn, color=style.colour, alpha=0.35, linewidth=0)
+            axes.bar(x, cell.durable, drawn, color=style.colour, linewidth=0)
+            axes.bar(x, cell.median, drawn, fill=False, edgecolor=INK, linewidth=0.5, hatch=cell.hatch)
+            dodged = _dodged(x, drawn, len(cell.values))
+            draw_repetitions(axes, dodged, cell.values, min(2.6, 0.25 * bar_pt))
+    handles: list[Any] = [
+        Patch(facecolor=style.colour, edgecolor=INK, linewidth=0.5, label=style.label) for style in styles.values()
+    ]
+    if any(cell.durable < 0.99 * cell.median for cell in cells.values()):
+        handles.append(Patch(facecolor="#777777", alpha=0.35, linewidth=0, label="pale: lost to the drain"))
+    return handles
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".removesuffix(".") if value < 1000 else f"{value:.0f}"
+
+
+def _dodged(x: float, width: float, count: int) -> list[float]:
+    """Side by side, so that equal repetitions are seen as several."""
+    step = min(0.22, 0.6 / count) * width
+    return [x + (number - (count - 1) / 2) * step for number in range(count)]
+
+
+def _draw_none(axes: Axes, none: pd.DataFrame) -> list[Any]:
+    if none.empty:
+        return []
+    values = none["iterations_per_s"]
+    axes.axhspan(values.min(), values.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
+    axes.axhline(values.median(), color=NONE_COLOUR, linewidth=1.0, zorder=4)
+    return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
+
+
+def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int], systems: Sequence[str]) -> list[Any]:
+    """A short line over each group; over each bar where systems' bounds differ, as on several nodes.
+
+    Where repetitions differ in state size, the median.
+    """
+    bound = bars.dropna(subset=["bound_iterations_per_s"])
+    seen: set[str] = set()
+    bar_width = _GROUP_WIDTH / max(1, len(systems))
+    for group, interval in enumerate(intervals):
+        rows = bound[bound["interval_steps"] == interval]
+        if rows.empty:
+            continue
+        of_systems = rows.groupby("system")["bound_iterations_per_s"].median()
+        if of_systems.max() <= (1 + _BOUNDS_ALIKE) * of_systems.min():
+            spans = [(rows, -_GROUP_WIDTH / 2 - 0.05, _GROUP_WIDTH / 2 + 0.05)]
+        else:
+            spans = [
+                (
+                    rows[rows["system"] == system],
+                    -_GROUP_WIDTH / 2 + place * bar_width,
+                    bar_width - _GROUP_WIDTH / 2 + place * bar_width,
+                )
+                for place, system in enumerate(systems)
+            ]
+        for some, left, right in spans:
+            if some.empty:
+                continue
+            binds = str(some["bound_binds"].mode().iloc[0])
+            axes.hlines(
+                float(some["bound_iterations_per_s"].median()),
+                group + left,
+                group + right,
+                color=BOUND_COLOUR,
+                linewidth=1.8,
+                linestyle=BOUND_DASHES[binds],
+                zorder=7,
+            )
+            seen.add(binds)
+    return bound_handles(seen)
+
+
+def _draw_published(
+    axes: Axes,
+    cells: dict[tuple[str, int], _Cell],
+    styles: dict[str, SystemStyle],
+    intervals: Sequence[int],
+    none: pd.DataFrame,
+) -> list[Any]:
+    """Hollow diamonds where this machine would be with a published slowdown: rates of other machines do not compare."""
+    if none.empty:
+        return []
+    rate = float(none["iterations_per_s"].median())
+    bar_width = _GROUP_WIDTH / max(1, len(styles))
+    xs, ys = [], []
+    for place, system in enumerate(styles):
+        for group, interval in enumerate(intervals):
+            cell = cells.get((system, interval))
+            if cell is not None and cell.published is not None:
+                xs.append(group - _GROUP_WIDTH / 2 + (place + 0.5) * bar_width)
+                ys.append(rate / cell.published)
+    if not xs:
+        return []
+    look: Any = {
+        "linestyle": "none",
+        "marker": "D",
+        "markersize": 5.0,
+        "markerfacecolor": "none",
+        "markeredgecolor": INK,
+        "markeredgewidth": 1.0,
+    }
+    axes.plot(xs, ys, zorder=8, **look)
+    return [Line2D([], [], label="paper, other machine", **look)]
+
+
+def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
+    meanings = (
+        (_HATCH_FEW, "fewer than 2 checkpoints"),
+        (_HATCH_UNPROVED, "restore not proved"),
+        (_HATCH_WRONG, "RESTORE DIFFERS"),
+    )
+    return [
+        Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=hatch, label=label)
+        for hatch, label in meanings
+        if any(hatch in cell.hatch for cell in cells)
+    ]

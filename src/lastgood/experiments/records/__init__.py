@@ -1,0 +1,1 @@
+"""What a run was asked to do, and what it measured, as files."""

@@ -1,0 +1,230 @@
+"""What a measured goodput run is, and its record: one JSON file per run, written once, atomically. Needs no torch.
+
+A run lives through a window of uptime in which its training process is really killed at given moments. Uptime is the
+time in which a life restores or trains: the artefact's formula knows no other cost of a failure. What else a life
+needs (a process, the model's building, the system's start) is measured too, but the window's clock stands still for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.records.run import MOST_RECORD_BYTES, WhereRun
+from lastgood.experiments.records.spec import RunSpec, Scale
+from lastgood.files import write_result
+from lastgood.text import parse_json, read_bytes, read_model
+
+__all__ = [
+    "GOODPUT_METHOD",
+    "GOODPUT_PATH_PARTS",
+    "GoodputRecord",
+    "GoodputSpec",
+    "Life",
+    "is_goodput_record",
+    "load_goodput_record",
+    "load_placed_goodput_record",
+]
+
+GOODPUT_METHOD = 1
+"""Version of how goodput is measured, part of every run's identity."""
+GOODPUT_PATH_PARTS = 8
+"""Parts of GoodputSpec.record_path()."""
+_MAX_WINDOW_S = 24 * 3600.0
+_MAX_FAILURES = 1000
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GoodputSpec(_Part):
+    """One measured goodput run: a run's settings, and the failures it lives through, all resolved."""
+
+    spec_version: Literal[1] = 1
+    method: int = Field(default=GOODPUT_METHOD, ge=1)
+    run: RunSpec
+    """Workload, system, interval and knobs; the steps that it measures and its proof mean nothing here."""
+    window_s: float = Field(gt=0, le=_MAX_WINDOW_S, allow_inf_nan=False)
+    """Seconds of uptime."""
+    failures_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(max_length=_MAX_FAILURES)
+    """When the training process is killed, in seconds of uptime, ascending, each below `window_s`."""
+    trace_name: str
+    trace_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    trace_s: float = Field(gt=0)
+    """Seconds of the whole trace."""
+    trace_failures: int = Field(ge=0)
+    """Failures of the whole trace."""
+    stretch_start_s: float = Field(ge=0)
+    """Where the stretch of the trace begins that the window stands for."""
+    stretch_s: float = Field(gt=0)
+    """Seconds of that stretch; over `window_s` this is the factor of compression."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> GoodputSpec:
+        if any(after < before for before, after in pairwise([*self.failures_s, self.window_s])):
+            raise ValueError("failures_s must ascend and end before window_s")
+        if self.run.interval_steps < 1 and self.run.system != "none":
+            raise ValueError("interval_steps 0 takes no checkpoints; only the system none goes without")
+        return self
+
+    @property
+    def scale(self) -> Scale:
+        """The run's."""
+        return self.run.scale
+
+    @property
+    def workload(self) -> str:
+        """The run's."""
+        return self.run.workload
+
+    @property
+    def repetition(self) -> int:
+        """The run's."""
+        return self.run.repetition
+
+    @property
+    def proof(self) -> bool:
+        """Every restore is checked, so there is no proof to ask for."""
+        return False
+
+    @property
+    def data(self) -> str | None:
+        """The run's."""
+        return self.run.data
+
+    def canonical_json(self) -> str:
+        """One line of JSON with sorted keys: the argument of `lastgood goodput run --spec`."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def cell_hash(self) -> str:
+        """Eight hex digits over everything but repetition and seed, and what means nothing here."""
+        unused = {"run": {"repetition", "seed", "proof", "measured_steps"}}
+        text = json.dumps(self.model_dump(mode="json", exclude=unused), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def record_path(self) -> PurePosixPath:
+        """Where the record lies, below the results folder."""
+        run = self.run.record_path()
+        machine, scale, workload, system, interval, variant, name = run.parts
+        knobs = variant.rpartition("-c")[0]
+        cell = "-".join([*([knobs] if knobs else []), f"k{len(self.failures_s)}", f"c{self.cell_hash}"])
+        return PurePosixPath(machine, scale, "goodput", workload, system, interval, cell, name)
+
+    def title(self) -> str:
+        """A short name for logs and progress bars."""
+        return f"goodput of {self.run.title()}"
+
+
+class Life(_Part):
+    """One life of the training process."""
+
+    ended: Literal["killed", "window"]
+    """``window``: it was the last one, and the window was over."""
+    uptime_s: float
+    """Seconds in which it restored or trained."""
+    start_up_s: float
+    """Seconds for all else: the process, building the workload, starting the system (the first life: its warm-up)."""
+    load_s: float | None
+    """Seconds of its restore; None for the first life, and for one that was killed before its restore was done."""
+    restored_step: int | None
+    """The step of the training state after the restore; 0 if it began anew; None as for `load_s`."""
+    reached_step: int | None
+    """The last step that it finished; None if it never trained. The kill may have come in the save of one more."""
+    durable_step: int | None
+    """The newest checkpoint of its own that the system called durable."""
+    lost_steps: int
+    """Steps that earlier lives had finished beyond what this one restored."""
+    failed_saves: int
+    loss_equal: bool | None
+    """Whether its first step's loss was the one that an earlier life had there; None where none had been there."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that it finished itself."""
+        return 0 if self.reached_step is None or self.restored_step is None else self.reached_step - self.restored_step
+
+
+class GoodputRecord(_Part):
+    """One measured goodput run, whole."""
+
+    record_version: Literal[1] = 1
+    spec: GoodputSpec
+    started_at: str
+    """UTC, ISO 8601."""
+    wall_s: float
+    """The whole command, from its lock to its record."""
+    where: WhereRun
+    state_bytes: int
+    parameters: int
+    first_step: int
+    """The step at which the window began, behind warm-up and one checkpoint."""
+    lives: list[Life]
+    window_s: float
+    """Uptime of all lives: the spec's window, as closely as kills could be timed."""
+    start_up_s: float
+    """Seconds that all lives but the first spent outside of uptime."""
+    useful_steps: int
+    """Steps from the window's begin to its end that no failure took back."""
+    durable_steps: int
+    """How many of them a last process, started after the window, found when it restored."""
+    goodput_iterations_per_s: float
+    """useful_steps / window_s: what the formula predicts."""
+    durable_goodput_iterations_per_s: float
+    """durable_steps / window_s."""
+    raw_goodput_iterations_per_s: float
+    """useful_steps / (window_s + start_up_s): with start-up, which the compression leaves as long as it is."""
+    step_s: float | None
+    """Training time of all lives by the steps that they did, lost ones included."""
+    load_s: float | None
+    """Median over the restores, the last process's included."""
+    restores: int
+    restores_checked: int
+    """Restores behind which a loss could be compared to the bit (CUDA: to 1 %) with that of an earlier life."""
+    faults: list[str] = Field(default_factory=list)
+    """What restores did that they must not: one sentence each."""
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the whole record or none."""
+        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
+
+
+def load_goodput_record(path: Path) -> GoodputRecord:
+    """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
+    return read_model(
+        GoodputRecord,
+        path,
+        "a goodput record of version 1",
+        most_bytes=MOST_RECORD_BYTES,
+        advice="remove it and run again",
+        error=LastgoodError,
+    )
+
+
+def load_placed_goodput_record(path: Path) -> GoodputRecord:
+    """Load a record and check that it lies where its spec says. Raises LastgoodError where it does not."""
+    record = load_goodput_record(path)
+    expected = record.spec.record_path()
+    if path.absolute().parts[-GOODPUT_PATH_PARTS:] != expected.parts:
+        raise LastgoodError(
+            f"{path}: this record's settings belong at .../{expected}; it was moved or edited, or the settings' hash "
+            "changed; remove it and run again"
+        )
+    return record
+
+
+def is_goodput_record(path: Path) -> bool:
+    """Whether a file is meant for a goodput record, whole or not: its spec is of a run under failures."""
+    try:
+        found = parse_json(read_bytes(path, MOST_RECORD_BYTES), str(path), most_bytes=MOST_RECORD_BYTES)
+    except LastgoodError:
+        return False
+    spec = found.get("spec") if isinstance(found, dict) else None
+    return isinstance(spec, dict) and "failures_s" in spec

@@ -1,0 +1,394 @@
+"""What the processes of one run do: the trainer measures and takes the live digest, the restorer proves."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+
+from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.multirank.part import Part
+from lastgood.experiments.records.run import Clocks, Counts, Resources, ShadowFacts, WorkloadFacts
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.timeline import Timeline
+from lastgood.experiments.services.shadow_usage import ShadowMeters, shadow_options
+from lastgood.state import flatten, seed_everything
+from lastgood.training.loop import Segment, TrainingLoop, configure_compute
+from lastgood.workloads.base import Workload
+from lastgood.workloads.registry import build_workload, workload_options_class
+
+__all__ = [
+    "LiveProof",
+    "Measurement",
+    "Onward",
+    "RestoredProof",
+    "build_planned",
+    "drain_checked",
+    "forget_cached_pages",
+    "live_proof",
+    "make_checkpointer",
+    "prove_restore",
+    "scramble",
+    "train_and_measure",
+]
+
+_PROOF_STEPS_AFTER = 2
+"""Steps trained on after the proved checkpoint, live and restored, whose losses must agree."""
+
+Report = Callable[[str], None]
+Onward = Callable[[TrainingLoop, "Measurement"], NoReturn]
+
+
+@dataclass(frozen=True)
+class LiveProof:
+    """What the trainer saw of the checkpoint to prove."""
+
+    step: int
+    digest: str
+    next_losses: list[float]
+
+
+@dataclass(frozen=True)
+class RestoredProof:
+    """What the restorer saw of it."""
+
+    step: int
+    digest: str
+    next_losses: list[float]
+    restore_s: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the trainer hands back."""
+
+    workload: WorkloadFacts
+    clocks: Clocks
+    resources: Resources
+    counts: Counts
+    storage: dict[str, Any]
+    proof: LiveProof | None
+    shadows: list[ShadowFacts] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timeline: Timeline | None = None
+    """If it was asked for."""
+
+
+class _Alone:
+    """The part of a process that trains alone."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+
+    def parallelise(self, workload: Workload) -> None:
+        """It has all of it."""
+
+    def checkpointer(self, checkpoints: Path) -> Checkpointer:
+        """The system of the spec."""
+        return make_checkpointer(self._spec, checkpoints)
+
+    def common_step(self, checkpointer: Checkpointer) -> int | None:
+        """Its own newest."""
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Any state will do."""
+
+    def settle(self) -> None:
+        """There is nobody to differ from."""
+
+    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
+        """Of all shadows that it has."""
+        return ShadowMeters.read(checkpoints, self._spec.shadows)
+
+    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
+        """The one that restored."""
+        del checkpoints
+        return reader
+
+    def meet(self) -> None:
+        """There is nobody to wait for."""
+
+
+def train_and_measure(
+    spec: RunSpec,
+    checkpoints: Path,
+    data_dir: Path,
+    timeline: bool,
+    report: Report,
+    part: Part | None = None,
+    onward: Onward | None = None,
+) -> Measurement:
+    """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
+
+    `part` is this process's part in a run over several ranks, each of which calls this. With `onward` the training does
+    not end here: it is given the measurement and never comes back. Raises LastgoodError if a checkpoint failed: such a
+    run measures something else.
+    """
+    configure_compute(spec.threads, deterministic=False)
+    part = part or _Alone(spec)
+    report("building the workload")
+    workload = build_planned(spec, data_dir)
+    # Before it is spread over ranks: of a shard or a stage a rank has no more than its own.
+    parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    part.parallelise(workload)
+    checkpointer = part.checkpointer(checkpoints)
+    loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    loop.heartbeat = report
+    loop.start()
+    try:
+        report(f"warming up, {spec.warmup_steps} steps")
+        loop.train(spec.warmup_steps)
+        if spec.interval_steps:
+            # One untimed checkpoint: slots are written for the first time, and buffers touched.
+            loop.save()
+            drain_checked(checkpointer)
+            part.settle()
+            part.check(loop.state)
+        loop.first_step = loop.progress.step
+        loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
+        before = len(checkpointer.events)
+        if timeline:
+            checkpointer.keep_update_waits()
+        report(f"measuring, {spec.measured_steps} steps")
+        meters = part.shadow_meters(checkpoints)
+        part.meet()
+        cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
+        segment = loop.train(spec.measured_steps)
+        stall_update_s = checkpointer.update_stall_s - stall_before
+        started = time.perf_counter()
+        checkpointer.drain()
+        drain_s = time.perf_counter() - started if spec.interval_steps else 0.0
+        cpu_s = _cpu_s() - cpu_before
+        events = checkpointer.events[before:]
+        _refuse_failures(events)
+        _refuse_unfinished(checkpointer)
+        _refuse_divergence(spec, segment.losses)
+        flat = flatten(loop.state, spread=True)
+        measurement = Measurement(
+            workload=WorkloadFacts(
+                parameters=parameters,
+                state_bytes=flat.layout.payload_bytes,
+                state_tensors=flat.layout.tensor_count(),
+                data_name=workload.data_facts["name"],
+                data_source=workload.data_facts["source"],
+                data_sha256=workload.data_facts["sha256"],
+                losses=segment.losses,
+            ),
+            clocks=_clocks(spec, segment, events, stall_update_s, drain_s),
+            resources=Resources(
+                peak_rss_bytes=_peak_rss_bytes(),
+                peak_device_bytes=torch.cuda.max_memory_allocated() if spec.device == "cuda" else 0,
+                cpu_s=cpu_s,
+                bytes_written=sum(event.bytes_written for event in events),
+            ),
+            counts=_counts(events),
+            storage=checkpointer.storage_facts(),
+            proof=None,
+            shadows=meters.used(),
+            timeline=None
+            if not timeline
+            else Timeline(
+                first_step=loop.first_step + 1,
+                steps=segment.clock.spans(),
+                saves=segment.saves,
+                update_waits=checkpointer.update_waits[0],
+                device_waits=checkpointer.update_waits[1],
+                checkpoints=list(events),
+                drain=(started, started + drain_s) if spec.interval_steps else None,
+            ),
+        )
+        del flat
+        if onward is not None:
+            onward(loop, measurement)
+        if spec.proof:
+            report("training on for the restore proof")
+            # Not closed: this process is killed next, and what is durable must be so without a tidy end.
+            return Measurement(**{**measurement.__dict__, "proof": live_proof(loop, part)})
+    except BaseException:
+        checkpointer.close()
+        raise
+    checkpointer.close()
+    return measurement
+
+
+def prove_restore(
+    spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part | None = None
+) -> RestoredProof:
+    """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
+    configure_compute(spec.threads, deterministic=True)
+    part = part or _Alone(spec)
+    report("building the workload again")
+    workload = build_planned(spec, data_dir)
+    part.parallelise(workload)
+    scramble(workload)
+    checkpointer = part.checkpointer(checkpoints)
+    loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    forget_cached_pages(checkpoints)
+    part.meet()
+    report("restoring")
+    started = time.perf_counter()
+    step = loop.restore(part.common_step(checkpointer))
+    restore_s = time.perf_counter() - started
+    digest = loop.digest()
+    report("training on from the restored state")
+    workload.model.train()
+    losses = loop.train(_PROOF_STEPS_AFTER).losses
+    part.meet()
+    checkpointer.close()
+    return RestoredProof(step, digest, losses, restore_s)
+
+
+def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
+    """Two checkpoints in neighbouring steps, the second of which is proved, and training that overwrites both at once.
+
+    The digest is taken from the live tensors before the save, not between save and update, where it would give a
+    careless copy the time to finish.
+    """
+    configure_compute(torch.get_num_threads(), deterministic=True)
+    loop.interval_steps = 0
+    loop.train(1)
+    loop.save()
+    loop.train(1)
+    part.settle()
+    digest, step = loop.digest(), loop.progress.step
+    loop.save()
+    losses = loop.train(_PROOF_STEPS_AFTER).losses
+    drain_checked(loop.checkpointer)
+    return LiveProof(step, digest, losses)
+
+
+def build_planned(spec: RunSpec, data_dir: Path) -> Workload:
+    """The workload of `spec`, with every generator seeded."""
+    options = workload_options_class(spec.workload).model_validate(spec.workload_options)
+    seed_everything(spec.seed)
+    data_path = Path(spec.data) if spec.data is not None else None
+    return build_workload(
+        spec.workload, options, data_dir=data_dir, data_path=data_path, seed=spec.seed, device=spec.device
+    )
+
+
+def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
+    """The system of `spec` in folder `checkpoints`; it keeps all its events."""
+    kind = checkpointer_class(spec.system)
+    where = shadow_options(checkpoints) if spec.shadows else {}
+    checkpointer = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **where}))
+    checkpointer.events_kept = None
+    return checkpointer
+
+
+def scramble(workload: Workload) -> None:
+    """Make every parameter and generator wrong, so that what a restore leaves out shows."""
+    updated = (parameter for group in workload.optimizer.param_groups for parameter in group["params"])
+    wrong = {id(parameter): parameter for parameter in (*workload.model.parameters(), *updated)}
+    with torch.no_grad():
+        for parameter in wrong.values():
+            parameter.add_(1)
+    seed_everything(20_000_001)
+    for _ in range(3):
+        next(workload.data)
+
+
+def drain_checked(checkpointer: Checkpointer) -> None:
+    """Drain, and raise CheckpointError if a checkpoint failed or is pending still."""
+    checkpointer.drain()
+    _refuse_failures(checkpointer.events)
+    _refuse_unfinished(checkpointer)
+
+
+def _refuse_unfinished(checkpointer: Checkpointer) -> None:
+    """After a drain nothing may be pending, and what is newest must be what was last durable."""
+    pending = [event.step for event in checkpointer.events if event.outcome is Outcome.PENDING]
+    durable = [event.step for event in checkpointer.events if event.outcome is Outcome.DURABLE]
+    newest = checkpointer.latest()
+    if pending or (durable and newest != durable[-1]):
+        raise CheckpointError(
+            f"{checkpointer.name}: after drain() steps {pending or 'none'} are pending and latest() is {newest}, "
+            f"where step {durable[-1] if durable else 'none'} was the last to be durable"
+        )
+
+
+def _refuse_failures(events: Sequence[CheckpointEvent]) -> None:
+    failed = [event for event in events if event.outcome is Outcome.FAILED]
+    if failed:
+        raise CheckpointError(
+            f"{len(failed)} of {len(events)} checkpoints failed, so this run measures nothing; "
+            f"the first, of step {failed[0].step}: {failed[0].error}"
+        )
+
+
+def _refuse_divergence(spec: RunSpec, losses: Sequence[float]) -> None:
+    """Arithmetic on NaN can be slower or faster, and NaN hides what a restore got wrong."""
+    for number, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise LastgoodError(
+                f"{spec.title()}: the loss of measured step {number} is {loss}, the one before it "
+                f"{losses[number - 1] if number else 'unknown'}; the workload's options diverge"
+            )
+
+
+def _clocks(
+    spec: RunSpec, segment: Segment, events: Sequence[CheckpointEvent], stall_update_s: float, drain_s: float
+) -> Clocks:
+    elapsed_s = segment.clock.elapsed_s
+    finished = [
+        event.finished_s - event.requested_s
+        for event in events
+        if event.finished_s is not None and event.outcome in (Outcome.DURABLE, Outcome.SUPERSEDED)
+    ]
+    return Clocks(
+        measured_steps=spec.measured_steps,
+        elapsed_s=elapsed_s,
+        iterations_per_s=spec.measured_steps / elapsed_s,
+        durable_iterations_per_s=spec.measured_steps / (elapsed_s + drain_s),
+        step_s=segment.clock.step_s(),
+        hide_s=segment.clock.hide_s(),
+        stall_save_s=segment.stall_save_s,
+        stall_update_s=stall_update_s,
+        persist_s=finished,
+        drain_s=drain_s,
+    )
+
+
+def _counts(events: Sequence[CheckpointEvent]) -> Counts:
+    def count(outcome: Outcome) -> int:
+        return sum(event.outcome is outcome for event in events)
+
+    return Counts(
+        started=len(events),
+        durable=count(Outcome.DURABLE),
+        superseded=count(Outcome.SUPERSEDED),
+        failed=count(Outcome.FAILED),
+        skipped=count(Outcome.SKIPPED),
+    )
+
+
+def _cpu_s() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
+
+def _peak_rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise LastgoodError("/proc/self/status holds no VmHWM; run records need a Linux kernel with /proc")
+
+
+def forget_cached_pages(folder: Path) -> None:
+    """Ask the kernel to drop the files from its page cache, so that a restore reads the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,123 @@
+"""The shadows of a run, as its trainers see them: where they are, and what they have used. Needs no torch."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, ConfigDict
+
+from lastgood.errors import HostError, LastgoodError
+from lastgood.experiments.records.run import ShadowFacts
+from lastgood.text import read_model
+from lastgood.units import MIB
+
+__all__ = ["ShadowMeters", "ShadowPlaces", "places_path", "shadow_options"]
+
+_ANSWER_S: Final = 10.0
+_MAX_ANSWER_BYTES: Final = 1 << 20
+_CPU: Final = "lastgood_shadow_cpu_seconds_total"
+_RECEIVED: Final = "lastgood_shadow_received_bytes_total"
+_OPTIMIZER: Final = "lastgood_shadow_optimizer_seconds_total"
+_PEAK: Final = "lastgood_shadow_peak_rss_bytes"
+
+
+class ShadowPlaces(BaseModel):
+    """Where the shadows of a run are; a file of this lies beside its checkpoints, on every host."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hosts: list[str]
+    addresses: list[str]
+    """HOST:PORT of each, in the order of their numbers."""
+    metrics: list[str]
+    """HOST:PORT where each tells its metrics."""
+    token_file: str
+
+
+def places_path(checkpoints: Path) -> Path:
+    """The file of a run that keeps its checkpoints in `checkpoints`."""
+    return checkpoints / "shadows.json"
+
+
+def _places(checkpoints: Path) -> ShadowPlaces:
+    path = places_path(checkpoints)
+    what = "the list of this run's shadows"
+    return read_model(ShadowPlaces, path, what, most_bytes=MIB, advice="run again", error=LastgoodError)
+
+
+def shadow_options(checkpoints: Path) -> dict[str, Any]:
+    """Options of Checkmate that say where a run's shadows are. Raises LastgoodError where nobody has started them."""
+    places = _places(checkpoints)
+    return {"shadows": places.addresses, "token_file": places.token_file}
+
+
+@dataclass(frozen=True)
+class ShadowMeters:
+    """What each shadow had used at one moment; `used` tells what came on top since."""
+
+    places: ShadowPlaces | None
+    before: list[Mapping[str, float]]
+
+    @classmethod
+    def read(cls, checkpoints: Path, shadows: int) -> ShadowMeters:
+        """Ask all of a run's shadows; with 0 of them, nobody. Raises HostError for one that does not answer."""
+        if not shadows:
+            return cls(None, [])
+        places = _places(checkpoints)
+        return cls(places, [_metrics(address) for address in places.metrics])
+
+    def used(self) -> list[ShadowFacts]:
+        """Ask again. Raises HostError for a shadow that does not answer, or tells no such number."""
+        if self.places is None:
+            return []
+        found = []
+        for host, address, before in zip(self.places.hosts, self.places.metrics, self.before, strict=True):
+            now = _metrics(address)
+            found.append(
+                ShadowFacts(
+                    host=host,
+                    cpu_s=_value(now, _CPU, address) - _value(before, _CPU, address),
+                    received_bytes=round(_value(now, _RECEIVED, address) - _value(before, _RECEIVED, address)),
+                    optimizer_s=_value(now, _OPTIMIZER, address) - _value(before, _OPTIMIZER, address),
+                    peak_rss_bytes=round(_value(now, _PEAK, address)),
+                )
+            )
+        return found
+
+
+def _value(metrics: Mapping[str, float], name: str, address: str) -> float:
+    try:
+        return metrics[name]
+    except KeyError:
+        raise HostError(f"shadow at {address}: tells no metric {name}; is it of another version?") from None
+
+
+def _metrics(address: str) -> dict[str, float]:
+    """Prometheus's text format; of a metric with several label sets, the sum."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_ANSWER_S)
+    try:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        text = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+        if answer.status != http.client.OK:
+            raise HostError(f"shadow at {address}: answers {answer.status} when asked for metrics")
+    except (OSError, http.client.HTTPException) as error:
+        raise HostError(f"shadow at {address}: no metrics within {_ANSWER_S:.0f} s: {error}") from error
+    finally:
+        connection.close()
+    found: dict[str, float] = {}
+    try:
+        for metric in text_string_to_metric_families(text):
+            for sample in metric.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError as error:
+        raise HostError(
+            f"shadow at {address}: tells no metrics: {error}; does another service answer there?"
+        ) from error
+    return found

@@ -1,0 +1,1 @@
+"""Records of a figure as one table, and its CSV files."""

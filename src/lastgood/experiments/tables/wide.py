@@ -1,0 +1,79 @@
+"""The wide CSV of a figure: the layout of the files in PCcheck's artefact."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lastgood.experiments.config.values import BASELINE
+from lastgood.experiments.systems.labels import system_label, system_rank
+
+if TYPE_CHECKING:
+    from lastgood.experiments.figures.axes import FigureAxes
+    from lastgood.experiments.tables.runs import TidyRow
+
+__all__ = ["field_text", "wide_table"]
+
+
+_SIDE_NAMES = {"system": "system", "interval": "interval_steps"}
+
+
+def wide_table(rows: Sequence[TidyRow], axes: FigureAxes) -> list[list[str]]:
+    """Medians with a row per series and a column per place on the x axis, as in the files of PCcheck's artefact.
+
+    Systems go by their printed names. Where columns are intervals, column 0 (no checkpoints) is filled in every row
+    with the one `none` run that all of them share; where rows are intervals, there is no such column.
+    """
+    values: dict[tuple[str, float], list[float]] = defaultdict(list)
+    nones: list[float] = []
+    series: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        value = _wide_value(row, axes)
+        if row.system == BASELINE:
+            nones += [] if value is None else [value]
+            continue
+        name, order = _series(row, axes)
+        series[name] = order
+        place = _place(row, axes)
+        if value is not None and place is not None:
+            values[name, place].append(value)
+    medians = {key: statistics.median(found) for key, found in values.items()}
+    none = statistics.median(nones) if nones else None
+    with_none = axes.columns == "interval" and none is not None
+    places = sorted({place for _, place in values})
+    table = [[_SIDE_NAMES.get(axes.rows, axes.axis), *(["0"] if with_none else []), *map(field_text, places)]]
+    if not series and none is not None:
+        return [*table, [system_label(BASELINE), field_text(none)]] if with_none else table
+    for name in sorted(series, key=lambda name: series[name]):
+        line = [field_text(medians.get((name, place))) for place in places]
+        table.append([name, *([field_text(none)] if with_none else []), *line])
+    return table
+
+
+def _wide_value(row: TidyRow, axes: FigureAxes) -> float | None:
+    if axes.value == "iterations_per_s":
+        return row.iterations_per_s
+    if axes.value == "slowdown":
+        return row.slowdown
+    return None if row.persist_p50_s is None else 1000 * row.persist_p50_s
+
+
+def _series(row: TidyRow, axes: FigureAxes) -> tuple[str, tuple[float, str]]:
+    """The name of the series that a run belongs to, and what to sort it by."""
+    if axes.rows == "system":
+        return system_label(row.system), system_rank(row.system)
+    value = row.interval_steps if axes.rows == "interval" else row.axis_value
+    return field_text(value), (-1 if value is None else value, "")
+
+
+def _place(row: TidyRow, axes: FigureAxes) -> int | float | None:
+    return row.interval_steps if axes.columns == "interval" else row.axis_value
+
+
+def field_text(value: object) -> str:
+    """A field of a CSV; a float is written so that reading it back gives the same float."""
+    if value is None:
+        return ""
+    return repr(value) if isinstance(value, float) else str(value)

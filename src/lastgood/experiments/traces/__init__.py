@@ -1,0 +1,1 @@
+"""Times at which spot machines were lost: recorded and synthetic."""

@@ -1,0 +1,1 @@
+"""How parameters lie in buckets, and buckets in the stream."""

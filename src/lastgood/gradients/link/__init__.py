@@ -1,0 +1,1 @@
+"""Connections from a rank to its shadows."""

@@ -1,0 +1,1 @@
+"""What trainers and shadows say to each other."""

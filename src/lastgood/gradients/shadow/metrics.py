@@ -1,0 +1,130 @@
+"""A shadow's numbers as Prometheus reads them, over HTTP on a port of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from lastgood.errors import CorruptCheckpoint, HostError
+from lastgood.gradients.shadow.core import ShadowCore
+from lastgood.wire.gate import Gate, Handshake, Line, open_listener
+
+__all__ = ["MetricsServer"]
+
+_log = logging.getLogger("lastgood.shadow")
+_PREFIX = "lastgood_shadow_"
+_TICK_S = 0.2
+_MAX_LINE_BYTES = 4096
+_MAX_FIELDS = 100
+
+
+@dataclass
+class _Numbers(Collector):
+    """What a shadow tells at the moment of asking."""
+
+    core: ShadowCore
+
+    def collect(self) -> Iterator[Metric]:
+        core = self.core
+        status, counters, received = core.status(), core.counters, core.receiver_counters()
+        cpu_s, peak_bytes = core.process_usage()
+        rows: list[tuple[str, str, float]] = [
+            ("cpu_seconds_total", "Processor time, user and system.", cpu_s),
+            ("peak_rss_bytes", "Most resident memory so far.", peak_bytes),
+            ("declared_memory_bytes", "Memory for the declared layout.", core.memory_bytes()),
+            ("received_bytes_total", "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
+            ("received_records_total", "Gradient records held.", received.get("records", 0)),
+            ("checksum_seconds_total", "Time for checksums of records.", received.get("checksum_s", 0.0)),
+            ("connections", "Data connections that are open.", received.get("connections", 0)),
+            ("parked_connections", "Of these, not read: a window is full.", received.get("parked", 0)),
+            ("applied_iterations_total", "Iterations applied to all buckets.", counters.applied_iterations),
+            ("applied_buckets_total", "Updates of single buckets.", counters.applied_buckets),
+            ("optimizer_seconds_total", "Time in the optimizer.", counters.optimizer_s),
+            ("epoch", "The epoch that trainers must have.", status.epoch),
+            ("applied_iteration", "All buckets are behind this iteration.", status.applied),
+            ("have_iteration", "The newest iteration that it can be brought to.", status.have),
+            ("newest_saved_step", "The training's step of the newest iteration in memory.", _newest(status.memory)),
+            ("durable_step", "The same of the newest spill.", _newest(status.durable)),
+            ("whole", "1 if no bucket waits for a seed.", int(status.whole)),
+            ("seeds_total", "Buckets that were seeded.", counters.seeds),
+            ("seed_bytes_total", "Bytes of these seeds.", counters.seed_bytes),
+            ("side_bytes_total", "Bytes of side records kept.", counters.side_bytes),
+            ("checks_total", "Buckets compared with the trainers'.", counters.checks),
+            ("diverged_total", "Of these, found to differ.", counters.diverged),
+            ("spills_total", "Iterations made durable.", counters.spills),
+            ("spill_errors_total", "Iterations that could not be made durable.", counters.spill_errors),
+            ("fences_total", "Epochs begun.", counters.fences),
+        ]
+        shadow = str(status.shadow)
+        for name, text, value in rows:
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = family(_PREFIX + name, text, labels=["shadow"])
+            metric.add_metric([shadow], value)
+            yield metric
+        refused = CounterMetricFamily(
+            f"{_PREFIX}refused_total", "Records, messages and connections refused.", labels=["shadow", "cause"]
+        )
+        for cause, count in sorted(status.refused.items()):
+            refused.add_metric([shadow, cause], count)
+        yield refused
+
+
+def _newest(held: tuple[object, ...]) -> float:
+    steps = [getattr(saved, "step", 0) for saved in held]
+    return float(max(steps, default=-1))
+
+
+class MetricsServer:
+    """Answers GET /metrics, all requests in one thread. Raises HostError where the port cannot be had."""
+
+    def __init__(self, core: ShadowCore, host: str, port: int) -> None:
+        self._core = core
+        self._ending = threading.Event()
+        try:
+            listener = open_listener(host, port)
+        except OSError as error:
+            raise HostError(f"metrics cannot be served at {host}:{port}: {error}; name another port") from error
+        self.address = f"{host}:{listener.getsockname()[1]}"
+        self._gate: Gate[None] = Gate(listener, self._answer, "the metrics' port", _log.warning)
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._ending.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._gate as gate:
+            while not self._ending.is_set():
+                gate.step(_TICK_S)
+
+    def _answer(self, other: str) -> Handshake[None]:
+        """A request and its answer: here nobody has anything to prove, and nobody stays."""
+        words = (yield Line(b"\n", _MAX_LINE_BYTES)).decode("ascii").split()
+        if len(words) < 2:
+            raise CorruptCheckpoint(f"{other} sent no request")
+        for _ in range(_MAX_FIELDS):
+            if not (yield Line(b"\n", _MAX_LINE_BYTES)).strip():
+                break
+        else:
+            raise CorruptCheckpoint(f"{other} sent more than {_MAX_FIELDS} fields of a request")
+        known = words[1].split("?")[0] in ("/", "/metrics")
+        if words[0] != "GET":
+            status, text = "405 Method Not Allowed", "there is GET only\n"
+        elif known:
+            status, text = "200 OK", generate_latest(_Numbers(self._core)).decode()
+        else:
+            status, text = "404 Not Found", "there is /metrics only\n"
+        content = text.encode()
+        head = (
+            f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        )
+        yield head.encode() + content

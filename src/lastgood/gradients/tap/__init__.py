@@ -1,0 +1,1 @@
+"""Where gradients are taken from a training: buckets of DDP, optimizer steps, and the ring."""
