@@ -10,8 +10,8 @@ import pytest
 from lastgood.errors import ConfigError
 from lastgood.experiments.config import schema as config_module
 from lastgood.experiments.config.schema import Config, load_config, parse_config, parse_overrides
-from lastgood.experiments.figures.workflow_plan import machine_checks as feasible
 from lastgood.experiments.machine.facts import CudaDevice
+from lastgood.experiments.plan import machine_checks as feasible
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "config" / "laptop.yaml"

@@ -16,8 +16,8 @@ from matplotlib.transforms import Bbox
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.config.schema import Config, load_config, parse_config, parse_overrides
 from lastgood.experiments.figures.registry import figure_kind, figure_names
-from lastgood.experiments.figures.workflow_plan import machine_checks as feasible
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_minutes
+from lastgood.experiments.plan import machine_checks as feasible
 from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plots.canvas import read_tidy
 from lastgood.experiments.plots.captions import persist_caption, sweep_caption

@@ -14,10 +14,10 @@ import pytest
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, HostError
 from lastgood.gradients.layout.layout import GradientLayout, plan_layout
+from lastgood.gradients.switch import relay as switch_module
 from lastgood.gradients.switch.faults import CopyFaults, FaultPlan, parse_faults
 from lastgood.gradients.switch.forward import CopySettings
 from lastgood.gradients.switch.relay import Switch, SwitchLink, parse_link
-from lastgood.gradients.switch.relay import relay as switch_module
 from lastgood.ports import free_ports
 from lastgood.wire.frames import PROOF_BYTES, Wire, prove_trainer
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
