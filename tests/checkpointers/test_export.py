@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lastgood import PCcheck
-from lastgood.checkpointers.export import ExportFormat, export_checkpoint, load_exported, safetensors_file
 from lastgood.checkpointers.export import formats as export_module
+from lastgood.checkpointers.export import safetensors_file
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint, load_exported
 from lastgood.checkpointers.torch_files.files import plain_tree
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, StateError, StorageError
 from lastgood.state import apply_tree, state_digest

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.checkpointers.agreement.address import world_of_torch
-from lastgood.errors import MismatchError
+from lastgood.errors import CorruptCheckpoint, MismatchError
+from lastgood.text import parse_json
 
 __all__ = ["Beginnings"]
 
@@ -23,6 +24,7 @@ _log = logging.getLogger("lastgood")
 
 _LOOKS = 4
 _MOST_NAMED = 4
+_MOST_BYTES = 64 << 10
 
 
 class Beginnings:
@@ -82,7 +84,7 @@ class Beginnings:
     def _began(self) -> dict[int, tuple[int | None, str]]:
         """Step (None: anew) and directory of each rank that has attached."""
         keys = {rank: f"of/{rank}" for rank in range(self._ranks)}
-        return {rank: tuple(json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: _read(self._store.get(key), rank) for rank, key in keys.items() if self._store.check([key])}
 
     def _judge(self, began: dict[int, tuple[int | None, str]]) -> None:
         anew = [f"rank {rank} ({where})" for rank, (step, where) in began.items() if step is None]
@@ -101,6 +103,14 @@ class Beginnings:
                 self._system,
                 _listed(resumed),
             )
+
+
+def _read(note: bytes, rank: int) -> tuple[int | None, str]:
+    what = f"what rank {rank} noted of its beginning"
+    match parse_json(note, what, most_bytes=_MOST_BYTES, half_pairs=True):
+        case [None | int() as step, str(where)]:
+            return step, where
+    raise CorruptCheckpoint(f"{what}: {note[:80]!r} is no step with its directory")
 
 
 def _listed(ranks: list[str]) -> str:
