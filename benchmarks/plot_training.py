@@ -17,14 +17,8 @@ matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
 
-from lastgood.experiments.systems.labels import (
-    BOUND_COLOUR,
-    NONE_COLOUR,
-    RC_PARAMS,
-    WIDTHS_IN,
-    panel_title,
-    system_styles,
-)
+from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
+from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title, system_styles
 
 _LABELS = {"plain_loop": "plain loop"}
 

@@ -22,10 +22,10 @@ from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plots.canvas import read_tidy
 from lastgood.experiments.plots.captions import persist_caption, sweep_caption
 from lastgood.experiments.plots.persist import draw_persist, plot_persist
+from lastgood.experiments.plots.style import series_styles
 from lastgood.experiments.plots.sweep import draw_sweep, plot_sweep
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.systems.labels import series_styles
 from lastgood.experiments.tables.runs import collect
 from lastgood.workloads.options import Vgg16Options
 from tests.experiments.records import make_ceilings, make_record

@@ -18,7 +18,7 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.systems.labels import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
+from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.files import write_result

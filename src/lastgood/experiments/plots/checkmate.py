@@ -32,13 +32,8 @@ from lastgood.experiments.plots.captions import checkmate_caption
 from lastgood.experiments.plots.checkmate_numbers import Lost, Reach, costs, lost_work, published_ranges, reaches
 from lastgood.experiments.plots.optimizer import plot_optimizer
 from lastgood.experiments.plots.page import lay_out_grid
-from lastgood.experiments.systems.labels import (
-    BOUND_COLOUR,
-    NONE_COLOUR,
-    SystemStyle,
-    panel_title,
-    system_styles,
-)
+from lastgood.experiments.plots.style import BOUND_COLOUR
+from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 from lastgood.units import MIB
 
 __all__ = ["draw_checkmate", "plot_checkmate"]

@@ -23,14 +23,8 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import goodput_caption
-from lastgood.experiments.systems.labels import (
-    BOUND_COLOUR,
-    NONE_COLOUR,
-    WIDTHS_IN,
-    SystemStyle,
-    panel_title,
-    system_styles,
-)
+from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
+from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.experiments.tables.goodput import FORMULA, GOODPUT_COLUMNS, MEASURED, GoodputRow
 

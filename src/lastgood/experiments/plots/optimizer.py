@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.canvas import Width, draw_repetitions, lay_out, plot_style, save_figure
 from lastgood.experiments.plots.captions import optimizer_caption
-from lastgood.experiments.systems.labels import WIDTHS_IN, series_styles
+from lastgood.experiments.plots.style import WIDTHS_IN, series_styles
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, UpdateRow
 

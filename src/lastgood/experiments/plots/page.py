@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lastgood.experiments.plots.canvas import INK, RIGHT_IN, Width, widest_legend, wrap_text
-from lastgood.experiments.systems.labels import BOUND_COLOUR, WIDTHS_IN
+from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
 
 __all__ = ["lay_out_grid"]
 

@@ -27,7 +27,8 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import persist_caption
-from lastgood.experiments.systems.labels import BOUND_COLOUR, WIDTHS_IN, panel_title, series_styles, system_styles
+from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN, series_styles
+from lastgood.experiments.systems.labels import panel_title, system_styles
 
 __all__ = ["draw_persist", "plot_persist"]
 

@@ -34,14 +34,8 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import sweep_caption
-from lastgood.experiments.systems.labels import (
-    BOUND_COLOUR,
-    NONE_COLOUR,
-    WIDTHS_IN,
-    SeriesStyle,
-    panel_title,
-    series_styles,
-)
+from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN, SeriesStyle, series_styles
+from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title
 
 __all__ = ["draw_sweep", "plot_sweep"]
 

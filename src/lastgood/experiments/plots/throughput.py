@@ -31,14 +31,8 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import throughput_caption
-from lastgood.experiments.systems.labels import (
-    BOUND_COLOUR,
-    NONE_COLOUR,
-    WIDTHS_IN,
-    SystemStyle,
-    panel_title,
-    system_styles,
-)
+from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
+from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 
 __all__ = ["draw_throughput", "plot_throughput"]
 

@@ -1,31 +1,24 @@
-"""How systems and workloads are named, ordered and coloured, alike in every figure and table. Needs no matplotlib."""
+"""How systems and workloads are named, ordered and coloured in all figures and tables. Needs no matplotlib."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = [
-    "BOUND_COLOUR",
     "NONE_COLOUR",
-    "RC_PARAMS",
-    "WIDTHS_IN",
-    "SeriesStyle",
     "SystemStyle",
     "panel_letter",
     "panel_title",
-    "series_styles",
     "system_label",
     "system_rank",
     "system_styles",
     "workload_label",
 ]
 
-# The colours of Okabe and Ito (2008), which people with any common colour vision tell apart; black and vermillion are
-# kept for the two lines that every figure has.
+# The colours of Okabe and Ito (2008), which people with any common colour vision tell apart; black is for training
+# without checkpoints, vermillion for the bound (plots/style.py).
 NONE_COLOUR = "#000000"
-BOUND_COLOUR = "#D55E00"
 _SPARE_COLOURS = ("#CC79A7", "#F0E442", "#56B4E9", "#999999", "#009E73", "#E69F00", "#0072B2")
 
 _SYSTEMS = {
@@ -54,29 +47,6 @@ _WORKLOADS = {
 }
 """The panel letter of PCcheck's figure 8, and the name to print."""
 
-WIDTHS_IN = {"single": 3.4, "double": 7.0}
-"""One column and the full width of a two-column paper, in inches."""
-
-RC_PARAMS: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 7.5,
-    "axes.labelsize": 7.5,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.0,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "hatch.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    # TrueType in PDF, as publishers ask; outlines in SVG, so that it looks the same without the font.
-    "pdf.fonttype": 42,
-    "svg.fonttype": "path",
-    # Names inside the SVG come from this and not from a clock, so that a second drawing is the same file.
-    "svg.hashsalt": "lastgood",
-}
-
 
 @dataclass(frozen=True)
 class SystemStyle:
@@ -84,30 +54,6 @@ class SystemStyle:
 
     label: str
     colour: str
-
-
-@dataclass(frozen=True)
-class SeriesStyle:
-    """Colour and marker of one line among several: told apart without colour too."""
-
-    colour: str
-    marker: str
-
-
-_SERIES = (
-    SeriesStyle("#0072B2", "o"),
-    SeriesStyle("#E69F00", "s"),
-    SeriesStyle("#009E73", "^"),
-    SeriesStyle("#CC79A7", "v"),
-    SeriesStyle("#56B4E9", "D"),
-    SeriesStyle("#999999", "P"),
-    SeriesStyle("#F0E442", "p"),
-)
-
-
-def series_styles(count: int) -> list[SeriesStyle]:
-    """Styles of `count` lines, in order; they begin again where there are more lines than styles."""
-    return [_SERIES[number % len(_SERIES)] for number in range(count)]
 
 
 def system_rank(system: str) -> tuple[int, str]:
