@@ -1,1 +1,1 @@
-"""The systems: one file each, all behind the protocol in `base`."""
+"""The systems: a room for each, all behind the protocol in `base`, and the rooms that they share."""
