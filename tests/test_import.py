@@ -34,7 +34,7 @@ def loaded_after(statement):
         "import lastgood",
         "import lastgood.cli",
         "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
-        "import lastgood.experiments.config.schema, lastgood.experiments.figures.workflow_plan",
+        "import lastgood.experiments.plan.load, lastgood.experiments.figures.workflow_plan",
         "import lastgood.experiments.runs.execute",
         "import lastgood.cluster.host_check.check, lastgood.cluster.testbed.testbed",
         "import lastgood.integrations.deepspeed",

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 import lastgood
 from lastgood.errors import ConfigError, CorruptCheckpoint, DataError, LastgoodError
-from lastgood.experiments.config.schema import load_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
+from lastgood.experiments.plan.load import load_config
 from lastgood.storage.format import RecordError, decode_job, seal_json
 from lastgood.storage.marks import read_mark
 from lastgood.storage.verdicts import VerdictBook

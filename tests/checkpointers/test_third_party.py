@@ -14,8 +14,9 @@ import pytest
 from lastgood.checkpointers.base import Checkpointer, Outcome
 from lastgood.checkpointers.registry import checkpointer_class, why_unavailable
 from lastgood.errors import ConfigError
-from lastgood.experiments.config.schema import load_config, parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.workflow_plan import left_out, plan_figure
+from lastgood.experiments.plan.load import load_config, parse_config
 from tests.checkpointers.small_training import SmallTraining
 
 LAPTOP = Path(__file__).resolve().parents[2] / "config" / "laptop.yaml"

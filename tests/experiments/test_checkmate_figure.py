@@ -10,9 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.workflow_plan import plan_figure
 from lastgood.experiments.multirank.results import merge_ranks
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.canvas import read_tidy
 from lastgood.experiments.plots.checkmate import draw_checkmate, plot_checkmate
 from lastgood.experiments.records.run import Failure, RanksRun, RunRecord, ShadowFacts

@@ -9,9 +9,11 @@ import pytest
 
 from lastgood.errors import ConfigError
 from lastgood.experiments.config import schema as config_module
-from lastgood.experiments.config.schema import Config, load_config, parse_config, parse_overrides
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.machine.facts import CudaDevice
 from lastgood.experiments.plan import machine_checks as feasible
+from lastgood.experiments.plan.load import load_config, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "config" / "laptop.yaml"

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.experiments.config.schema import load_files, load_yaml, parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import load_files, load_yaml, parse_overrides
+from lastgood.experiments.plan.load import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from lastgood.experiments.config.editors import editor_schema
-from lastgood.experiments.config.schema import load_yaml
+from lastgood.experiments.config.yaml_file import load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"

@@ -9,10 +9,11 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_runs
 from lastgood.experiments.machine.facts import checkout_root
 from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.goodput import draw_goodput, plot_goodput, read_goodput
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Life
 from lastgood.experiments.records.spec import RunSpec

@@ -144,7 +144,7 @@ def test_where_run(tmp_path: Path) -> None:
 
 
 def test_none_of_it_imports_torch() -> None:
-    names = ["config.schema", "figures.workflow_plan", "plan.grid", "machine.facts"]
+    names = ["config.schema", "plan.load", "figures.workflow_plan", "plan.grid", "machine.facts"]
     imports = ", ".join(f"lastgood.experiments.{name}" for name in names)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

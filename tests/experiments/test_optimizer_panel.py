@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow
 from lastgood.experiments.optbench.execute import execute_optimizer
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.optimizer import draw_optimizer, read_updates
 from lastgood.experiments.records.optimizer import (
     OptimizerPoint,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.config.schema import Config, parse_config, parse_overrides
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.workflow_plan import (
     SIMPLE,
     plan_figure,
@@ -17,6 +18,7 @@ from lastgood.experiments.figures.workflow_plan import (
     predict_runs,
 )
 from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.spec import RunSpec
 from tests.experiments.records import make_record
 

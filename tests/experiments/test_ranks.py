@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import left_out, plan_figure, plan_workflow
 from lastgood.experiments.multirank.execute import execute_ranks
@@ -27,6 +27,7 @@ from lastgood.experiments.multirank.results import (
     merge_resources,
     merge_workloads,
 )
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.run import Clocks, Counts, RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import RankHosts

@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.config.schema import Config, load_config, parse_config, parse_overrides
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_kind, figure_names
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_minutes
 from lastgood.experiments.plan import machine_checks as feasible
 from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plan.load import load_config, parse_config
 from lastgood.experiments.plots.canvas import read_tidy
 from lastgood.experiments.plots.captions import persist_caption, sweep_caption
 from lastgood.experiments.plots.persist import draw_persist, plot_persist

@@ -453,7 +453,7 @@ def _yaml_trees(paths: list[Path]) -> list[Any]:
 
 
 def _machine_has_no_say(path: Path) -> object:
-    from lastgood.experiments.config.schema import parse_config
+    from lastgood.experiments.plan.load import parse_config
 
     return parse_config(path)
 
@@ -480,7 +480,8 @@ def _config_text(thing: Any, folder: Path) -> Prepared:
     change=changed_text,
 )
 def _overrides(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.config.schema import parse_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
+    from lastgood.experiments.plan.load import parse_config
 
     def read() -> object:
         return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([thing]))

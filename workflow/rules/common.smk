@@ -9,10 +9,11 @@ from snakemake.logging import logger
 
 try:
     from lastgood.errors import LastgoodError
-    from lastgood.experiments.config.schema import load_config, parse_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.figures.registry import figure_kind, figure_names
     from lastgood.experiments.machine.facts import machine_label
     from lastgood.experiments.figures.workflow_plan import SIMPLE, left_out, plan_figure, plan_workflow
+    from lastgood.experiments.plan.load import load_config, parse_config
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:

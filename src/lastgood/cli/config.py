@@ -27,8 +27,9 @@ def show(
     """Print every value that a call with this configuration would use, as one complete configuration file."""
     import yaml
 
-    from lastgood.experiments.config.schema import parse_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.plan.load import parse_config
 
     overrides = parse_overrides([*(config or []), *(more or [])])
     found, _ = parse_config(configfile or find_root() / "config" / "laptop.yaml", overrides)

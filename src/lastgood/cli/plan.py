@@ -26,9 +26,10 @@ def plan(
 
     Takes the overrides as snakemake does: lastgood plan fig8 --config models=vgg16 intervals=1,10
     """
-    from lastgood.experiments.config.schema import load_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.figures.workflow_plan import left_out, load_prediction_grid, plan_figure, predict_runs
     from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.plan.load import load_config
     from lastgood.text import parse_json
     from lastgood.units import MIB
 

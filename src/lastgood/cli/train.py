@@ -53,8 +53,9 @@ def train(
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is, as torchrun sets them; NUM_TRAINING and NUM_STORAGE
     as in the paper's artefact (docs/checkmate.md). Model, data, seed and device are those of the configuration.
     """
-    from lastgood.experiments.config.schema import load_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.plan.load import load_config
     from lastgood.gradients.shadow.launch_env import find_trainer, own_cpus
 
     place = find_trainer(os.environ)

@@ -131,9 +131,10 @@ def _tune_workload(
     shared: dict[str, Any],
 ) -> Tuning:
     """Build the workload as a run of that configuration would, and tune with it."""
-    from lastgood.experiments.config.schema import parse_config, parse_overrides
+    from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.machine.facts import cuda_devices
     from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.plan.load import parse_config
     from lastgood.training.tuning import tune_training
     from lastgood.workloads.registry import build_workload, workload_names
 

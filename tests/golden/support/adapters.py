@@ -14,12 +14,13 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-import lastgood.experiments.config.schema as config_module
+import lastgood.experiments.plan.load as load_module
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cli import app
-from lastgood.experiments.config.schema import parse_config, parse_overrides
+from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_names, load_function, record_kind
 from lastgood.experiments.figures.workflow_plan import SIMPLE, plan_figure, plan_workflow
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import RunSpec
@@ -80,7 +81,7 @@ def configure(file: Path, overrides: list[str]) -> Any:
 @contextmanager
 def without_machine_checks() -> Iterator[None]:
     """Let commands load a configuration that this machine could not run."""
-    with mock.patch.object(config_module, "check_machine", lambda *_: None):
+    with mock.patch.object(load_module, "check_machine", lambda *_: None):
         yield
 
 

@@ -9,9 +9,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lastgood.errors import ConfigError
+from lastgood.experiments.config.schema import Config
 from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THROUGHPUT, FigureAxes
 from lastgood.experiments.plan.cells import (
     goodput_modelled_s,
@@ -26,15 +27,12 @@ from lastgood.experiments.plan.cells import (
     plan_threads,
     plan_throughput,
 )
+from lastgood.experiments.plan.grid import Prediction
 from lastgood.experiments.plan.variants import BLOB
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL, OptimizerSpec
 from lastgood.experiments.records.spec import RunSpec, Scale
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
-
-if TYPE_CHECKING:
-    from lastgood.experiments.config.schema import Config
-    from lastgood.experiments.plan.grid import Prediction
 
 __all__ = [
     "CollectedFigure",

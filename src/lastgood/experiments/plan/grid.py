@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.config.schema import Sources, load_yaml, show_errors
+from lastgood.experiments.config.sources import Sources, show_errors
+from lastgood.experiments.config.yaml_file import load_yaml
 from lastgood.experiments.machine.facts import checkout_root
 from lastgood.experiments.records.spec import Scale
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.sources import Sources
 from lastgood.experiments.config.values import SWEPT
 from lastgood.experiments.machine.facts import (
     CudaDevice,
@@ -25,9 +26,6 @@ from lastgood.experiments.machine.facts import (
 )
 from lastgood.experiments.plan.variants import BLOB, Variant, all_variants, pool_bytes
 from lastgood.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from lastgood.experiments.config.schema import Config, Sources
 
 __all__ = ["PROCESS_BYTES", "check_machine", "pool_problems"]
 

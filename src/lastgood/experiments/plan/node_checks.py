@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
+from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sections import CheckmateSection, NodesSection
+from lastgood.experiments.config.sources import Sources
 from lastgood.experiments.records.spec import Parallel
 from lastgood.experiments.systems.over_ranks import why_not_over_ranks
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_options_class
-
-if TYPE_CHECKING:
-    from lastgood.experiments.config.schema import Config, Sources
 
 __all__ = ["ranks_problems"]
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.registry import why_unavailable
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.sections import NodesSection
 from lastgood.experiments.config.values import BASELINE, SWEPT
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.options import BlobOptions
-
-if TYPE_CHECKING:
-    from lastgood.experiments.config.schema import Config
-    from lastgood.experiments.config.sections import NodesSection
 
 __all__ = [
     "BLOB",
