@@ -194,8 +194,9 @@ def _told_talk() -> list[Any]:
 
 @decoder("messages to a rank", _told_talk, change=changed_talk)
 def _member(thing: Any, folder: Path) -> Prepared:
+    from lastgood.checkpointers.agreement.address import Address
     from lastgood.checkpointers.agreement.decide import Report
-    from lastgood.checkpointers.agreement.member import Address, Member
+    from lastgood.checkpointers.agreement.member import Member
 
     def read() -> None:
         with no_threads():

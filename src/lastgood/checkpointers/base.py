@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.recovery.beginnings import Beginnings
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
@@ -48,6 +47,7 @@ from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
 from lastgood.state.optimizers import optimizers_beneath
 from lastgood.state.rng import generators_kept
+from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
     import torch
@@ -390,8 +390,6 @@ class Checkpointer(ABC):
 
     def _rank(self) -> int:
         """This process's number among those of its training."""
-        from lastgood.checkpointers.agreement.address import world_of_torch
-
         return world_of_torch()[0]
 
     def _place_of(self, step: int) -> Path:

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.agreement.address import check_control, find_address
+from lastgood.checkpointers.agreement.address import Address, check_control, find_address
 from lastgood.checkpointers.agreement.channel import Channel, open_channel
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.agreement.decide import Fate, Report, Wanted
-from lastgood.checkpointers.agreement.member import Address, Member
+from lastgood.checkpointers.agreement.member import Member
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout

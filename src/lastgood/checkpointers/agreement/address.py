@@ -1,17 +1,16 @@
-"""Where the coordinator of a job is found, and which rank of how many this process is."""
+"""Where the coordinator of a job is found: its address and the job's token."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.agreement.member import Address
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.tokens import check_token, new_token, read_token
 from lastgood.wire.gate import open_listener
@@ -21,20 +20,24 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "check_control", "find_address", "world_of_torch"]
+__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "Address", "check_control", "find_address"]
 
 TOKEN_VARIABLE = "LASTGOOD_JOB_TOKEN"
 TOKEN_FILE_VARIABLE = "LASTGOOD_JOB_TOKEN_FILE"
 _POLL_S = 0.1
 
 
-def world_of_torch() -> tuple[int, int]:
-    """(rank, number of ranks) of torch.distributed where it is initialised, else (0, 1)."""
-    # Whoever has initialised it has imported it; asking must not cost the import of torch.
-    group = sys.modules.get("torch.distributed")
-    if group is not None and group.is_available() and group.is_initialized():
-        return group.get_rank(), group.get_world_size()
-    return 0, 1
+@dataclass(frozen=True)
+class Address:
+    """Where the coordinator listens, and the token that proves who is who."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        """Without the token."""
+        return f"{self.host}:{self.port}"
 
 
 def check_control(control: str) -> str:

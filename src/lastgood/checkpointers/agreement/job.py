@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lastgood.checkpointers.agreement.address import find_address
+from lastgood.checkpointers.agreement.address import Address, find_address
 from lastgood.checkpointers.agreement.coordinator import Coordinator
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Held, Identity, Report, Wanted
-from lastgood.checkpointers.agreement.member import Address, Member, Offer
+from lastgood.checkpointers.agreement.member import Member, Offer
 from lastgood.errors import (
     CheckpointError,
     CorruptCheckpoint,

@@ -13,16 +13,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from lastgood.checkpointers.agreement.address import Address
 from lastgood.checkpointers.agreement.channel import Channel, open_channel, whole_number
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, failure_class
 from lastgood.checkpointers.agreement.messages import cut, identity_of, reached_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 from lastgood.wire.gate import close_in_forks
 
-__all__ = ["Address", "Member", "Offer"]
+__all__ = ["Member", "Offer"]
 
 _log = logging.getLogger("lastgood")
 
@@ -31,19 +32,6 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _MOST_KEPT = 1024
 """Unanswered saves and verdicts that are told again."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the coordinator listens, and the token that proves who is who."""
-
-    host: str
-    port: int
-    token: bytes = field(repr=False)
-
-    def __str__(self) -> str:
-        """Without the token."""
-        return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import (
     Restored,
@@ -40,6 +39,7 @@ from lastgood.gradients.trainer.updates import Shares, Update, UpdateNotes
 from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.wire.records import ITEM_BYTES
+from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.ranks.exchange import Together
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
@@ -31,6 +30,7 @@ from lastgood.gradients.trainer.rank_record import SIDE_VERSIONS, open_side, res
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
 from lastgood.tokens import read_token as read_token_file
+from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
@@ -36,6 +35,7 @@ from lastgood.locks import finishes_beside
 from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
+from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lastgood.checkpointers.agreement.address import world_of_torch
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.text import parse_json
+from lastgood.world import world_of_torch
 
 __all__ = ["Beginnings"]
 
