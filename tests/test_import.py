@@ -15,7 +15,7 @@ from lastgood.checkpointers.registry import checkpointer_class, checkpointer_nam
 ROOT = Path(lastgood.__file__).parent
 FLOORS = [
     {"errors", "units", "text", "files", "tokens", "addresses", "bounds", "pickles", "locks", "processes"}
-    | {"ports", "notices", "host_memory", "extras", "world", "_lazy", "_native"},
+    | {"ports", "sinks", "notices", "host_memory", "extras", "world", "_lazy", "_native"},
     {"state", "storage", "optim", "wire"},
     {"checkpointers", "gradients", "mirror", "sparse", "cluster"},
     {"training", "workloads", "integrations"},

@@ -16,9 +16,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lastgood.sinks import Sink
+
 __all__ = ["Binds", "Bound", "bound_iterations_per_s", "throughput_bound"]
 
-Binds = Literal["training", "copy", "disk", "link"]
+Binds = Sink | Literal["training", "copy"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Bound:
 
     iterations_per_s: float
     binds: Binds
-    """``disk``: the persist ceiling; ``link``: the network's rate; ``copy``: a copy too long to hide; ``training``:
-    none of them, so it is 1/t."""
+    """A sink: the rate at which it takes checkpoints (``disk``: the persist ceiling; ``link``: the network's);
+    ``copy``: a copy too long to hide; ``training``: none of them, so it is 1/t."""
 
 
 def throughput_bound(
@@ -40,12 +42,12 @@ def throughput_bound(
     persist_bytes_per_s: float,
     hide_s: float,
     stored_bytes: float | None = None,
-    storage: Literal["disk", "link"] = "disk",
+    sink: Sink = Sink.DISK,
 ) -> Bound:
     """The bound for iterations of `iteration_s` with a checkpoint of `state_bytes` every `interval_steps`.
 
     `hide_s` is the time from a save to the next update, behind which a copy costs nothing. `stored_bytes` of one
-    checkpoint go to the `storage` that has most to do, at `persist_bytes_per_s`; None: all of its `state_bytes`. An
+    checkpoint go to the `sink` that has most to do, at `persist_bytes_per_s`; None: all of its `state_bytes`. An
     interval of 0 means no checkpoints. Raises ValueError where a term is outside its range.
     """
     for name, value in (
@@ -63,9 +65,9 @@ def throughput_bound(
     exposed_s = max(0.0, state_bytes / copy_bytes_per_s - hide_s)
     by_copy = 1 / (iteration_s + exposed_s / interval_steps)
     stored = state_bytes if stored_bytes is None else stored_bytes
-    by_storage = interval_steps * persist_bytes_per_s / stored if stored > 0 else math.inf
-    if by_storage < by_copy:
-        return Bound(by_storage, storage)
+    by_sink = interval_steps * persist_bytes_per_s / stored if stored > 0 else math.inf
+    if by_sink < by_copy:
+        return Bound(by_sink, sink)
     return Bound(by_copy, "copy" if exposed_s > 0 else "training")
 
 

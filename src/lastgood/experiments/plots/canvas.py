@@ -22,6 +22,7 @@ from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.files import write_result
+from lastgood.sinks import Sink
 
 __all__ = [
     "BOUND_DASHES",
@@ -51,8 +52,10 @@ Width = Literal["single", "double"]
 FORMATS = ("pdf", "png", "svg")
 INK = "#222222"
 BOUND_DASHES: dict[str, Any] = {
-    "disk": "solid",
-    "link": (0, (2.5, 0.8, 0.6, 0.8)),
+    Sink.DISK: "solid",
+    Sink.LINK: (0, (2.5, 0.8, 0.6, 0.8)),
+    Sink.MEMORY: (0, (5.0, 1.0)),
+    Sink.OBJECT_STORE: (0, (5.0, 0.8, 0.6, 0.8, 0.6, 0.8)),
     "copy": (0, (2.5, 1.0)),
     "training": (0, (0.8, 0.8)),
 }

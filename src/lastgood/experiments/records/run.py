@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import write_result
+from lastgood.sinks import Sink
 from lastgood.text import read_model
 from lastgood.units import MIB
 
@@ -167,6 +168,11 @@ class RanksRun(_Part):
     bytes_per_link: int
     """Of one checkpoint, over the link that carries most of it: 0 but for systems that keep it on other nodes."""
     ranks: list[RankFacts]
+
+    @property
+    def most_on(self) -> tuple[Sink, int]:
+        """The sink that has most to do with one checkpoint, and how many bytes of it go there."""
+        return (Sink.LINK, self.bytes_per_link) if self.bytes_per_link else (Sink.DISK, self.bytes_per_disk)
 
 
 class ShadowFacts(_Part):

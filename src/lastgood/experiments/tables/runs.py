@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
@@ -30,6 +30,7 @@ from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.wide import field_text, wide_table
 from lastgood.files import write_result
+from lastgood.sinks import Sink
 
 __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "load_placed_record", "run_name"]
 
@@ -218,7 +219,7 @@ def _row(
                 persist_bytes_per_s=stored.bytes_per_s,
                 hide_s=baseline.hide_s,
                 stored_bytes=stored.nbytes,
-                storage=stored.storage,
+                sink=stored.sink,
             )
         none_iterations_per_s = baseline.iterations_per_s.get(spec.repetition)
     proof = record.proof
@@ -239,7 +240,7 @@ def _row(
         none_iterations_per_s=none_iterations_per_s,
         ratio_to_none=clocks.iterations_per_s / none_iterations_per_s if none_iterations_per_s else None,
         bound_iterations_per_s=bound.iterations_per_s if bound else None,
-        bound_binds=bound.binds if bound else None,
+        bound_binds=str(bound.binds) if bound else None,
         ratio_to_bound=clocks.durable_iterations_per_s / bound.iterations_per_s if bound else None,
         stall_save_s=clocks.stall_save_s,
         stall_update_s=clocks.stall_update_s,
@@ -331,11 +332,11 @@ def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What one checkpoint puts on the storage that has most to do with it, and how fast that is at best."""
+    """What one checkpoint puts on the sink that has most to do with it, and how fast that is at best."""
 
     nbytes: int
     bytes_per_s: float
-    storage: Literal["disk", "link"]
+    sink: Sink
 
 
 def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
@@ -344,15 +345,12 @@ def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
     Hosts are taken to have disks like the one that was measured, and share it where they share a kernel.
     """
     ranks = record.ranks
-    if record.spec.shadows and (ranks is None or not ranks.bytes_per_link):
-        return _Stored(0, ceilings.persist_bytes_per_s, "disk")
-    if ranks is None:
-        return _Stored(record.workload.state_bytes, ceilings.persist_bytes_per_s, "disk")
-    if not ranks.bytes_per_link:
-        return _Stored(ranks.bytes_per_disk, ceilings.persist_bytes_per_s, "disk")
-    if ranks.link_bits_per_s is None:
+    sink, nbytes = (Sink.DISK, record.workload.state_bytes) if ranks is None else ranks.most_on
+    if sink is Sink.DISK:
+        return _Stored(0 if record.spec.shadows else nbytes, ceilings.persist_bytes_per_s, sink)
+    if ranks is None or ranks.link_bits_per_s is None:
         return None
-    return _Stored(ranks.bytes_per_link, ranks.link_bits_per_s / 8, "link")
+    return _Stored(nbytes, ranks.link_bits_per_s / 8, sink)
 
 
 def _axes(figure: str) -> FigureAxes:
