@@ -30,7 +30,7 @@ from harness import Comparison, Report, TextTable, command_line, interleaved, ma
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lastgood.errors import HostError
 from lastgood.units import MIB, format_bytes
-from tests.gradients.shadow_processes import ShadowProcess, shadow_processes
+from tests.gradients.support.shadow_processes import ShadowProcess, shadow_processes
 
 GOAL = 0.97
 POLICIES = ("block", "queue", "drop")

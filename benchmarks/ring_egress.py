@@ -27,7 +27,7 @@ from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from lastgood.errors import HostError
 from lastgood.ports import free_ports
 from lastgood.units import parse_bytes
-from tests.gradients.receiving_shadow import ReceivingShadow
+from tests.gradients.support.receiving_shadow import ReceivingShadow
 
 WAYS = ("gloo", "ring", "switch")
 GOAL = 1.02

@@ -15,7 +15,7 @@ from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import ConfigError, LockHeld, StorageError
 from lastgood.storage import SlotStore
-from tests.checkpointers.peer_processes import peers_end_with_the_test
+from tests.checkpointers.support.peer_processes import peers_end_with_the_test
 
 ON_DISK = ["sync", "checkfreq", "gpm", "pccheck", "dcp", "torchsnapshot", "nvrx"]
 

@@ -19,12 +19,12 @@ from lastgood.checkpointers.copies.host import CopyFence
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 from lastgood.storage import SlotWrite
-from tests.checkpointers.peer_processes import peers_end_with_the_test
-from tests.checkpointers.small_training import SmallTraining
+from tests.checkpointers.support.peer_processes import peers_end_with_the_test
+from tests.checkpointers.support.small_training import SmallTraining
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck", "dcp", "torchsnapshot", "nvrx"]
 """The last two are tested where they are installed: pip install 'lastgood[third-party]'. Checkmate needs shadows:
-test_checkmate.py and test_checkmate_ranks.py ask the same of it."""
+checkmate/test_one_rank.py and checkmate/test_ranks.py ask the same of it."""
 IN_MEMORY = {"gemini", "checkmate"}
 """These keep nothing on a disk; tests of their own damage and break what they keep."""
 
@@ -366,7 +366,7 @@ def test_an_outcome_is_the_last_that_is_known_of_a_checkpoint(system, opened, tm
     ],
 )
 def test_kill_and_restore_in_a_fresh_process(name, rounds, tmp_path):
-    driver = Path(__file__).with_name("kill_driver.py")
+    driver = Path(__file__).parent / "support" / "kill_driver.py"
     done = subprocess.run(
         [sys.executable, str(driver), name, str(tmp_path / "job"), str(rounds), "7"],
         capture_output=True,

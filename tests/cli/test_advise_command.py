@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError, LastgoodError
-from tests.experiments.records import make_ceilings, make_record, place_record
+from tests.experiments.support.records import make_ceilings, make_record, place_record
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = str(ROOT / "figures" / "measured" / "amd-epyc-2c")

@@ -32,7 +32,7 @@ from lastgood.files import ReadableBy
 from lastgood.state import state_digest
 from lastgood.storage import SlotView, Verdict, VerdictBook
 from lastgood.storage import format as fmt
-from tests.checkpointers.stored_helpers import hard_tensors, open_store, plain_values, put
+from tests.checkpointers.support.stored_helpers import hard_tensors, open_store, plain_values, put
 
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()"]
 

@@ -12,7 +12,7 @@ from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.experiments.machine.facts import is_tmpfs
 from lastgood.experiments.records.spec import RunSpec
-from tests.experiments.records import make_record
+from tests.experiments.support.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 

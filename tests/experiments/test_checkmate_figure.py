@@ -20,8 +20,8 @@ from lastgood.experiments.records.run import Failure, RanksRun, RunRecord, Shado
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.checkmate import collect_checkmate_files
 from lastgood.experiments.tables.runs import collect
-from tests.experiments.records import make_ceilings, make_record
-from tests.experiments.test_ranks import measured
+from tests.experiments.multirank.test_specs_and_results import measured
+from tests.experiments.support.records import make_ceilings, make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "figures" / "reference" / "checkmate.csv"

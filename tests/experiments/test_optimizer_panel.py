@@ -22,7 +22,7 @@ from lastgood.experiments.records.optimizer import (
     load_placed_optimizer_record,
 )
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, collect_updates
-from tests.experiments.records import make_record
+from tests.experiments.support.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 

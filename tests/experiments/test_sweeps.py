@@ -30,7 +30,7 @@ from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.runs import collect
 from lastgood.workloads.options import Vgg16Options
-from tests.experiments.records import make_ceilings, make_record
+from tests.experiments.support.records import make_ceilings, make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = ROOT / "config" / "laptop.yaml"

@@ -269,14 +269,14 @@ def _questions(thing: Any, folder: Path) -> Prepared:
 
 
 def _records() -> list[Any]:
-    from tests.experiments.records import make_record
+    from tests.experiments.support.records import make_record
 
     made = [make_record("none"), make_record("pccheck", 10, proof=True)]
     return [json.loads(record.model_dump_json()) for record in made]
 
 
 def _goodput() -> list[Any]:
-    from tests.experiments.test_goodput_collect import make_goodput
+    from tests.experiments.test_goodput_figure import make_goodput
 
     return [json.loads(make_goodput().model_dump_json())]
 
@@ -288,7 +288,7 @@ def _updates() -> list[Any]:
 
 
 def _ceilings() -> list[Any]:
-    from tests.experiments.records import make_ceilings
+    from tests.experiments.support.records import make_ceilings
 
     return [json.loads(make_ceilings().model_dump_json())]
 

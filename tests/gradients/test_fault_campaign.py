@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gradients.fault_campaign import make_schedule, run_schedule
-from tests.gradients.fault_training import Oracle
+from tests.gradients.support.fault_campaign import make_schedule, run_schedule
+from tests.gradients.support.fault_training import Oracle
 
 EVERYDAY = 50
 LONG = 1000

@@ -18,8 +18,8 @@ from lastgood.tokens import read_token
 from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring
-from tests.gradients.scripted_trainer import Trainer
-from tests.gradients.shadow_processes import ShadowThread, shadow_threads
+from tests.gradients.support.scripted_trainer import Trainer
+from tests.gradients.support.shadow_processes import ShadowThread, shadow_threads
 from tests.wire.ring_helpers import WAIT_S, together
 
 

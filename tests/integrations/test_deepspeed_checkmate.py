@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.checkpointers.checkmate_shadows import Shadows
+from tests.checkpointers.support.checkmate_shadows import Shadows
 from tests.integrations.deepspeed_ranks import KILLED
 
 pytestmark = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.cluster.testbed.testbed import Testbed
-from tests.checkpointers.agreement.job_of_ranks import TIMEOUT_S, Job, RankProcess
+from tests.checkpointers.support.job_of_ranks import TIMEOUT_S, Job, RankProcess
 
 _SCRIPT = Path(__file__).with_name("rank_node.py")
 _START_S = 120.0

@@ -1,6 +1,6 @@
 """On a node: forks ranks for the tests of the agreement. Run as: rank_node.py SOCKET; all end with that connection.
 
-It is `rank_server` of tests/checkpointers/agreement, told what to do over a socket in the file system, which all nodes
+It is `rank_server` of tests/checkpointers/support, told what to do over a socket in the file system, which all nodes
 share: so the test can talk to a rank whose network is cut.
 """
 
@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointers" / "agreement"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointers" / "support"))
 
 import rank_server
 import torch

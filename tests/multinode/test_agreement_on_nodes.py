@@ -14,7 +14,7 @@ import pytest
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.storage import SlotStore
-from tests.checkpointers.agreement.job_of_ranks import Refused
+from tests.checkpointers.support.job_of_ranks import Refused
 from tests.multinode.jobs_on_nodes import JobOnNodes, Nodes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))

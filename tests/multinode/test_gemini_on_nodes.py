@@ -20,7 +20,7 @@ import pytest
 from lastgood.checkpointers.gemini.peer_client import Peers, PeerSettings
 from lastgood.cluster.ssh.remote import RemoteProcess
 from lastgood.cluster.testbed.testbed import Testbed
-from tests.checkpointers.peer_processes import peers_below, peers_end_with_the_test
+from tests.checkpointers.support.peer_processes import peers_below, peers_end_with_the_test
 
 pytestmark = pytest.mark.root
 SCRIPT = str(Path(__file__).with_name("gemini_node.py"))

@@ -14,7 +14,7 @@ from lastgood import PCcheck
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError
 from lastgood.gradients.trainer.parameters import Tracked
-from tests.checkpointers.wrapped_optimizers import Forwarding
+from tests.checkpointers.support.wrapped_optimizers import Forwarding
 from tests.suggestions.following import advice, follows, refusal
 
 MODEL = torch.nn.Linear(2, 2)

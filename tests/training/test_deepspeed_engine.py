@@ -1,4 +1,4 @@
-"""When an update begins inside another library's step. Runs under DeepSpeed: tests/experiments/test_parted_ranks."""
+"""When an update begins inside another library's step. Runs: experiments/multirank/test_partitioned.py."""
 
 from __future__ import annotations
 

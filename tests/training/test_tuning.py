@@ -32,7 +32,7 @@ from lastgood.training import tuning as module
 from lastgood.training import write_curve
 from lastgood.training.tuning import Limits, tune, tune_training
 from lastgood.training.write_curve import PROBE_FOLDER, grid
-from tests.checkpointers.small_training import SmallTraining
+from tests.checkpointers.support.small_training import SmallTraining
 
 MIB = 1 << 20
 SHORT = Limits(seconds=1.0, cores=2)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "crash"))
 
 from replay import build_shim
 
-from tests.checkpointers.agreement.job_of_ranks import Job, Proxy, Server
+from tests.checkpointers.support.job_of_ranks import Job, Proxy, Server
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import pytest
 import lastgood.checkpointers.agreement as agreement
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.storage import SlotStore
-from tests.checkpointers.agreement.job_of_ranks import Refused
+from tests.checkpointers.support.job_of_ranks import Refused
 
 PATIENCE_S = 2.0
 """An agreement's timeout where a rank is to be lost."""

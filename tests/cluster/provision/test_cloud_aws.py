@@ -15,7 +15,7 @@ import pytest
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError, ProvisionError
 from lastgood.ports import free_ports
-from tests.cluster.provision.cloud_calls import cloud, listed
+from tests.cluster.support.cloud_calls import cloud, listed
 
 boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto")

@@ -6,7 +6,7 @@ import pytest
 
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError, ProvisionError
-from tests.cluster.provision.cloud_calls import cloud, listed
+from tests.cluster.support.cloud_calls import cloud, listed
 
 compute_v1 = pytest.importorskip("google.cloud.compute_v1")
 
@@ -15,7 +15,7 @@ ZONE = "us-central1-a"
 
 @pytest.fixture
 def gcp():
-    from tests.cluster.provision.gcp_recorder import Recorder
+    from tests.cluster.support.gcp_recorder import Recorder
 
     with Recorder() as recorder:
         yield recorder
@@ -132,7 +132,7 @@ def test_the_recorder_refuses_wrong_shapes():
     import urllib.error
     import urllib.request
 
-    from tests.cluster.provision.gcp_recorder import Recorder
+    from tests.cluster.support.gcp_recorder import Recorder
 
     good = {
         "name": "vm",

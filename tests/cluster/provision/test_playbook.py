@@ -20,7 +20,7 @@ import pytest
 
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
-from tests.cluster.provision.git_helper import git
+from tests.cluster.support.git_helper import git
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = """#!/usr/bin/env bash

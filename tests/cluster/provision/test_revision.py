@@ -6,7 +6,7 @@ import pytest
 
 from lastgood.cluster.provision.revision import BUNDLED_REF, bundle_checkout
 from lastgood.errors import ConfigError
-from tests.cluster.provision.git_helper import git
+from tests.cluster.support.git_helper import git
 
 
 @pytest.fixture

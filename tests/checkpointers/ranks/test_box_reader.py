@@ -1,0 +1,122 @@
+"""Boxes of stored tensors: the right bytes, from the chunks that hold them and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastgood.checkpointers.ranks import box_reader as stream_boxes
+from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks.boxes import Overlap
+from lastgood.checkpointers.slots.contents import named_tensors, read_layout
+from lastgood.errors import CorruptCheckpoint
+from lastgood.storage import SlotStore
+from tests.checkpointers.support.stored_helpers import CHUNK, hard_tensors, stored_state
+
+STATE = {
+    "tall": torch.arange(1000 * 100, dtype=torch.float32).view(1000, 100),
+    "turned": torch.arange(60 * 50, dtype=torch.int64).view(60, 50).t(),
+    "half": torch.arange(300).view(3, 20, 5).bfloat16(),
+    "scalar": torch.tensor(7.5),
+    "expanded": torch.arange(4.0).expand(30, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("boxes")
+    info = stored_state(directory, STATE)
+    view = SlotStore.peek(directory)
+    layout = read_layout(view, info)
+    return view, info, layout, {tensor.name: tensor for tensor in named_tensors(layout, "here")}
+
+
+def reader(stored):
+    view, info, layout, _ = stored
+    return BoxReader([view], [info], [layout], 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_box_into_any_place(stored, data):
+    window = data.draw(st.sampled_from([64, 1000, 1 << 26]))
+    name = data.draw(st.sampled_from(sorted(STATE)))
+    whole = STATE[name]
+    sizes = [data.draw(st.integers(1, size)) for size in whole.shape]
+    begins = [data.draw(st.integers(0, size - part)) for size, part in zip(whole.shape, sizes, strict=True)]
+    margins = [data.draw(st.integers(0, 2)) for _ in sizes]
+    target = torch.zeros([size + 2 * margin for size, margin in zip(sizes, margins, strict=True)], dtype=whole.dtype)
+    box, expected = whole, target.clone()
+    place = expected
+    for axis, (begin, size, margin) in enumerate(zip(begins, sizes, margins, strict=True)):
+        box, place = box.narrow(axis, begin, size), place.narrow(axis, margin, size)
+    place.copy_(box)
+    kept = stream_boxes._WINDOW_BYTES
+    stream_boxes._WINDOW_BYTES = window
+    try:
+        with reader(stored) as boxes:
+            boxes.want(0, stored[3][name], Overlap(tuple(begins), tuple(margins), tuple(sizes)), target)
+            boxes.finish()
+    finally:
+        stream_boxes._WINDOW_BYTES = kept
+    assert torch.equal(target, expected)
+
+
+def test_only_the_chunks_that_are_touched_are_read(stored):
+    target = torch.zeros(10, 100)
+    with reader(stored) as boxes:
+        boxes.want(0, stored[3]["tall"], Overlap((500, 0), (0, 0), (10, 100)), target)
+        boxes.finish()
+        assert boxes.bytes_read <= 2 * CHUNK
+    assert torch.equal(target, STATE["tall"][500:510])
+    # Rows far apart: the chunks between them are left out.
+    ends = torch.zeros(2, 100)
+    with reader(stored) as boxes:
+        for row in (0, 999):
+            boxes.want(0, stored[3]["tall"], Overlap((row, 0), (min(row, 1), 0), (1, 100)), ends)
+        boxes.finish()
+        assert boxes.bytes_read <= 4 * CHUNK
+    assert torch.equal(ends, STATE["tall"][[0, 999]])
+
+
+def test_one_box_may_be_wanted_twice(stored):
+    targets = [torch.zeros(100, 100) for _ in range(3)]
+    with reader(stored) as boxes:
+        for target in targets:
+            boxes.want(0, stored[3]["tall"], Overlap((3, 0), (0, 0), (100, 100)), target)
+        boxes.finish()
+    assert all(torch.equal(target, STATE["tall"][3:103]) for target in targets)
+
+
+def test_a_damaged_chunk_is_seen_where_it_is_touched(tmp_path):
+    info = stored_state(tmp_path, {"tall": STATE["tall"]})
+    view = SlotStore.peek(tmp_path)
+    layout = read_layout(view, info)
+    (tensor,) = named_tensors(layout, "here")
+    with info.path.open("r+b") as file:
+        file.seek((1 << 20) + 10 * CHUNK + 5)
+        file.write(b"\xff\xfe")
+    with BoxReader([view], [info], [layout], 2) as boxes:
+        target = torch.zeros(10, 100)
+        boxes.want(0, tensor, Overlap((0, 0), (0, 0), (10, 100)), target)
+        boxes.finish()
+        assert torch.equal(target, STATE["tall"][:10])
+        boxes.want(0, tensor, Overlap((10 * CHUNK // 400, 0), (0, 0), (10, 100)), target)
+        with pytest.raises(CorruptCheckpoint, match="chunk 10 of"):
+            boxes.finish()
+
+
+def test_dense_bytes_are_those_of_the_tensor(tmp_path):
+    state = {name: value for name, value in hard_tensors().items() if isinstance(value, torch.Tensor)}
+    info = stored_state(tmp_path, state)
+    view = SlotStore.peek(tmp_path)
+    layout = read_layout(view, info)
+    with BoxReader([view], [info], [layout], 2) as boxes:
+        for tensor in named_tensors(layout, "here"):
+            if not tensor.nbytes:
+                continue
+            value = state[tensor.name].contiguous()
+            raw = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+            assert dense_bytes(boxes, 0, tensor) == raw, tensor.name

@@ -1,0 +1,77 @@
+"""No rank begins anew while others resume: real ranks over gloo, of systems that do not agree on a step."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.checkpointers.support.rank_pool import RankPool
+
+SYSTEMS = ["sync", "checkfreq", "dcp", "gpm", "pccheck"]
+LAYOUTS = {"disk of its own": "disk-{rank}/job", "directory of the job": "job/rank-0000{rank}"}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    made = RankPool(2, tmp_path_factory.mktemp("pool"))
+    yield made
+    made.end()
+
+
+def trained(pool, folder, system, **more):
+    return pool.run(2, "train", system=system, folder=str(folder), **{"steps": 2, **more})
+
+
+def lying(folder):
+    return sorted(path for path in folder.rglob("*-*") if path.name.startswith(("slot-", "checkpoint-")))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_rank_whose_own_disk_is_empty_stops_all_at_the_first_step(system, lost, pool, tmp_path):
+    places = tmp_path / LAYOUTS["disk of its own"]
+    assert [one["began"] for one in trained(pool, places, system)] == [0, 0]
+    shutil.rmtree(str(places).format(rank=lost))
+    before = lying(tmp_path / f"disk-{1 - lost}")
+    for _ in range(2):  # also if they are simply started again
+        found = trained(pool, places, system)
+        assert [one["began"] for one in found] == ([0, 2] if lost == 0 else [2, 0])
+        empty, full = (f"({tmp_path}/disk-{rank}/job)" for rank in (lost, 1 - lost))
+        for one in found:
+            assert one["error"].startswith(
+                f"MismatchError: {system}: rank {lost} {empty} found no checkpoint and began"
+            )
+            assert f"rank {1 - lost} at step 2 {full}" in one["error"]
+    assert lying(tmp_path / f"disk-{1 - lost}") == before, "nothing was saved of that"
+    shutil.rmtree(str(places).format(rank=1 - lost))
+    assert [(one["began"], one["error"]) for one in trained(pool, places, system)] == [(0, None)] * 2
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_rank_that_sees_the_others_directories_is_refused_at_once(system, pool, tmp_path):
+    places = tmp_path / LAYOUTS["directory of the job"]
+    assert [one["began"] for one in trained(pool, places, system)] == [0, 0]
+    shutil.rmtree(tmp_path / "job" / "rank-00001")
+    first, second = trained(pool, places, system)
+    assert (first["began"], first["error"]) == (2, None)
+    assert second["began"] is None
+    assert second["error"].startswith(f"MismatchError: {tmp_path}/job/rank-00001 holds no checkpoint, and {tmp_path}/")
+
+
+def test_ranks_that_resume_at_different_steps_are_told(pool, tmp_path):
+    places = tmp_path / LAYOUTS["disk of its own"]
+    trained(pool, places, "sync")
+    (newest,) = (tmp_path / "disk-1" / "job").glob("checkpoint-*step-2*")
+    newest.unlink()
+    assert [(one["began"], one["error"]) for one in trained(pool, places, "sync")] == [(2, None), (1, None)]
+    told = "ranks resumed at different steps: rank 0 at step 2"
+    assert all(told in path.read_text() for path in pool.errors)
+
+
+def test_a_rank_that_attaches_alone_waits_for_nobody(pool, tmp_path):
+    places = tmp_path / LAYOUTS["disk of its own"]
+    for began in (0, 2):
+        first, second = trained(pool, places, "sync", attached=[0])
+        assert (first["began"], first["error"]) == (began, None)
+        assert second["began"] is None

@@ -1,0 +1,198 @@
+"""The plan: which runs, in which order, with which settings, and how long they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgood.errors import ConfigError
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.config.yaml_file import parse_overrides
+from lastgood.experiments.figures.workflow_plan import (
+    SIMPLE,
+    plan_figure,
+    plan_names,
+    plan_workflow,
+    predict_minutes,
+    predict_runs,
+)
+from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plan.load import parse_config
+from lastgood.experiments.records.spec import RunSpec
+from tests.experiments.support.records import make_record
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def configure(*entries: str) -> Config:
+    few = [] if any(entry.startswith("systems=") for entry in entries) else ["systems=none,sync,checkfreq,pccheck"]
+    overrides = parse_overrides([*few, *entries, "machine=testbox"])
+    return parse_config(ROOT / "config" / "laptop.yaml", overrides)[0]
+
+
+def cells(specs: list[RunSpec]) -> list[tuple[str, int]]:
+    return [(spec.system, spec.interval_steps) for spec in specs]
+
+
+def test_a_batch_holds_none_once_and_every_system_at_every_interval() -> None:
+    specs = plan_figure(configure("models=vgg16", "intervals=1,10", "repetitions=1"), "fig8")
+    systems = ["sync", "checkfreq", "pccheck"]
+    assert sorted(cells(specs)) == sorted([("none", 0), *((system, f) for system in systems for f in (1, 10))])
+
+
+def test_batches_follow_each_other_repetition_by_repetition() -> None:
+    config = configure("models=vgg16,bert", "intervals=1,10", "repetitions=3")
+    specs = plan_figure(config, "fig8")
+    assert len(specs) == 3 * 2 * 7
+    batches = [{(spec.workload, spec.repetition) for spec in specs[i : i + 7]} for i in range(0, len(specs), 7)]
+    assert batches == [{(model, r)} for r in range(3) for model in ("vgg16", "bert")]
+
+
+def test_batches_are_shuffled_by_the_seed_and_nothing_else() -> None:
+    entries = ("models=vgg16", "intervals=1,2,3,4,5", "repetitions=2")
+    first = plan_figure(configure(*entries), "fig8")
+    assert first == plan_figure(configure(*entries), "fig8")
+    assert cells(first[:16]) != cells(first[16:])
+    assert cells(first) != cells(plan_figure(configure(*entries, "seed=1"), "fig8"))
+
+
+def test_a_figure_s_runs_have_one_order_alone_and_among_those_of_all_figures() -> None:
+    config = configure("models=vgg16,bert")
+    everything = list(plan_workflow(config).specs.values())
+    for figure in ("fig8", "fig9", "fig12", "fig13"):
+        alone = [spec.record_path() for spec in plan_figure(config, figure)]
+        assert [spec.record_path() for spec in everything if spec.record_path() in alone] == alone
+
+
+def test_runs_that_are_compared_with_one_none_are_made_beside_it() -> None:
+    plan = plan_workflow(configure("models=vgg16,bert"))
+    order = list(plan.specs)
+    for repetition in range(2):
+        batch = {
+            record
+            for (figure, model), records in plan.records.items()
+            for record in records
+            if model == "vgg16" and record.endswith(f"r{repetition}.json") and figure in ("fig8", "fig12", "fig14")
+        }
+        places = [order.index(record) for record in batch]
+        between = [plan.specs[record] for record in order[min(places) : max(places) + 1]]
+        assert {(spec.workload, spec.repetition) for spec in between} == {("vgg16", repetition)}
+
+
+def test_no_two_runs_share_a_record() -> None:
+    plan = plan_workflow(configure("models=vgg16,bert,opt", "intervals=1,10,50", "iterations=100"))
+    count = sum(len(records) for (figure, _), records in plan.records.items() if figure == "fig8")
+    assert count == 3 * 2 * 10
+    assert len({record for records in plan.records.values() for record in records}) == len(plan.specs)
+    assert sorted(plan.priorities.values()) == list(range(1, len(plan.specs) + 1))
+    assert list(plan.priorities.values()) == list(range(len(plan.specs), 0, -1))
+
+
+def test_measured_steps_are_raised_to_hold_enough_checkpoints() -> None:
+    specs = plan_figure(configure("models=vgg16", "intervals=1,30", "iterations=50", "min_checkpoints=3"), "fig8")
+    assert {(spec.interval_steps, spec.measured_steps) for spec in specs} == {(0, 50), (1, 50), (30, 90)}
+
+
+@pytest.mark.parametrize(("proof", "expected"), [("first", {(0, True), (1, False)}), ("every", {(0, True), (1, True)})])
+def test_which_repetitions_carry_the_proof(proof: str, expected: set[tuple[int, bool]]) -> None:
+    specs = plan_figure(configure("models=vgg16", f"proof={proof}"), "fig8")
+    assert {(spec.repetition, spec.proof) for spec in specs if spec.system != "none"} == expected
+    assert not any(spec.proof for spec in specs if spec.system == "none")
+
+
+def test_repetitions_differ_in_their_seed_and_share_their_cell() -> None:
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=2", "seed=40"), "fig8")
+    assert [spec.seed for spec in specs] == [40, 41]
+    assert len({spec.cell_hash for spec in specs}) == 1
+
+
+def test_every_knob_is_resolved() -> None:
+    config = configure("models=vgg16", "knobs={pccheck: {writer_threads: 3}}")
+    spec = next(spec for spec in plan_figure(config, "fig8") if spec.system == "pccheck")
+    assert spec.system_options["writer_threads"] == 3
+    assert spec.system_options["max_in_flight"] == 2
+    assert spec.workload_options["image_size"] == 32
+    assert spec.threads == config.thread_count
+
+
+def test_the_smoke_test() -> None:
+    (spec,) = plan_figure(configure(), SIMPLE)
+    assert (spec.workload, spec.system, spec.interval_steps) == ("vgg16", "pccheck", 50)
+    assert (spec.measured_steps, spec.repetition, spec.proof) == (100, 0, True)
+
+
+def test_the_smoke_test_is_measured_anew_and_is_no_record_of_the_workflow() -> None:
+    plan = plan_workflow(configure("models=vgg16"))
+    assert SIMPLE not in {figure for figure, _ in plan.records}
+    simple = plan_figure(configure("models=vgg16"), SIMPLE)[0]
+    assert simple.cell_hash not in {spec.cell_hash for spec in plan.specs.values()}
+
+
+@pytest.mark.parametrize(
+    ("interval", "iterations", "steps"), [(1, 50, 50), (20, 50, 60), (25, 50, 50), (75, 50, 150), (7, 1, 14)]
+)
+def test_steps_are_whole_intervals(interval: int, iterations: int, steps: int) -> None:
+    specs = plan_figure(configure(f"intervals={interval}", f"iterations={iterations}"), "fig8")
+    assert {spec.measured_steps for spec in specs if spec.interval_steps} == {steps}
+
+
+def test_an_unknown_figure_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown figure 'fig7'; known: fig8, .*fig14, fig8e, fig8f, checkmate, test_simple"
+    ):
+        plan_figure(configure(), "fig7")
+    assert plan_names() == ["fig8", "fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f", "checkmate", SIMPLE]
+
+
+# -- prediction ----------------------------------------------------------------------------------------------------
+
+
+def record_for(spec: RunSpec, wall_s: float):
+    steps = {"measured_steps": spec.measured_steps}
+    made = make_record(spec.system, spec.interval_steps, spec.repetition, **steps)
+    return made.model_copy(update={"spec": spec, "wall_s": wall_s})
+
+
+def test_the_model_predicts_what_has_no_record() -> None:
+    grid = load_grid(ROOT, "fig8")
+    prediction = grid.prediction["laptop"]
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=1"), "fig8")
+    (run,) = predict_runs(specs, Path("nowhere"), grid)
+    assert run.source == "model"
+    assert not run.done
+    assert run.seconds == pytest.approx(prediction.startup_s + 53 * prediction.step_s["vgg16"])
+
+
+def test_checkpoints_and_proofs_cost_time() -> None:
+    grid = load_grid(ROOT, "fig8")
+    specs = plan_figure(configure("models=vgg16", "systems=sync", "intervals=1,10", "repetitions=2"), "fig8")
+    seconds = {
+        (run.spec.interval_steps, run.spec.repetition): run.seconds
+        for run in predict_runs(specs, Path("nowhere"), grid)
+    }
+    assert seconds[1, 0] > seconds[10, 0] > seconds[0, 0]
+    assert seconds[1, 0] - seconds[1, 1] == pytest.approx(grid.prediction["laptop"].proof_s)
+
+
+def test_records_of_the_cell_predict_better_than_the_model(tmp_path: Path) -> None:
+    grid = load_grid(ROOT, "fig8")
+    specs = plan_figure(configure("models=vgg16", "systems=none", "repetitions=2"), "fig8")
+    record_for(specs[0], wall_s=120.0).write(tmp_path / specs[0].record_path())
+    runs = predict_runs(specs, tmp_path, grid)
+    assert [(run.done, run.seconds, run.source) for run in runs] == [
+        (True, 120.0, "records"),
+        (False, 120.0, "records"),
+    ]
+    assert predict_minutes(specs, tmp_path, grid) == pytest.approx(2.0)
+
+
+def test_a_broken_or_foreign_record_counts_as_not_done(tmp_path: Path) -> None:
+    grid = load_grid(ROOT, "fig8")
+    (spec,) = plan_figure(configure("models=vgg16", "systems=none", "repetitions=1"), "fig8")
+    path = tmp_path / spec.record_path()
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
+    assert not predict_runs([spec], tmp_path, grid)[0].done
+    record_for(spec.model_copy(update={"threads": spec.threads + 1}), wall_s=1.0).write(path)
+    assert not predict_runs([spec], tmp_path, grid)[0].done

@@ -1,0 +1,130 @@
+"""Shadows of a run on this machine: real ones, which come up, tell what they use, and end with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lastgood.errors import HostError, LastgoodError
+from lastgood.experiments.services import shadows as rank_shadows
+from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
+from lastgood.experiments.services.shadows import local_shadows
+from tests.experiments.records.test_spec import make_spec
+
+
+def spec_of(shadows: int = 2) -> Any:
+    return make_spec(system="checkmate", system_options={}, interval_steps=1, shadows=shadows)
+
+
+def children() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # of another test, and at its end
+            if "storage" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Path) -> None:
+    said: list[str] = []
+    with local_shadows(spec_of(), tmp_path, said.append):
+        serving = children()
+        assert len(serving) == 2 and "2 shadows" in said[0]
+        checkpoints = tmp_path / "checkpoints"
+        options = shadow_options(checkpoints)
+        assert len(set(options["shadows"])) == 2
+        token = Path(options["token_file"])
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) >= 32
+        meters = ShadowMeters.read(checkpoints, 2)
+        facts = meters.used()
+        assert [one.received_bytes for one in facts] == [0, 0]
+        for one, process in zip(facts, serving, strict=True):
+            used_by_now_s = sum(process.cpu_times()[:2])
+            assert 0 <= one.cpu_s <= used_by_now_s and one.optimizer_s == 0 and one.peak_rss_bytes > 1 << 20
+        serving[1].send_signal(signal.SIGKILL)
+        serving[1].wait(60)
+        with pytest.raises(HostError, match=r"shadow at 127\.0\.0\.1:\d+: no metrics"):
+            meters.used()
+    assert not [process for process in serving if process.is_running()]
+    with pytest.raises(HostError):
+        ShadowMeters.read(checkpoints, 2)
+
+
+def test_a_run_without_shadows_asks_nobody(tmp_path: Path) -> None:
+    assert ShadowMeters.read(tmp_path, 0).used() == []
+
+
+@pytest.mark.parametrize("answer", [b'a_total{shadow="1} 2\n', b"# TYPE a nothing\n", b"<html>\n"])
+def test_another_service_at_a_shadows_address_is_said(tmp_path: Path, answer: bytes) -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{server.server_port}"
+        places = ShadowPlaces(hosts=["a"], addresses=["a:1"], metrics=[address], token_file="/t")
+        places_path(tmp_path).write_text(places.model_dump_json())
+        with pytest.raises(HostError, match=rf"shadow at {address}: tells no metrics"):
+            ShadowMeters.read(tmp_path, 1)
+        thread.join(60)
+
+
+def test_a_run_whose_shadows_nobody_started_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LastgoodError, match=r"shadows\.json: cannot be read: No such file .*; run again"):
+        shadow_options(tmp_path)
+
+
+def test_a_shadow_that_cannot_start_is_named_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_shadows, "_SERVE", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
+    with (
+        pytest.raises(LastgoodError, match=r"shadow 0 has ended before it could be used: .*no such luck"),
+        local_shadows(spec_of(), tmp_path, lambda _: None),
+    ):
+        raise AssertionError("it came up")
+    assert not places_path(tmp_path / "checkpoints").exists()
+
+
+def test_shadows_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from lastgood.experiments.services.shadows import local_shadows\n"
+        "from lastgood.experiments.records.spec import RunSpec\n"
+        "with local_shadows(RunSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2]), print):\n"
+        "    print('up', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, spec_of(1).canonical_json(), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        assert process.stdout is not None
+        assert "1 shadows" in process.stdout.readline() and process.stdout.readline() == "up\n"
+        (serving,) = psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        process.wait(60)
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while serving.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the shadow lives on"
+            time.sleep(0.05)
+
+
+def test_places_are_read_back(tmp_path: Path) -> None:
+    places = ShadowPlaces(hosts=["a"], addresses=["10.0.0.1:4"], metrics=["10.0.0.1:5"], token_file="/t")
+    places_path(tmp_path).write_text(places.model_dump_json())
+    assert shadow_options(tmp_path) == {"shadows": ["10.0.0.1:4"], "token_file": "/t"}
