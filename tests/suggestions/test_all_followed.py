@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from tests.suggestions.following import FOLLOWED
-from tests.suggestions.source_texts import suggestions
+from tests.suggestions.source_texts import ROOT, suggestions
 
 HERE = Path(__file__).parent
 NOT_FOLLOWED: dict[str, list[str]] = yaml.safe_load((HERE / "not_followed.yaml").read_text())
@@ -22,9 +22,9 @@ NOT_FOLLOWED: dict[str, list[str]] = yaml.safe_load((HERE / "not_followed.yaml")
 @pytest.fixture(scope="module")
 def followed() -> list[str]:
     """Parts of texts. Modules say so when they are loaded, whichever tests are chosen."""
-    for module in sorted(HERE.glob("test_*.py")):
-        if module != Path(__file__):
-            importlib.import_module(f"tests.suggestions.{module.stem}")
+    for path in sorted(HERE.parent.rglob("test_*.py")):
+        if path != Path(__file__) and "tests.suggestions.following import" in path.read_text():
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     return list(FOLLOWED)
 
 
@@ -72,7 +72,7 @@ def test_requirements_are_taken_by_pip():
     found = [
         name
         for text in suggestions()
-        for name in re.findall(r"pip install (?:--[a-z-]+ )?'?([a-z][\w.\[\]-]*)", text)
+        for name in re.findall(r"pip install (?:--[a-z-]+ )?'?([a-z][\w.-]*(?:\[\w+\])?)", text)
         if name != "-e"
     ]
     assert len(found) > 4

@@ -63,12 +63,13 @@ def test_ranks_that_have_no_way_to_agree(group, tmp_path, monkeypatch):
     listener.close()
 
 
-@follows("use a free port of this host (control=HOST:PORT)")
+@follows('use a free port of this host (control="HOST:PORT")')
 def test_a_port_that_is_taken(monkeypatch):
     monkeypatch.setenv("LASTGOOD_JOB_TOKEN", "a random text of some length")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        refusal(lambda: find_address(f"127.0.0.1:{taken.getsockname()[1]}", 0, 0.1))
-        listener = find_address(f"127.0.0.1:{free_ports()[0]}", 0, 10.0)[1]
+        message = refusal(lambda: find_address(f"127.0.0.1:{taken.getsockname()[1]}", 0, 0.1))
+        given = advice(message, r'control="HOST:PORT"').replace("HOST:PORT", f"127.0.0.1:{free_ports()[0]}")
+        listener = find_address(**eval(f"dict({given})"), rank=0, timeout_s=10.0)[1]
     assert listener is not None
     listener.close()
 

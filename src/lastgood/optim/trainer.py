@@ -104,7 +104,7 @@ class RuleMaker:
         if len(numbers) > 1 or None in numbers:
             raise ConfigError(
                 "the optimizer has parameters that it had not when checkpointing began, or in other groups; close() "
-                "the checkpointer, and start it again behind such a change"
+                "the checkpointer, and start it again after such a change"
             )
         return numbers.pop() if numbers else None
 

@@ -126,7 +126,7 @@ def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
             if time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"rank 0 cannot listen on {host}:{port} for the other ranks: {error}; use a free port of this "
-                    "host (control=HOST:PORT)"
+                    'host (control="HOST:PORT")'
                 ) from error
         time.sleep(_POLL_S)
 

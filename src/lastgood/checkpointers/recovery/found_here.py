@@ -22,8 +22,8 @@ __all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control"
 _LIBRARIES = {".metadata": "dcp", ".snapshot_metadata": "torchsnapshot", "state.pt": "nvrx"}
 _MOST_STEPS = 4
 _ADVICE = (
-    "start it as before; or, to go on from them, give it a new directory and (PCcheck) this one as resume_from; or, to "
-    "begin anew, move them away"
+    "start it as before; or, to go on from them, give it a new directory and (PCcheck) this one with "
+    'resume_from="..."; or, to begin anew, move them away'
 )
 
 

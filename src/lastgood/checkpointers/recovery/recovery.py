@@ -150,7 +150,7 @@ class Recovery:
             raise MismatchError(
                 f"{info.path}: the checkpoint of step {info.step} is that of rank {found[0]} of {found[1]}, and this "
                 f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it, or "
-                "give a new directory and this job as resume_from"
+                'give a new directory and this job with resume_from="..."'
             )
 
     def _refuse_damage(self, view: SlotView) -> None:
