@@ -41,6 +41,7 @@ from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.locks import FileLock
@@ -141,13 +142,15 @@ class Checkpointer(ABC):
     raises once so many seconds have gone by without a new durable checkpoint. Raises ConfigError for knobs
     that do not exist or cannot be, and for a directory that is a URL.
 
-    Subclasses set three class attributes: `name` (the registry's key), `METHOD` (a version of how this system is
-    measured, part of every run's identity; raised when a change makes older records incomparable) and `Options`.
+    Subclasses set class attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured,
+    part of every run's identity; raised when a change makes older records incomparable), `Options`, and `traits` (what
+    figures, captions, plans and advice know of it).
     """
 
     name: ClassVar[str]
     METHOD: ClassVar[int] = 1
     Options: ClassVar[type[BaseOptions]] = BaseOptions
+    traits: ClassVar[Traits] = Traits()
     holds_directory: ClassVar[bool] = False
     """Whether ``DIRECTORY/lock`` is held here from `attach` or `start` to `close`, so that no second training writes
     there. False for a system whose store has a lock of its own, whose ranks share a directory, or that writes none."""

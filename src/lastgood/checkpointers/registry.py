@@ -1,7 +1,7 @@
-"""Names of systems, and the classes behind them. Needs no torch.
+"""Names of systems, the classes behind them, and what those declare of themselves. Needs no torch.
 
 Other packages add a system through the entry-point group ``lastgood.checkpointers``; it then appears in every figure
-whose configuration names it.
+whose configuration names it, by the traits that its class declares.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ import importlib
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
+from typing import Final
 
 from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.traits import Traits, traits_of_class
 from lastgood.errors import ConfigError
 
-__all__ = ["ENTRY_POINT_GROUP", "checkpointer_class", "checkpointer_names", "why_unavailable"]
+__all__ = [
+    "BASELINE",
+    "ENTRY_POINT_GROUP",
+    "checkpointer_class",
+    "checkpointer_names",
+    "system_traits",
+    "why_unavailable",
+]
 
 ENTRY_POINT_GROUP = "lastgood.checkpointers"
+
+BASELINE: Final = "none"
+"""The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""
 
 _BUILT_IN = {
     "none": "lastgood.checkpointers.baselines.none:NoCheckpointing",
@@ -51,15 +63,34 @@ def checkpointer_names() -> list[str]:
 
 @cache
 def checkpointer_class(name: str) -> type[Checkpointer]:
-    """The class of system `name`. Raises ConfigError, naming the known systems, for an unknown name."""
+    """The class of system `name`.
+
+    Raises ConfigError for an unknown name, with the known ones, and for a class that cannot be loaded.
+    """
     targets = _targets()
     if name not in targets:
         raise ConfigError(f"unknown system {name!r}; known: {', '.join(targets)}")
     module_name, _, attribute = targets[name].partition(":")
-    loaded = getattr(importlib.import_module(module_name), attribute, None)
+    try:
+        loaded = getattr(importlib.import_module(module_name), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"system {name!r}: {targets[name]} cannot be imported: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Checkpointer)):
         raise ConfigError(f"system {name!r}: {targets[name]} is not a Checkpointer class")
     return loaded
+
+
+def system_traits(name: str) -> Traits:
+    """What system `name` is; the defaults for a name that is not known here, as of records of other installations.
+
+    Raises ConfigError for a class that cannot be loaded, or whose traits are none.
+    """
+    if name not in _targets():
+        return Traits()
+    try:
+        return traits_of_class(checkpointer_class(name))
+    except TypeError as error:
+        raise ConfigError(f"system {name!r}: {error}") from error
 
 
 def why_unavailable(names: Iterable[str]) -> dict[str, str]:

@@ -228,7 +228,7 @@ def _hide_s(hide_ms: float | None, iter_ms: float, measured: Measured | None, ra
 
 
 def _costs(question: Question, rates: Rates, measured: Measured | None) -> tuple[dict[str, Costs], list[str]]:
-    from lastgood.experiments.advise.model import fit_costs, model_costs
+    from lastgood.experiments.advise.model import ONE_NODE, copies_in_peers, fit_costs, model_costs
 
     model, notes = model_costs(rates, question)
     if measured is None:
@@ -239,8 +239,9 @@ def _costs(question: Question, rates: Rates, measured: Measured | None) -> tuple
     absent = sorted(model.keys() - fitted.keys())
     if absent:
         notes.append(f"not in the records, so not compared: {', '.join(absent)}")
-    if question.nodes < 2 and fitted.pop("gemini", None) is not None:
-        notes.append("gemini is left out: with one node its two copies end together")
+    for system in [name for name in fitted if question.nodes < 2 and copies_in_peers(name)]:
+        del fitted[system]
+        notes.append(f"{system} is left out: {ONE_NODE}")
     if not fitted:
         raise ConfigError("the records hold no system that could be advised")
     sizes = [cell.state_bytes for cell in measured.cells]

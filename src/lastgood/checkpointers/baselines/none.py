@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import NoCheckpoint
 
 __all__ = ["NoCheckpointing", "NoneOptions"]
@@ -24,6 +25,13 @@ class NoCheckpointing(Checkpointer):
     """Saves nothing."""
 
     name: ClassVar[str] = "none"
+    traits: ClassVar[Traits] = Traits(
+        label="no checkpoints",
+        colour="#000000",
+        order=0,
+        ranks_write="nobody",
+        only_interval=0,
+    )
     Options: ClassVar[type[BaseOptions]] = NoneOptions
 
     def save(self, step: int) -> None:

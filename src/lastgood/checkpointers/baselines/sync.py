@@ -11,6 +11,7 @@ from pydantic import Field
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
+from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.state import apply_tree, stateful_paths
 
 __all__ = ["SyncCheckpointer", "SyncOptions"]
@@ -31,6 +32,14 @@ class SyncCheckpointer(Checkpointer):
     """torch.save + fsync + rename + fsync of the directory, all inside save()."""
 
     name: ClassVar[str] = "sync"
+    traits: ClassVar[Traits] = Traits(
+        colour="#999999",
+        order=10,
+        safe_in="disk",
+        ranks_write="first",
+        cost=CostModel(waits=True, takes="write"),
+        loss="half_interval",
+    )
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = SyncOptions
 

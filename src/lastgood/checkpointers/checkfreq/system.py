@@ -23,6 +23,7 @@ from lastgood.checkpointers.checkfreq.budget import BudgetKeeper
 from lastgood.checkpointers.copies.host import HostSnapshot, host_buffer
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
+from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.locks import finishes_beside
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
@@ -61,6 +62,14 @@ class CheckFreq(Checkpointer):
     """
 
     name: ClassVar[str] = "checkfreq"
+    traits: ClassVar[Traits] = Traits(
+        label="CheckFreq",
+        colour="#E69F00",
+        order=20,
+        safe_in="disk",
+        ranks_write="first",
+        cost=CostModel(waits=False, takes="both"),
+    )
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
 

@@ -25,6 +25,7 @@ from lastgood.checkpointers.checkmate.incarnation import Life, begin_life
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import Restored, check_held, find_newest, restore_together
 from lastgood.checkpointers.recovery.checkmate_job import Promises
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.protocol.messages import Absent, Complete, Side, Step
@@ -57,6 +58,16 @@ class Checkmate(Checkpointer):
     """
 
     name: ClassVar[str] = "checkmate"
+    traits: ClassVar[Traits] = Traits(
+        label="Checkmate",
+        colour="#009E73",
+        order=60,
+        safe_in="memory",
+        safe_words="in its shadows' memory",
+        ranks_write="shadows",
+        helper="shadows",
+        only_interval=1,
+    )
     Options: ClassVar[type[BaseOptions]] = CheckmateOptions
 
     def __init__(

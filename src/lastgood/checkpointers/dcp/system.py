@@ -20,6 +20,7 @@ from lastgood.checkpointers.base import BaseOptions, CheckpointEvent
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.state.compare import Keys
 
@@ -56,6 +57,13 @@ class TorchDCP(DirectorySystem):
     """dcp.save or dcp.async_save, one checkpoint at a time, with files synced, a manifest, and an atomic rename."""
 
     name: ClassVar[str] = "dcp"
+    traits: ClassVar[Traits] = Traits(
+        label="PyTorch DCP",
+        colour="#F0E442",
+        order=50,
+        safe_in="disk",
+        ranks_write="first",
+    )
     Options: ClassVar[type[BaseOptions]] = DCPOptions
 
     def __init__(self, directory: Path | str, options: DCPOptions | None = None, **knobs: Any) -> None:

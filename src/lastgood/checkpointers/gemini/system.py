@@ -30,6 +30,7 @@ from lastgood.checkpointers.gemini.peer_client import Held, Outgoing, PeerLink, 
 from lastgood.checkpointers.gemini.placement import placement
 from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.checkpointers.ranks.exchange import Together, address_for_peers
+from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState, Layout, apply_tree, stateful_paths, unflatten
@@ -121,6 +122,15 @@ class Gemini(Checkpointer):
     """
 
     name: ClassVar[str] = "gemini"
+    traits: ClassVar[Traits] = Traits(
+        label="Gemini",
+        colour="#CC79A7",
+        order=40,
+        safe_in="memory",
+        safe_words="in its peers' memory",
+        ranks_write="peers",
+        cost=CostModel(waits=False, takes="slower", over="network"),
+    )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
 
     def __init__(self, directory: Path | str, options: GeminiOptions | None = None, **knobs: Any) -> None:

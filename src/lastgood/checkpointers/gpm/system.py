@@ -38,6 +38,7 @@ from lastgood.checkpointers.gpm.copies import (
 )
 from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
+from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError
 from lastgood.notices import told_if_slow
 from lastgood.state import FlatState
@@ -81,6 +82,15 @@ class GPM(Checkpointer):
     """Stores into mapped storage while training stands still, in two areas that alternate."""
 
     name: ClassVar[str] = "gpm"
+    traits: ClassVar[Traits] = Traits(
+        label="GPM",
+        colour="#56B4E9",
+        order=30,
+        safe_in="disk",
+        maps_storage=True,
+        cost=CostModel(waits=True, takes="slower"),
+        loss="half_interval",
+    )
     Options: ClassVar[type[BaseOptions]] = GPMOptions
 
     def __init__(self, directory: Path | str, options: GPMOptions | None = None, **knobs: Any) -> None:

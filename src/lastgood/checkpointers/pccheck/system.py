@@ -29,6 +29,7 @@ from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.job import RankedJob
 from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
+from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
 from lastgood.locks import finishes_beside
@@ -65,6 +66,15 @@ class PCcheck(Checkpointer):
     """Concurrent, chunked, durable checkpoints in a slot store."""
 
     name: ClassVar[str] = "pccheck"
+    traits: ClassVar[Traits] = Traits(
+        label="PCcheck",
+        colour="#0072B2",
+        order=80,
+        safe_in="disk",
+        ranks_write="each",
+        cost=CostModel(waits=False, takes="slower"),
+        loss="half_interval_and_writes",
+    )
     Options: ClassVar[type[BaseOptions]] = PCcheckOptions
 
     def __init__(self, directory: Path | str, options: PCcheckOptions | None = None, **knobs: Any) -> None:

@@ -24,6 +24,7 @@ from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tre
 from lastgood.checkpointers.directories.store import seal_files
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, in_thread, synchronize
 from lastgood.checkpointers.torch_files.archive import read_torch_file
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
 from lastgood.state.compare import Keys
 
@@ -44,6 +45,11 @@ class ResiliencyExtension(DirectorySystem):
     """torch.save in the worker process of nvidia-resiliency-ext, one at a time, made durable."""
 
     name: ClassVar[str] = "nvrx"
+    traits: ClassVar[Traits] = Traits(
+        colour="#603000",
+        order=110,
+        safe_in="disk",
+    )
 
     def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)

@@ -16,6 +16,7 @@ from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tre
 from lastgood.checkpointers.directories.store import seal_files
 from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
 from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import StorageError
 from lastgood.state.compare import Keys
 
@@ -31,6 +32,11 @@ class TorchSnapshot(DirectorySystem):
     """torchsnapshot's async_take, one at a time, made durable."""
 
     name: ClassVar[str] = "torchsnapshot"
+    traits: ClassVar[Traits] = Traits(
+        colour="#001890",
+        order=120,
+        safe_in="disk",
+    )
 
     @classmethod
     def unavailable(cls) -> str | None:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.experiments.advise.model import Cell, Rates
 from lastgood.experiments.ceilings.record import CeilingsRecord
@@ -147,7 +148,7 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
         identity = (run.workload, run.setting, run.system, run.interval_steps, run.repetition)
         if seen.setdefault(identity, run.source) != run.source:
             continue
-        if run.system == "none":
+        if run.system == BASELINE:
             none[run.setting][run.repetition] = run
         else:
             groups[run.workload, run.setting, run.system, run.interval_steps].append(run)
@@ -254,7 +255,7 @@ def _csv_run(source: str, row: dict[str, str]) -> _Run:
         _whole(row["threads"]),
         row["data_name"],
     )
-    none = row["system"] == "none"
+    none = row["system"] == BASELINE
     per_s, durable_per_s = _number(row["iterations_per_s"]), _number(row["durable_iterations_per_s"])
     if not (per_s > 0 and durable_per_s > 0 and _number(row["state_bytes"]) > 0):
         raise ValueError("throughput and state must be above 0")

@@ -25,16 +25,19 @@ from typing import Literal
 
 import numpy as np
 
+from lastgood.checkpointers.registry import BASELINE, checkpointer_names, system_traits
 from lastgood.errors import ConfigError
 from lastgood.experiments.formulas.goodput import goodput, lost_s
 
 __all__ = [
+    "ONE_NODE",
     "Advice",
     "Cell",
     "Costs",
     "Question",
     "Rates",
     "advise",
+    "copies_in_peers",
     "default_intervals",
     "fit_costs",
     "goodput_fraction",
@@ -54,8 +57,8 @@ MAX_MTBF_S = 1e7 * 3600
 MAX_NODES = 1_000_000
 MAX_INTERVAL = 10_000_000
 _DAY_S = 86400.0
-
-_OVERLAPS_COPY = frozenset({"checkfreq", "pccheck", "gemini"})
+ONE_NODE = "with one node its two copies end together"
+"""Why a system is left out whose copies are in two nodes' memory."""
 
 
 @dataclass(frozen=True)
@@ -176,36 +179,42 @@ def hide_share(cells: Sequence[Cell]) -> float:
     return min(1.0, statistics.median(cell.hide_s / cell.iteration_s for cell in cells))
 
 
+def copies_in_peers(system: str) -> bool:
+    """Whether the only copies of the state are in the memory of two nodes, so that it needs two."""
+    cost = system_traits(system).cost
+    return cost is not None and cost.over == "network"
+
+
 def model_costs(rates: Rates, question: Question) -> tuple[dict[str, Costs], list[str]]:
-    """Each system on a machine that reaches its ceilings, and why others are left out.
+    """Each system that declares what it costs, on a machine that reaches its ceilings, and why others are left out.
 
     ``sync``: training waits for the write. ``gpm``: it waits for stores into mapped storage, at the slower of copy and
     disk (ASPLOS'22). ``checkfreq``: one checkpoint at a time, first copied, then written (FAST'21). ``pccheck``: copy
     and write overlap, several in flight, so only the disk's rate limits (ASPLOS'25). ``gemini``: the peer's memory in
     place of the disk (SOSP'23).
     """
-    write, copy = 1 / rates.write, 1 / rates.copy
-    load = 1 / (rates.read or rates.write)
-    known = {
-        "sync": (write, 0.0, write),
-        "gpm": (max(copy, write), 0.0, max(copy, write)),
-        "checkfreq": (0.0, copy + write, copy + write),
-        "pccheck": (0.0, max(copy, write), max(copy, write)),
-    }
-    loads = dict.fromkeys(known, load)
-    notes = []
-    if question.nodes < 2:
-        notes.append("gemini is left out: with one node its two copies end together")
-    elif rates.network is None:
-        notes.append("gemini is left out: no network to a peer was measured (`lastgood ceilings --peer`)")
-    else:
-        network = 1 / rates.network
-        known["gemini"] = (0.0, max(copy, network), max(copy, network))
-        loads["gemini"] = network
-    found = {
-        name: Costs(name, stall, busy, durable, loads[name], question.max_in_flight, "model")
-        for name, (stall, busy, durable) in known.items()
-    }
+    copy, network = 1 / rates.copy, None if rates.network is None else 1 / rates.network
+    found, notes = {}, []
+    for name in checkpointer_names():
+        try:
+            model = system_traits(name).cost
+        except ConfigError as error:
+            notes.append(f"{name} is left out: {error}")
+            continue
+        if model is None:
+            continue
+        write, load = 1 / rates.write, 1 / (rates.read or rates.write)
+        if model.over == "network":
+            if question.nodes < 2:
+                notes.append(f"{name} is left out: {ONE_NODE}")
+                continue
+            if network is None:
+                notes.append(f"{name} is left out: no network to a peer was measured (`lastgood ceilings --peer`)")
+                continue
+            write = load = network
+        taken = {"write": write, "slower": max(copy, write), "both": copy + write}[model.takes]
+        stall, busy = (taken, 0.0) if model.waits else (0.0, taken)
+        found[name] = Costs(name, stall, busy, taken, load, question.max_in_flight, "model")
     return found, notes
 
 
@@ -217,7 +226,7 @@ def fit_costs(cells: Sequence[Cell], rates: Rates, question: Question) -> dict[s
     floors, _ = model_costs(rates, question)
     by_system: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        if cell.system != "none":
+        if cell.system != BASELINE:
             by_system[cell.system].append(cell)
     found = {}
     for system, own in sorted(by_system.items()):
@@ -271,7 +280,7 @@ def _finer(axis: np.ndarray, at: int) -> np.ndarray:
 
 
 def _exposed_s(system: str, state_bytes: float, hide_s: float, rates: Rates) -> float:
-    return max(0.0, state_bytes / rates.copy - hide_s) if system in _OVERLAPS_COPY else 0.0
+    return max(0.0, state_bytes / rates.copy - hide_s) if system_traits(system).hides_copy else 0.0
 
 
 def iteration_with_s(costs: Costs, question: Question, interval_steps: int, rates: Rates) -> float:
@@ -293,8 +302,8 @@ def goodput_fraction(
 ) -> tuple[float, float]:
     """Goodput, as a share of a training without failures and checkpoints, and the seconds that a failure costs.
 
-    The artefact's formula over one day, with the failures that the MTBF gives in the mean. Gemini has a term more: if
-    the partner fails too before a new pair of copies is there, the job begins again.
+    The artefact's formula over one day, with the failures that the MTBF gives in the mean. Copies in peers' memory
+    have a term more: if the partner fails too before a new pair of copies is there, the job begins again.
     """
     begin_s = load_s + question.restart_s
     cost_s = lost_s(
@@ -305,7 +314,7 @@ def goodput_fraction(
         durable_s,
         max_in_flight,
     )
-    if system == "gemini":
+    if copies_in_peers(system):
         exposed_s = begin_s + interval_steps * taken_s + durable_s
         cost_s += -math.expm1(-exposed_s / question.mtbf_s) * question.job_s / 2
     per_s = goodput(_DAY_S, _DAY_S / question.job_mtbf_s, cost_s, taken_s)

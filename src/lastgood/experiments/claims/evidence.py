@@ -10,8 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import CorruptCheckpoint
 from lastgood.experiments.systems.labels import system_label
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.text import parse_json
 from lastgood.units import MIB
 
@@ -86,7 +88,9 @@ class Evidence:
     def systems(self, workload: str) -> list[str]:
         """Systems that take checkpoints, of one workload."""
         return (
-            sorted(set(self.runs.loc[self.runs["workload"] == workload, "system"]) - {"none"}) if len(self.runs) else []
+            sorted(set(self.runs.loc[self.runs["workload"] == workload, "system"]) - {BASELINE})
+            if len(self.runs)
+            else []
         )
 
     def intervals(self, workload: str, system: str) -> list[int]:
@@ -158,7 +162,7 @@ class Evidence:
                 chosen = chosen[chosen["interval_steps"] == interval]
             gains: dict[tuple[str, int], Sample] = {}
             for (model, steps), cell in chosen.groupby(["workload", "interval_steps"]):
-                mine = cell.loc[cell["system"] == "pccheck", column].astype(float)
+                mine = cell.loc[cell["system"] == PCCHECK, column].astype(float)
                 theirs = cell.loc[cell["system"] == other, column].astype(float)
                 if len(mine) and len(theirs) and theirs.min() > 0:
                     # Every run of one against every run of the other: what their spread allows.
@@ -174,7 +178,7 @@ class Evidence:
         if not len(runs) or not {column, "state_bytes"} <= set(runs.columns):
             return Sample((), f"the CSV files lack the column {column}")
         ours = runs[(runs["workload"] == workload) & (runs["system"] == system)]
-        base = runs[(runs["workload"] == workload) & (runs["system"] == "none")]
+        base = runs[(runs["workload"] == workload) & (runs["system"] == BASELINE)]
         if ours.empty or base.empty:
             return Sample(
                 (), f"{workload}: no run of {system}" if ours.empty else f"{workload}: no run without checkpoints"

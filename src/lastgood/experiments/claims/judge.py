@@ -21,6 +21,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.claims.evidence import Evidence
 from lastgood.experiments.claims.outcome import Outcome, Published, Verdict, elsewhere, unknown_metric
 from lastgood.experiments.claims.rules import RULES
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.files import FigureCsv, goodput_rows, run_rows
 from lastgood.experiments.tables.published import MOST_VALUE, parse_interval, read_reference
 from lastgood.text import parse_csv, parse_number, read_bytes
@@ -112,7 +113,7 @@ def _outcomes(published: Published, reference: Sequence[Published], evidence: Ev
     if far is not None:
         # The artefact's runs without checkpoints, and PCcheck's, are parts of the other systems' ratios.
         whole = published.metric != "iterations_per_s" or (
-            published.interval_steps != 0 and published.system != "pccheck"
+            published.interval_steps != 0 and published.system != PCCHECK
         )
         return [far] if whole else []
     if published.metric not in RULES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.claims.evidence import Evidence
 from lastgood.experiments.claims.outcome import Outcome, Published, judge, not_testable
 from lastgood.experiments.systems.labels import system_label
@@ -36,9 +37,9 @@ def host_memory(published: Published, others: list[Published], evidence: Evidenc
     accepted = f"{max(low, 0):g} to {high:g} states"
     workload, problem = _largest(evidence, published.system)
     devices = set(evidence.runs["device"]) if "device" in evidence.runs.columns else set()
-    if published.system == "gemini":
+    if system_traits(published.system).safe_in == "memory":
         problem = "the copy is in another process, and peak_rss_bytes is of the training process"
-    elif published.system == "gpm" and devices == {"cpu"}:
+    elif system_traits(published.system).maps_storage and devices == {"cpu"}:
         problem = "on the CPU the mapped file itself is resident memory of the process"
     if problem:
         yield not_testable(statement, workload or "any", problem, accepted, _WHY_HOST)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.errors import LastgoodError
 from lastgood.experiments.claims.evidence import Evidence, Sample, json_object, slowdown_of
 from lastgood.experiments.claims.memory_rules import device_memory, host_memory, storage
@@ -25,6 +26,7 @@ from lastgood.experiments.claims.outcome import (
     with_reason,
 )
 from lastgood.experiments.systems.labels import system_label
+from lastgood.experiments.systems.papers import PCCHECK, PCCHECK_EARLIER
 
 __all__ = ["RULES"]
 
@@ -34,8 +36,6 @@ _OWN_INTERVAL_POINTS = 1.0
 _ALIKE = 0.1
 _SHARE_OF_GAP = 0.5
 _SHARE_OF_LOAD = 0.5
-_EARLIER = ("checkfreq", "gpm", "gemini")
-"""The systems that PCcheck's paper calls earlier."""
 _WHY_OVERHEAD = (
     f"{_OVERHEAD_POINTS:g} points on top: the setting is not stated, and the paper's own interval rule allows 5 %"
 )
@@ -63,7 +63,7 @@ def _overhead(published: Published, _others: list[Published], evidence: Evidence
 def _slowdown(published: Published, others: list[Published], evidence: Evidence) -> Iterator[Outcome]:
     """A slowdown at an interval: an upper limit for PCcheck; for the others the gap to PCcheck in the same setting."""
     interval = _interval(published)
-    if published.system == "pccheck":
+    if published.system == PCCHECK:
         limit = published.value + _SLOWDOWN_SLACK
         for workload in _workloads(published, evidence):
             slows = f"{published.name} slows training down by {published.value:g}"
@@ -80,7 +80,7 @@ def _slowdown(published: Published, others: list[Published], evidence: Evidence)
                 easy=easy,
             )
         return
-    best = _twin(published, others, "pccheck", interval)
+    best = _twin(published, others, PCCHECK, interval)
     if best is None:
         yield unknown_metric(published)
         return
@@ -91,12 +91,12 @@ def _slowdown(published: Published, others: list[Published], evidence: Evidence)
 def _artefact_throughput(published: Published, others: list[Published], evidence: Evidence) -> Iterator[Outcome]:
     """Throughputs in the artefact's files: PCcheck's over another system's, each by its own run without checkpoints."""
     interval = _interval(published)
-    if interval == 0 or published.system == "pccheck":
+    if interval == 0 or published.system == PCCHECK:
         return  # part of the other systems' ratios
     rows = [
         _twin(published, others, published.system, 0),
-        _twin(published, others, "pccheck", interval),
-        _twin(published, others, "pccheck", 0),
+        _twin(published, others, PCCHECK, interval),
+        _twin(published, others, PCCHECK, 0),
     ]
     if any(row is None for row in rows):
         yield unknown_metric(published)
@@ -114,7 +114,7 @@ def _gap(published: Published, evidence: Evidence, gain: float, slowdown: float)
         statement = (
             f"PCcheck is {gain:.3g} times as fast as {published.name} at interval {interval} ({published.setting})"
         )
-        sample = evidence.gain(workload, "pccheck", published.system, interval)
+        sample = evidence.gain(workload, PCCHECK, published.system, interval)
         if abs(gain - 1) <= _ALIKE:
             accepted = f"between {1 - _ALIKE:g} and {1 + _ALIKE:g}"
             slow = evidence.slowest(workload, interval)
@@ -173,8 +173,8 @@ def _worst_interval(published: Published, others: list[Published], evidence: Evi
         statement = f"Intervals from {first:g} to {last:g} are those that systems before PCcheck handle worst"
         accepted = "PCcheck's gain over the best of them is largest there, with intervals measured on both sides"
         gains = {}
-        for interval in evidence.intervals(workload, "pccheck"):
-            found = [evidence.gain(workload, "pccheck", other, interval) for other in _EARLIER]
+        for interval in evidence.intervals(workload, PCCHECK):
+            found = [evidence.gain(workload, PCCHECK, other, interval) for other in PCCHECK_EARLIER]
             good = [sample for sample in found if sample.good]
             if good:
                 gains[interval] = min(good, key=lambda sample: sample.median)
@@ -296,8 +296,9 @@ def _cheap(interval: int, slow: tuple[str, float]) -> str:
 def _other_load(published: Published, evidence: Evidence, workload: str, interval: int, slowdown: float) -> str:
     """A slow system is slow because its writes take longer than an interval; where they do not, there is no gap."""
     load = evidence.load(workload, published.system, interval)
-    # GPM's training stands still while it writes; the others' waits only for what an interval is too short for.
-    there = slowdown - 1 if published.system == "gpm" else slowdown
+    # Training stands still while GPM writes; under others it waits only for what an interval is too short for.
+    cost = system_traits(published.system).cost
+    there = slowdown - 1 if cost is not None and cost.waits else slowdown
     if load is None or load >= _SHARE_OF_LOAD * there:
         return ""
     return (

@@ -22,7 +22,6 @@ from lastgood.experiments.config.sections import (
     ThreadsSection,
 )
 from lastgood.experiments.config.values import (
-    SWEPT,
     Count,
     CountOrZero,
     Distinct,
@@ -38,6 +37,7 @@ from lastgood.experiments.config.values import (
 )
 from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.spec import Scale
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_data_kind, workload_options_class
 
@@ -133,7 +133,7 @@ class Config(Part):
     def used_systems(self) -> list[str]:
         """Systems of the figures and of test_simple, each once."""
         more = [*(self.fig9.systems or []), *(self.fig11.systems or []), *self.fig8e.systems, *self.fig8f.systems]
-        return list(dict.fromkeys([*self.systems, self.simple.system, *more, *self.checkmate.systems, SWEPT]))
+        return list(dict.fromkeys([*self.systems, self.simple.system, *more, *self.checkmate.systems, PCCHECK]))
 
     def workload_options(self, model: str) -> WorkloadOptions:
         """Validated options of `model`."""

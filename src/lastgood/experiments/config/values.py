@@ -11,13 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from lastgood.checkpointers.registry import checkpointer_names
+from lastgood.checkpointers.registry import BASELINE, checkpointer_names
 from lastgood.workloads.registry import workload_names
 
 __all__ = [
     "BASELINE",
-    "EACH_STEP",
-    "SWEPT",
     "Count",
     "CountOrZero",
     "Distinct",
@@ -32,15 +30,6 @@ __all__ = [
     "nearest",
     "with_baseline",
 ]
-
-SWEPT = "pccheck"
-"""The system whose knobs figures 12 to 14 vary."""
-
-EACH_STEP = "checkmate"
-"""The system that knows no interval but 1."""
-
-BASELINE = "none"
-"""The system that takes no checkpoints. It is always measured: every figure shows ratios to it."""
 
 
 class Part(BaseModel):

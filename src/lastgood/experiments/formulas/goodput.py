@@ -18,31 +18,25 @@ from __future__ import annotations
 
 import math
 
+from lastgood.checkpointers.registry import BASELINE, system_traits
+from lastgood.checkpointers.traits import LossFormula
+
 __all__ = ["IDEAL", "formula_of", "goodput", "lost_s"]
 
 IDEAL = "ideal"
 """The formula's name for a system whose checkpoints cost nothing."""
 
-_FORMULAS = {
-    "checkfreq": "checkfreq",
-    "gemini": "checkfreq",
-    "gpm": "gpm",
-    "pccheck": "pccheck",
-    IDEAL: "gpm",
-    # The artefact has no formula for these. What is durable when save() returns loses what GPM loses; what persists in
-    # the background, one checkpoint at a time, what CheckFreq loses.
-    "sync": "gpm",
-}
 
+def formula_of(system: str) -> LossFormula:
+    """What a failure costs under `system`, as it declares; Ideal is durable when `save` returns.
 
-def formula_of(system: str) -> str:
-    """Whose formula `system` goes by: ``checkfreq``, ``gpm`` or ``pccheck``; the most careful one for unknown systems.
-
-    Raises ValueError for ``none``, which has no checkpoint to go back to.
+    The artefact has no formula for systems beside PCcheck's, CheckFreq's, Gemini's and GPM's. What is durable when
+    save() returns loses what GPM loses; what persists in the background, one checkpoint at a time, what CheckFreq
+    loses. Raises ValueError for the baseline, which has no checkpoint to go back to.
     """
-    if system == "none":
-        raise ValueError("system 'none' has no checkpoint to go back to, so no formula holds for it")
-    return _FORMULAS.get(system, "checkfreq")
+    if system == BASELINE:
+        raise ValueError(f"system {BASELINE!r} has no checkpoint to go back to, so no formula holds for it")
+    return "half_interval" if system == IDEAL else system_traits(system).loss
 
 
 def lost_s(
@@ -57,9 +51,9 @@ def lost_s(
     _check("iteration_s", iteration_s, above=0)
     _check("load_s", load_s, least=0)
     interval_s = interval_steps * iteration_s
-    if formula == "checkfreq":
+    if formula == "interval":
         return interval_s + load_s
-    if formula == "gpm":
+    if formula == "half_interval":
         return interval_s / 2 + load_s
     _check("write_s", write_s, least=0)
     _check("max_in_flight", max_in_flight, least=1)

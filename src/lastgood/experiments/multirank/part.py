@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.baselines.none import NoCheckpointing
-from lastgood.checkpointers.gemini.system import Gemini
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
@@ -164,8 +163,9 @@ class JoinedPart:
         if self._writers == "shadows" and self._workload is not None:
             watch: Any = found
             watch.watch(self._workload.loss)
-        if isinstance(found, Gemini) and self._mark is not None:
-            self._mark(found.traffic)
+        if self._writers == "peers" and self._mark is not None:
+            sending: Any = found
+            self._mark(sending.traffic)
         return found
 
     def common_step(self, checkpointer: Checkpointer) -> int | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.checkpointers.registry import checkpointer_class, system_traits
 from lastgood.experiments.config.schema import Config
-from lastgood.experiments.config.values import BASELINE, EACH_STEP
+from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.plan.grid import find_root
 from lastgood.experiments.plan.variants import (
@@ -168,8 +168,8 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
 def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
     """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed behind it.
 
-    Only Checkmate's runs also take the digest's proof: figures 8e and 8f prove the others, and behind every kill losses
-    are compared.
+    Only runs that save each step also take the digest's proof: figures 8e and 8f prove the others, and after every kill
+    losses are compared.
     """
     section = config.checkmate
     specs: list[RunSpec | OptimizerSpec] = []
@@ -183,7 +183,7 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
                         **_over_ranks(config, section, "ddp"),
                         "measured_steps": steps,
                         "kills": section.kills if interval else 0,
-                        "proof": spec.proof and (found.system == EACH_STEP or not section.kills),
+                        "proof": spec.proof and (system_traits(found.system).only_interval == 1 or not section.kills),
                     }
                     specs.append(spec.model_copy(update=own))
         specs.append(_optimizer_spec(config, repetition))
@@ -261,13 +261,14 @@ def _spec(config: Config, found: Variant, interval: int, repetition: int) -> Run
         seed=config.seed + repetition,
         repetition=repetition,
         data=config.data.of_workload(found.model),
-        shadows=config.checkmate.shadows if found.system == EACH_STEP else 0,
+        shadows=config.checkmate.shadows if system_traits(found.system).helper == "shadows" else 0,
     )
 
 
 def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
     """Those of `intervals` at which `system` is measured: nothing else than 1 makes sense of Checkmate."""
-    return {BASELINE: [0], EACH_STEP: [1]}.get(system, intervals)
+    only = system_traits(system).only_interval
+    return intervals if only is None else [only]
 
 
 def _whole_intervals(steps: int, interval: int) -> int:

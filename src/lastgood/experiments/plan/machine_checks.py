@@ -13,7 +13,6 @@ from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sources import Sources
-from lastgood.experiments.config.values import SWEPT
 from lastgood.experiments.machine.facts import (
     CudaDevice,
     cuda_devices,
@@ -25,6 +24,7 @@ from lastgood.experiments.machine.facts import (
     usable_cores,
 )
 from lastgood.experiments.plan.variants import BLOB, Variant, all_variants, pool_bytes
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["PROCESS_BYTES", "check_machine", "pool_problems"]
@@ -79,7 +79,7 @@ def _scratch_problem(config: Config) -> str:
 
 def pool_problems(config: Config, sources: Sources) -> list[str]:
     """Pools of figure 14 that PCcheck cannot work with: a chunk is copied while another is written."""
-    options = config.system_options(SWEPT).model_dump()
+    options = config.system_options(PCCHECK).model_dump()
     state = config.workload_options(config.fig14.model).state_bytes()
     least = 2 * int(options["chunk_bytes"])
     problems = []
@@ -89,7 +89,7 @@ def pool_problems(config: Config, sources: Sources) -> list[str]:
             text = (
                 f"{share}: {format_bytes(pool)} of {config.fig14.model}'s {format_bytes(state)}; a pool holds at least "
                 f"two chunks, {format_bytes(least)}; allowed: from {least / state:.3g}, or make "
-                f"knobs.{SWEPT}.chunk_bytes smaller"
+                f"knobs.{PCCHECK}.chunk_bytes smaller"
             )
             problems.append(sources.problem(("fig14", "pool_shares", number), text))
     return problems

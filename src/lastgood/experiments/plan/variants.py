@@ -10,8 +10,9 @@ from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sections import NodesSection
-from lastgood.experiments.config.values import BASELINE, SWEPT
+from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.options import BlobOptions
 
@@ -78,7 +79,7 @@ def persist_variants(config: Config) -> list[Variant]:
     found = []
     for megabytes in section.sizes_mb:
         for system in systems:
-            knobs = {"writer_threads": section.writer_threads} if system == SWEPT else {}
+            knobs = {"writer_threads": section.writer_threads} if system == PCCHECK else {}
             options = _with(config.system_options(system), knobs)
             found.append(Variant(("fig11", "sizes_mb"), BLOB, BlobOptions(megabytes=megabytes), system, options))
     return found
@@ -134,11 +135,11 @@ def _on_ranks(
     systems: Sequence[str],
     swept: dict[str, Any],
 ) -> list[Variant]:
-    """`systems` on `model` with changed options; `swept` are changes of PCcheck's."""
+    """`systems` on `model` with changed options; `swept` are changes of systems that have such options."""
     workload = config.workload_options(model)
     options = type(workload).model_validate({**workload.model_dump(), **changes})
     return [
-        Variant(key, model, options, system, _with(config.system_options(system), swept if system == SWEPT else {}))
+        Variant(key, model, options, system, _with_known(config.system_options(system), swept))
         for system in available(systems)
     ]
 
@@ -160,8 +161,13 @@ def all_variants(config: Config) -> Iterator[Variant]:
 
 
 def _swept(config: Config, model: str, key: tuple[str, ...], knobs: list[dict[str, Any]]) -> list[Variant]:
-    workload, options = config.workload_options(model), config.system_options(SWEPT)
-    return [Variant(key, model, workload, SWEPT, _with(options, changes)) for changes in knobs]
+    workload, options = config.workload_options(model), config.system_options(PCCHECK)
+    return [Variant(key, model, workload, PCCHECK, _with(options, changes)) for changes in knobs]
+
+
+def _with_known(options: BaseOptions, changes: dict[str, Any]) -> BaseOptions:
+    known = type(options).model_fields
+    return _with(options, {name: value for name, value in changes.items() if name in known})
 
 
 def _with(options: BaseOptions, changes: dict[str, Any]) -> BaseOptions:

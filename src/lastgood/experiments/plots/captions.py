@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable
 
 import pandas as pd
 
+from lastgood.checkpointers.registry import BASELINE, system_traits
 from lastgood.experiments.systems.labels import system_label, system_rank
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
 __all__ = [
@@ -19,10 +20,6 @@ __all__ = [
     "sweep_caption",
     "throughput_caption",
 ]
-
-_ON_DISK: Final = frozenset({"sync", "checkfreq", "gpm", "dcp", "torchsnapshot", "nvrx", "pccheck"})
-_IN_MEMORY: Final[Mapping[str, str]] = {"gemini": "in its peers' memory", "checkmate": "in its shadows' memory"}
-"""Where a checkpoint is when its system calls it durable. A system of another package may put it anywhere."""
 
 _NUMBER_AND_UNIT = re.compile(r"(\d) ((?:[KMGT]?i?B(?:/s)?|s|ms|us|min|cores|threads?)\b)")
 
@@ -131,7 +128,7 @@ def persist_caption(frame: pd.DataFrame) -> str:
 
 def _beyond(frame: pd.DataFrame) -> str:
     """A word on checkpoints that were faster than the bound says a disk can be."""
-    on_disk = frame[~frame["system"].isin(_IN_MEMORY)]
+    on_disk = frame[~frame["system"].map(_in_memory)]
     faster = (on_disk["persist_bound_s"] / on_disk["persist_p50_s"]).max()
     if not faster > 1.05:
         return ""
@@ -252,7 +249,7 @@ def _repetitions(frame: pd.DataFrame, points: str) -> str:
 
 def _knobs(frame: pd.DataFrame) -> str:
     """PCcheck's knobs that the panel holds fixed: those it varies are on an axis."""
-    swept = frame[frame["system"] == "pccheck"]
+    swept = frame[frame["system"] == PCCHECK]
     words = []
     for column, name in (("max_in_flight", "N"), ("writer_threads", "p")):
         values = set(swept[column].dropna())
@@ -271,7 +268,7 @@ def _published(frame: pd.DataFrame) -> str:
 
 
 def _reading(frame: pd.DataFrame) -> str:
-    if set(frame["system"]) == {"none"}:
+    if set(frame["system"]) == {BASELINE}:
         return ""
     return (
         "Solid bar: durable throughput, which counts the time until the last checkpoint is "
@@ -281,11 +278,11 @@ def _reading(frame: pd.DataFrame) -> str:
 
 def _durable(systems: Iterable[str]) -> str:
     """When a checkpoint of these systems counts, behind "it is": on the disk, unless a system keeps it elsewhere."""
-    shown = sorted(set(systems) - {"none"}, key=system_rank)
+    shown = sorted(set(systems) - {BASELINE}, key=system_rank)
     elsewhere = [
-        f"{_IN_MEMORY.get(system, 'durable by its own word')} under {system_label(system)}"
+        f"{system_traits(system).safe_words or 'durable by its own word'} under {system_label(system)}"
         for system in shown
-        if system not in _ON_DISK
+        if system_traits(system).safe_in != "disk"
     ]
     if shown and len(elsewhere) == len(shown):
         return " or ".join(elsewhere)
@@ -294,8 +291,21 @@ def _durable(systems: Iterable[str]) -> str:
 
 def _not_bounded(frame: pd.DataFrame) -> str:
     """A word on systems that write to no disk, where the bound is a disk's."""
-    names = [system_label(system) for system in sorted(set(frame["system"]) & set(_IN_MEMORY), key=system_rank)]
+    names = [system_label(system) for system in sorted(filter(_in_memory, set(frame["system"])), key=system_rank)]
     return f", which does not bind {' and '.join(names)}" if names else ""
+
+
+def _in_memory(system: str) -> bool:
+    return system_traits(system).safe_in == "memory"
+
+
+def _may_pass(frame: pd.DataFrame) -> str:
+    """Of systems that write to no disk and whose bound is a disk's: that of a run with shadows is not."""
+    passing = [name for name in set(frame["system"]) if _in_memory(name) and system_traits(name).helper is None]
+    if not passing:
+        return ""
+    names = [system_label(system) for system in sorted(passing, key=system_rank)]
+    return f"; {' and '.join(names)}, which {'writes' if len(names) == 1 else 'write'} to no disk, may pass it"
 
 
 def _bound(frame: pd.DataFrame) -> str:
@@ -310,10 +320,7 @@ def _bound(frame: pd.DataFrame) -> str:
     )
     copy = format_rate(float(frame["copy_ceiling_bytes_per_s"].median()))
     day = str(frame["ceilings_measured_at"].iloc[0])[:10]
-    # Over several ranks, what Gemini sends counts on its link.
-    alone = (
-        "; Gemini, which writes to no disk, may pass it" if shared is None and "gemini" in set(frame["system"]) else ""
-    )
+    alone = _may_pass(frame) if shared is None else ""  # over several ranks, what is sent counts on its link
     return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy}{more}{alone})."
 
 

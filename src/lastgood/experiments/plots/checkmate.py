@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lastgood.experiments.config.values import BASELINE, EACH_STEP
+from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
     INK,
@@ -34,6 +34,7 @@ from lastgood.experiments.plots.optimizer import plot_optimizer
 from lastgood.experiments.plots.page import lay_out_grid
 from lastgood.experiments.plots.style import BOUND_COLOUR
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
+from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.units import MIB
 
 __all__ = ["draw_checkmate", "plot_checkmate"]
@@ -154,7 +155,7 @@ def _throughput(
         if len(values) > 1:
             draw_repetitions(axes, [float(place)] * len(values), values, 2.2)
         _below(axes, place, f"{median:.3g}")
-        own = median if system == EACH_STEP else own
+        own = median if system == CHECKMATE else own
         bound = rows["bound_iterations_per_s"].dropna()
         if len(bound):
             binds = str(rows["bound_binds"].mode().iloc[0])
@@ -205,7 +206,7 @@ def _frequency(
     )
     for place, (system, style) in enumerate(styles.items()):
         reach = found.get(system)
-        if system == EACH_STEP and found:
+        if system == CHECKMATE and found:
             axes.bar(place, 1, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
             _below(axes, place, "1")
         elif reach is None:
@@ -236,7 +237,7 @@ def _lost(
         axes.bar(place, lost.mean, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
         draw_repetitions(axes, [float(place)] * len(lost.steps), [float(step) for step in lost.steps], 2.6)
         _below(axes, place, f"{lost.mean:.3g}\nf{lost.interval_steps}")
-    others = [lost.mean for system, lost in found.items() if system != EACH_STEP]
+    others = [lost.mean for system, lost in found.items() if system != CHECKMATE]
     if published and others:
         # Where Checkmate would be, had it the published saving over the mean of the others here.
         mean = sum(others) / len(others)

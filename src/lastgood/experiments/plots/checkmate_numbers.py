@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.config.values import BASELINE, EACH_STEP
+from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.systems.labels import system_rank
+from lastgood.experiments.systems.papers import CHECKMATE
 
 __all__ = ["Cost", "Lost", "Reach", "costs", "lost_work", "others_of", "published_ranges", "reaches"]
 
@@ -52,7 +53,7 @@ class Cost:
 
 def others_of(frame: pd.DataFrame) -> list[str]:
     """The systems that Checkmate is compared with, in the order of all figures."""
-    return sorted(set(frame["system"]) - {BASELINE, EACH_STEP}, key=system_rank)
+    return sorted(set(frame["system"]) - {BASELINE, CHECKMATE}, key=system_rank)
 
 
 def reaches(frame: pd.DataFrame) -> dict[str, Reach]:
@@ -60,7 +61,7 @@ def reaches(frame: pd.DataFrame) -> dict[str, Reach]:
 
     Throughput is that of training, without the drain at the end, which weighs more on the others in a short run.
     """
-    own = frame[frame["system"] == EACH_STEP]
+    own = frame[frame["system"] == CHECKMATE]
     if own.empty:
         return {}
     wanted = float(own["iterations_per_s"].median())
@@ -78,7 +79,7 @@ def lost_work(frame: pd.DataFrame) -> dict[str, Lost]:
     Systems without a kill are not there. Raises LastgoodError for text that no number of steps is.
     """
     places = {system: reach.interval_steps or reach.longest_steps for system, reach in reaches(frame).items()}
-    for system in (*others_of(frame), EACH_STEP):
+    for system in (*others_of(frame), CHECKMATE):
         intervals = frame.loc[frame["system"] == system, "interval_steps"]
         if system not in places and len(intervals):
             places[system] = int(intervals.max())

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
     INK,
@@ -76,7 +77,7 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
         width_in = WIDTHS_IN[width]
         figure = Figure(figsize=(width_in, 3.0))
         axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
-        bars = frame[(frame["system"] != "none") & (frame["interval_steps"] > 0)]
+        bars = frame[(frame["system"] != BASELINE) & (frame["interval_steps"] > 0)]
         styles = system_styles(sorted(set(bars["system"])))
         intervals = sorted({int(interval) for interval in bars["interval_steps"]})
         cells = {}
@@ -89,10 +90,10 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
         bar_pt = _set_x_axis(axes, intervals, len(styles), axes_width_pt)
         _set_y_axis(axes, frame)
         handles = _draw_cells(axes, cells, styles, intervals, bar_pt)
-        handles += _draw_none(axes, frame[frame["system"] == "none"])
+        handles += _draw_none(axes, frame[frame["system"] == BASELINE])
         handles += _draw_bounds(axes, bars, intervals, list(styles))
         handles += _mark_handles(list(cells.values()))
-        handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == "none"])
+        handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == BASELINE])
         lay_out(
             figure,
             axes,

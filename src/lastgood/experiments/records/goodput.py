@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.run import MOST_RECORD_BYTES, WhereRun
 from lastgood.experiments.records.spec import RunSpec, Scale
@@ -70,8 +71,8 @@ class GoodputSpec(_Part):
     def _in_order(self) -> GoodputSpec:
         if any(after < before for before, after in pairwise([*self.failures_s, self.window_s])):
             raise ValueError("failures_s must ascend and end before window_s")
-        if self.run.interval_steps < 1 and self.run.system != "none":
-            raise ValueError("interval_steps 0 takes no checkpoints; only the system none goes without")
+        if self.run.interval_steps < 1 and self.run.system != BASELINE:
+            raise ValueError(f"interval_steps 0 takes no checkpoints; only the system {BASELINE} goes without")
         return self
 
     @property

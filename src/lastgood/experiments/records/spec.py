@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
+from lastgood.checkpointers.registry import system_traits
+
 __all__ = ["SPEC_VERSION", "Parallel", "RunSpec", "Scale"]
 
 SPEC_VERSION: Literal[1] = 1
@@ -59,7 +61,7 @@ class RunSpec(BaseModel):
     """Hosts that they run on. Which hosts, the record says."""
     parallel: Parallel = "none"
     shadows: int = Field(default=0, ge=0, le=4096)
-    """Processes outside of the training to which Checkmate's gradients go."""
+    """Processes outside of the training that a system such as Checkmate sends gradients to."""
     kills: int = Field(default=0, ge=0, le=1000)
     """How many times, behind the measurement, all ranks are killed while they train with checkpoints, and restored."""
 
@@ -69,7 +71,7 @@ class RunSpec(BaseModel):
             raise ValueError(f"{self.ranks} ranks and parallel={self.parallel!r} do not go together")
         if self.ranks < self.nodes:
             raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
-        if (self.shadows > 0) != (self.system == "checkmate"):
+        if (self.shadows > 0) != (system_traits(self.system).helper == "shadows"):
             raise ValueError(f"{self.shadows} shadows and system={self.system!r} do not go together")
         if "/" in self.variant:
             raise ValueError(f"options that make no name of a folder: {self.variant[:80]!r}")

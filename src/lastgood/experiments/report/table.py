@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.claims.evidence import GOODPUT_COLUMNS
 from lastgood.experiments.systems.labels import system_label, system_rank, system_styles, workload_label
 from lastgood.experiments.tables.files import FigureCsv, only_figure, run_rows
@@ -164,9 +165,9 @@ def _of_runs(runs: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Cell]:
         "of_bound": _cell(_numbers(chosen, "ratio_to_bound").median(), _percent, share=True),
         "proof": _proof(chosen),
     }
-    if key[3] == "none":
+    if key[3] == BASELINE:
         return {**found, "proof": Cell(_MISSING)}
-    base = _chosen(runs, (*key[:3], "none", 0))
+    base = _chosen(runs, (*key[:3], BASELINE, 0))
     extra = _numbers(chosen, "peak_rss_bytes").median() - _numbers(base, "peak_rss_bytes").median()
     states = extra / _numbers(chosen, "state_bytes").median()
     return {

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lastgood.checkpointers.registry import BASELINE, checkpointer_names, system_traits
+from lastgood.experiments.formulas.goodput import IDEAL
+
 __all__ = [
     "NONE_COLOUR",
+    "SPARE_COLOURS",
     "SystemStyle",
     "panel_letter",
     "panel_title",
@@ -16,24 +20,15 @@ __all__ = [
     "workload_label",
 ]
 
-# The colours of Okabe and Ito (2008), which people with any common colour vision tell apart; black is for training
-# without checkpoints, vermillion for the bound (plots/style.py).
+# Most colours of systems are those of Okabe and Ito (2008). Black is for training without checkpoints, vermillion for
+# the bound (plots/style.py).
 NONE_COLOUR = "#000000"
-_SPARE_COLOURS = ("#CC79A7", "#F0E442", "#56B4E9", "#999999", "#009E73", "#E69F00", "#0072B2")
+SPARE_COLOURS = ("#A8F0A8", "#184860", "#300030")
+"""For systems that declare no colour, or one that another system of the figure has. After these come the colours of
+systems that the figure does not show."""
 
-_SYSTEMS = {
-    "none": ("no checkpoints", NONE_COLOUR),
-    "sync": ("sync", "#999999"),
-    "checkfreq": ("CheckFreq", "#E69F00"),
-    "gpm": ("GPM", "#56B4E9"),
-    "gemini": ("Gemini", "#CC79A7"),
-    "dcp": ("PyTorch DCP", "#F0E442"),
-    "checkmate": ("Checkmate", "#009E73"),
-    "flowcheck": ("FlowCheck", "#009E73"),
-    "pccheck": ("PCcheck", "#0072B2"),
-    "ideal": ("Ideal", NONE_COLOUR),
-}
-"""Every system that has a place of its own, in the order of bars and rows: baselines first, the papers' own last."""
+_IDEAL_ORDER = 100
+"""After the systems that the papers compare."""
 
 _WORKLOADS = {
     "vgg16": ("a", "VGG-16"),
@@ -57,25 +52,28 @@ class SystemStyle:
 
 
 def system_rank(system: str) -> tuple[int, str]:
-    """Sort key of systems: the fixed order, then all others by name."""
-    order = list(_SYSTEMS)
-    return (order.index(system) if system in order else len(order), system)
+    """Sort key of systems: the order that each declares, then the name."""
+    return (_IDEAL_ORDER if system == IDEAL else system_traits(system).order, system)
 
 
 def system_label(system: str) -> str:
     """The name of `system` in print."""
-    return _SYSTEMS[system][0] if system in _SYSTEMS else system
+    return "Ideal" if system == IDEAL else system_traits(system).label or system
 
 
 def system_styles(systems: list[str]) -> dict[str, SystemStyle]:
-    """A style for each of `systems`, in the fixed order; systems from other packages get the colours that are left."""
-    known = {system: _SYSTEMS[system][1] for system in systems if system in _SYSTEMS}
-    spare = [colour for colour in _SPARE_COLOURS if colour not in known.values()]
+    """A style for each of `systems`, in their order. No two have one colour, as long as there are colours."""
+    ranked = sorted(systems, key=system_rank)
+    own: dict[str, str] = {}
+    for system in ranked:
+        colour = (system_traits(system).colour or "").upper()
+        if colour and colour not in own.values():
+            own[system] = colour
+    others = (system_traits(name).colour for name in checkpointer_names() if name != BASELINE)
+    free = [colour for colour in dict.fromkeys([*SPARE_COLOURS, *others]) if colour and colour not in own.values()]
     styles = {}
-    for system in sorted(systems, key=system_rank):
-        colour = known.get(system)
-        if colour is None:
-            colour = spare.pop(0) if spare else _SPARE_COLOURS[-1]
+    for system in ranked:
+        colour = own.get(system) or (free.pop(0) if free else SPARE_COLOURS[-1])
         styles[system] = SystemStyle(system_label(system), colour)
     return styles
 

@@ -6,23 +6,17 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from lastgood.checkpointers.registry import checkpointer_names, system_traits
+from lastgood.checkpointers.traits import RanksWrite
+from lastgood.errors import ConfigError
 from lastgood.experiments.records.spec import Parallel
 
 __all__ = ["MODELS_OF", "PARTED", "Writers", "why_no_deepspeed", "why_not_over_ranks", "writers_of"]
 
-Writers = Literal["nobody", "first", "each", "apart", "peers", "shadows"]
-"""Whose state reaches storage: rank 0's for all (the others wait for it), each rank's own, which all agree on, each
-rank's own without an agreement, each to another node, or each rank's part of the gradients to shadows."""
+Writers = RanksWrite | Literal["apart"]
+"""As a system declares it (checkpointers/traits.py); ``apart``: each rank's own, in a directory of its own, without an
+agreement."""
 
-_WRITERS: Final[Mapping[str, Writers]] = {
-    "none": "nobody",
-    "sync": "first",
-    "checkfreq": "first",
-    "dcp": "first",
-    "pccheck": "each",
-    "gemini": "peers",
-    "checkmate": "shadows",
-}
 PARTED: Final[tuple[Parallel, ...]] = ("zero1", "zero2", "zero3", "pipeline")
 """DeepSpeed's ways: what a rank keeps is a part of its own, in plain tensors."""
 _CAUSAL: Final = ("opt", "bloom")
@@ -39,9 +33,16 @@ gives to all in each forward pass."""
 
 
 def writers_of(system: str, parallel: Parallel) -> Writers:
-    """Who writes. Raises KeyError for a system that does not run over several ranks."""
-    writers = _WRITERS[system]
+    """Who writes. Raises ConfigError for a system that does not run over several ranks."""
+    writers = system_traits(system).ranks_write
+    if writers is None:
+        raise ConfigError(_not_over_ranks(system))
     return "apart" if writers == "first" and parallel in PARTED else writers
+
+
+def _not_over_ranks(system: str) -> str:
+    known = (name for name in checkpointer_names() if system_traits(name).ranks_write is not None)
+    return f"{system} does not run over several ranks here; known: {', '.join(known)}"
 
 
 def why_no_deepspeed(parallel: Parallel) -> str | None:
@@ -53,8 +54,8 @@ def why_no_deepspeed(parallel: Parallel) -> str | None:
 
 def why_not_over_ranks(model: str, system: str, parallel: Parallel, ranks: int, nodes: int) -> str | None:
     """Why this cannot be measured over several ranks, with what can instead; None if it can."""
-    if system not in _WRITERS:
-        return f"{system} does not run over several ranks here; known: {', '.join(_WRITERS)}"
+    if system_traits(system).ranks_write is None:
+        return _not_over_ranks(system)
     models = MODELS_OF[parallel]
     if models is not None and model not in models:
         return f"{parallel} is for {' and '.join(models)}, not for {model}; ddp is for all models"

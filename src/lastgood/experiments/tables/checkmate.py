@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.config.values import EACH_STEP
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
+from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.experiments.tables.optimizer import CollectedUpdates, collect_updates_files
 from lastgood.experiments.tables.published import load_ranges
 from lastgood.experiments.tables.runs import Collected, collect_files
@@ -46,7 +46,7 @@ def collect_checkmate_files(
         raise LastgoodError(f"{reference}: {', '.join(single)}: a range has one value `from` and one `to`")
     text = ";".join(f"{metric}:{min(both):g}:{max(both):g}" for metric, both in sorted(values.items()))
     rows = [
-        replace(row, paper_ranges=text, paper_source="; ".join(sorted(sources))) if row.system == EACH_STEP else row
+        replace(row, paper_ranges=text, paper_source="; ".join(sorted(sources))) if row.system == CHECKMATE else row
         for row in found.tidy
     ]
     return replace(found, tidy=rows)

@@ -27,6 +27,7 @@ from lastgood.experiments.records.goodput import (
 )
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_label, system_rank
+from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.columns import TidyRow
 from lastgood.experiments.tables.published import PublishedGain, load_gains
 from lastgood.experiments.tables.runs import collect, load_placed_record, run_name
@@ -271,7 +272,7 @@ class _Panel:
             others = self._formulas.get((gain.system, gain.interval_steps))
             for number, row in enumerate(found):
                 cell = (row.workload, row.system, row.interval_steps)
-                if others and cell == (gain.workload, "pccheck", gain.interval_steps):
+                if others and cell == (gain.workload, PCCHECK, gain.interval_steps):
                     value = gain.gain * statistics.median(others)
                     found[number] = _with(row, paper_goodput_iterations_per_s=value, paper_source=gain.source)
         return found

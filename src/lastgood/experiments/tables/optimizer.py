@@ -11,8 +11,8 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.config.values import EACH_STEP
 from lastgood.experiments.records.optimizer import OptimizerRecord, load_placed_optimizer_record
+from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.experiments.tables.wide import field_text
 from lastgood.files import write_result
 
@@ -125,7 +125,7 @@ def collect_updates(
                     machine=spec.machine,
                     scale=spec.scale,
                     workload=spec.workload,
-                    system=EACH_STEP,
+                    system=CHECKMATE,
                     repetition=spec.repetition,
                     model=spec.model,
                     optimizer=spec.optimizer,

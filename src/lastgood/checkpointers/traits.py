@@ -1,0 +1,102 @@
+"""What a system is, for figures, captions, plans and advice. Declared on the system's class; needs no torch.
+
+Everything that another part of Lastgood would otherwise know by a system's name stands here. All fields have defaults,
+so a system that declares nothing is shown too: under its name, after the others, in a colour that is free, with nothing
+claimed of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+__all__ = ["LAST", "CostModel", "Helper", "LossFormula", "RanksWrite", "SafeIn", "Traits", "traits_of_class"]
+
+LAST: Final = 1000
+"""The order of a system that declares none: after all that do."""
+
+SafeIn = Literal["disk", "memory"]
+"""Where a checkpoint is once it is durable: flushed to a disk of the machine, or in the memory of other processes."""
+
+RanksWrite = Literal["nobody", "first", "each", "peers", "shadows"]
+"""Whose state is written if several ranks train together.
+
+``nobody``: nothing is written. ``first``: rank 0 writes for all, which hold the same state; the others wait for it in
+the next exchange of gradients. ``each``: every rank writes its own, and they agree on each checkpoint; Options then has
+`rank` and `world_size`. ``peers``: every rank sends its own to the memory of other machines; Options then has
+`machine`, `machines` and `peers`, and the system a `traffic` that the training's communication is reported to.
+``shadows``: every rank sends its part of the gradients to shadows; the system then has `watch`, which takes the loss.
+"""
+
+Helper = Literal["shadows"]
+"""Processes beside the training that a run must start before it: a configured number of shadows."""
+
+LossFormula = Literal["interval", "half_interval", "half_interval_and_writes"]
+"""What a failure costs, by the formulas of PCcheck's artefact (experiments/formulas/goodput.py): the interval (one
+checkpoint at a time, written in the background), half of it (durable when `save` returns), or half of it and what
+writes in flight are late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a checkpoint costs on a machine that reaches its ceilings (experiments/advise/model.py)."""
+
+    waits: bool
+    """Whether training stands still until the checkpoint is durable. If not, the copy overlaps with training."""
+    takes: Literal["write", "slower", "both"]
+    """The seconds that one takes: those of the write alone, the longer one of copy and write, or both together."""
+    over: Literal["disk", "network"] = "disk"
+    """Where the write goes. With ``network`` the copies are in peers' memory: a job that loses both begins again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a system is. Raises ValueError for a colour that is not ``#RRGGBB``."""
+
+    label: str = ""
+    """Its name in print; the registry's name if empty."""
+    colour: str | None = None
+    """Its colour in figures, ``#RRGGBB``; None, or one that another system of a figure has: one that is free."""
+    order: int = LAST
+    """Its place in figures, tables and reports: lower ones first, systems of one order by name."""
+    safe_in: SafeIn | None = None
+    """Where a durable checkpoint is; None: captions say that it is durable by its own word."""
+    safe_words: str = ""
+    """Where that is in a caption, after "it is", for a system that is not safe on a disk: ``in its peers' memory``."""
+    ranks_write: RanksWrite | None = None
+    """Who writes over several ranks; None: it is measured in one process only."""
+    helper: Helper | None = None
+    """What must run beside the training."""
+    only_interval: int | None = None
+    """The one interval, in iterations, at which it is measured: 1 if it saves each step, 0 if it never saves. None: at
+    the configured ones."""
+    maps_storage: bool = False
+    """Whether its files are mapped, so that on a CPU they count as the process's own memory."""
+    cost: CostModel | None = None
+    """None: advice needs measured runs of it."""
+    loss: LossFormula = "interval"
+    """The default is the most careful one."""
+
+    def __post_init__(self) -> None:
+        if self.colour is not None and not re.fullmatch(r"#[0-9A-Fa-f]{6}", self.colour):
+            raise ValueError(f"a system's colour is written as #RRGGBB, not {self.colour!r}")
+
+    @property
+    def hides_copy(self) -> bool:
+        """Whether its copy off the device is known to overlap with training."""
+        return self.cost is not None and not self.cost.waits
+
+
+def traits_of_class(kind: type) -> Traits:
+    """The traits of a Checkpointer class.
+
+    A class that inherits another system's does what that one does, and is another one: it has no label, colour and
+    order until it declares its own. Raises TypeError if `traits` is something else.
+    """
+    found = getattr(kind, "traits", None)
+    if not isinstance(found, Traits):
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__}.traits is {type(found).__name__}, not Traits")
+    if "traits" in vars(kind):
+        return found
+    return replace(found, label="", colour=None, order=LAST)
