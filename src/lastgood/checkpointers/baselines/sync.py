@@ -33,7 +33,7 @@ class SyncCheckpointer(Checkpointer):
 
     name: ClassVar[str] = "sync"
     traits: ClassVar[Traits] = Traits(
-        colour="#999999",
+        colour="#606060",
         order=10,
         safe_in="disk",
         ranks_write="first",
