@@ -17,7 +17,8 @@ import pytest
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import LaunchError
-from lastgood.experiments.multirank.process import RankOrder, boot_id
+from lastgood.experiments.machine.facts import boot_id
+from lastgood.experiments.multirank.order import RankOrder
 from lastgood.experiments.records.run import load_record
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.records.verdict import judge

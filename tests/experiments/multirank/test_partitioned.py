@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from lastgood.checkpointers.rank_directory import rank_directory
-from lastgood.experiments.multirank.process import RankOrder, boot_id, result_path
+from lastgood.experiments.machine.facts import boot_id
+from lastgood.experiments.multirank.order import RankOrder, result_path
 from lastgood.experiments.multirank.results import MeasuredRank, RestoredRank, merge_proofs
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.systems.over_ranks import PARTED

@@ -18,7 +18,7 @@ from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import load_record
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.records.verdict import judge
-from lastgood.experiments.runs.execute import hear_child
+from lastgood.experiments.runs.children import hear_child
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.support.peer_processes import wait_for_no_peer
 from tests.experiments.support.warm_runs import WarmRun

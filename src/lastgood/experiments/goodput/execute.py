@@ -19,7 +19,7 @@ from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.experiments.machine.facts import where_run
 from lastgood.experiments.machine.turn import take_turn
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Life
-from lastgood.experiments.runs.execute import SILENCE_S, hear_child, import_before_fork, start_child
+from lastgood.experiments.runs.children import SILENCE_S, hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.logs import keep_logs_of_failure
 from lastgood.experiments.runs.progress import Board
 from lastgood.experiments.services.shadows import local_shadows

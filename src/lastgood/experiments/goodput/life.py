@@ -13,13 +13,8 @@ import torch
 from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.runs.measure import (
-    build_planned,
-    drain_checked,
-    forget_cached_pages,
-    make_checkpointer,
-    scramble,
-)
+from lastgood.experiments.runs.measure import build_planned, drain_checked, forget_cached_pages, scramble
+from lastgood.experiments.runs.part import make_checkpointer
 from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.state import flatten
 from lastgood.training.loop import TrainingLoop, configure_compute

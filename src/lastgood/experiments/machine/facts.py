@@ -18,6 +18,7 @@ from lastgood.experiments.records.run import WhereRun
 __all__ = [
     "CudaDevice",
     "Mount",
+    "boot_id",
     "checkout_root",
     "cpu_model",
     "cuda_devices",
@@ -41,6 +42,11 @@ _LABEL_LENGTH = 64
 
 
 # -- processor and memory ------------------------------------------------------------------------------------------
+
+
+def boot_id() -> str:
+    """The kernel's identity: one for all that shares processors, disks and locks."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def cpu_model() -> str:

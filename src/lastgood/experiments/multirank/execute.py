@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
-from lastgood.experiments.machine.facts import where_run
+from lastgood.experiments.machine.facts import boot_id, where_run
 from lastgood.experiments.machine.turn import take_turn
 from lastgood.experiments.multirank.capacity import check_room
 from lastgood.experiments.multirank.kills import kill_moments, merge_lives
-from lastgood.experiments.multirank.process import RankOrder, boot_id, killed_path, result_path
+from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
 from lastgood.experiments.multirank.results import (
     LivedRank,
     MeasuredRank,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any, Final, NoReturn
 import torch
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.multirank.part import Part
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.runs.measure import build_planned, forget_cached_pages, scramble
+from lastgood.experiments.runs.measure import restore_scrambled
+from lastgood.experiments.runs.part import Part
 from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.training.loop import TrainingLoop, configure_compute
 
@@ -79,18 +78,8 @@ class Relived:
 def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part, board: Board) -> Relived:
     """Restore in this fresh process what a kill has left, start the system, and compare the next losses."""
     configure_compute(spec.threads, deterministic=spec.device == "cpu")
-    report("building the workload again")
-    workload = build_planned(spec, data_dir)
-    part.parallelise(workload)
-    scramble(workload)
-    reader = part.checkpointer(checkpoints)
-    loop = TrainingLoop(workload, reader, 0, spec.device)
-    forget_cached_pages(checkpoints)
-    part.meet()
-    report("restoring")
-    started = time.perf_counter()
-    restored = loop.restore(part.common_step(reader))
-    restore_s = time.perf_counter() - started
+    found = restore_scrambled(spec, checkpoints, data_dir, report, part)
+    loop, restored = found.loop, found.step
     if loop.progress.step != restored:
         raise LastgoodError(
             f"{spec.title()}: restore() named step {restored}, and the state in it is of step {loop.progress.step}"
@@ -100,11 +89,11 @@ def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, par
         raise LastgoodError(f"{spec.title()}: nothing is known of the life before; its board is empty")
     known = [board.loss_of(restored + number) for number in range(1, _CHECKED_STEPS + 1)]
     report("training on from the restored state")
-    loop.checkpointer = part.writer(reader, checkpoints)
+    loop.checkpointer = part.writer(loop.checkpointer, checkpoints)
     loop.start()
     loop.interval_steps = spec.interval_steps
     losses = loop.train(_CHECKED_STEPS).losses
     tolerance = _CUDA_LOSS_TOLERANCE if spec.device == "cuda" else 0.0
     pairs: list[tuple[float, Any]] = [pair for pair in zip(losses, known, strict=True) if pair[1] is not None]
     equal = [losses_equal(loss, other, tolerance) for loss, other in pairs]
-    return Relived(reached, restored, restore_s, len(equal), all(equal), loop)
+    return Relived(reached, restored, found.restore_s, len(equal), all(equal), loop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,38 +22,10 @@ from lastgood.state import state_digest
 from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
 from lastgood.workloads.base import Workload
 
-__all__ = ["COLLECTIVE_S", "JoinedPart", "Part"]
+__all__ = ["COLLECTIVE_S", "JoinedPart"]
 
 COLLECTIVE_S = 900.0
 """A rank that waits for the others for this long fails."""
-
-
-class Part(Protocol):
-    """One process's part in a run."""
-
-    def parallelise(self, workload: Workload) -> None:
-        """Make a workload that was just built this process's part of it."""
-
-    def checkpointer(self, checkpoints: Path) -> Checkpointer:
-        """The system, as this process uses it."""
-
-    def common_step(self, checkpointer: Checkpointer) -> int | None:
-        """The step to restore; None: the checkpointer's newest."""
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuse a state that the system would not give back. Called once, outside the measurement."""
-
-    def settle(self) -> None:
-        """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
-
-    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
-        """What the run's shadows have used until now, as far as this process is the one to tell."""
-
-    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """What to train on with behind a restore by `reader`."""
-
-    def meet(self) -> None:
-        """Wait for the other processes."""
 
 
 def _data_parallel(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:

@@ -10,14 +10,13 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
 from lastgood.experiments.multirank.results import LivedRank, LiveRank, MeasuredRank, RestoredRank
-from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import PRIVATE, write_result
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_model
@@ -29,51 +28,7 @@ if TYPE_CHECKING:
     from lastgood.experiments.runs.progress import Board
     from lastgood.training.loop import TrainingLoop
 
-__all__ = ["RankOrder", "boot_id", "killed_path", "main", "result_path"]
-
-
-class RankOrder(BaseModel):
-    """What a rank is told. It stands on a command line, which every user of its host can read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    spec: RunSpec
-    phase: Literal["measure", "live", "restore"]
-    life: int = 0
-    """Kills that lie behind it."""
-    kill_after_steps: float | None = None
-    """When all ranks are killed, in iterations behind their results; None: they come to their end."""
-    step_s: float = 0.0
-    """Of an iteration, as measured; a rank that measures knows its own."""
-    folder: str
-    """The run's scratch folder, of this name on every host."""
-    data_dir: str
-    token: str
-    """Goes into the result, so that it is known for this launch's."""
-    boot_id: str
-    """Of the machine that holds the turn to measure: ranks on other machines take their own's."""
-    parent: int | None = None
-    """Process to end with, where no launcher sees to that."""
-
-    @property
-    def name(self) -> str:
-        """Tells the launches of one run apart."""
-        return f"{self.phase}-{self.life}" if self.life else self.phase
-
-
-def boot_id() -> str:
-    """The kernel's identity: one for all that shares processors, disks and locks."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def result_path(folder: Path, launch: str, rank: int) -> Path:
-    """Where a rank leaves its result of the launch of that name, on its own host."""
-    return folder / "results" / f"{launch}-{rank:05d}.json"
-
-
-def killed_path(folder: Path, token: str, rank: int) -> Path:
-    """What is there, on a rank's own host, once it was killed as its order says."""
-    return folder / "results" / f"killed-{token}-{rank:05d}"
+__all__ = ["main"]
 
 
 def main(words: list[str] | None = None) -> int:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
+from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
-from lastgood.experiments.multirank.process import boot_id
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec

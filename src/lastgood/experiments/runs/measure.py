@@ -14,13 +14,11 @@ import psutil
 import torch
 
 from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, LastgoodError
-from lastgood.experiments.multirank.part import Part
 from lastgood.experiments.records.run import Clocks, Counts, Resources, ShadowFacts, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.part import Alone, Part
 from lastgood.experiments.runs.timeline import Timeline
-from lastgood.experiments.services.shadow_usage import ShadowMeters, shadow_options
 from lastgood.state import flatten, seed_everything
 from lastgood.training.loop import Segment, TrainingLoop, configure_compute
 from lastgood.workloads.base import Workload
@@ -30,13 +28,14 @@ __all__ = [
     "LiveProof",
     "Measurement",
     "Onward",
+    "Restored",
     "RestoredProof",
     "build_planned",
     "drain_checked",
     "forget_cached_pages",
     "live_proof",
-    "make_checkpointer",
     "prove_restore",
+    "restore_scrambled",
     "scramble",
     "train_and_measure",
 ]
@@ -68,6 +67,16 @@ class RestoredProof:
 
 
 @dataclass(frozen=True)
+class Restored:
+    """A training with the state of its newest checkpoint."""
+
+    loop: TrainingLoop
+    step: int
+    """As restore() named it."""
+    restore_s: float
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What the trainer hands back."""
 
@@ -81,41 +90,6 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
     timeline: Timeline | None = None
     """If it was asked for."""
-
-
-class _Alone:
-    """The part of a process that trains alone."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-
-    def parallelise(self, workload: Workload) -> None:
-        """It has all of it."""
-
-    def checkpointer(self, checkpoints: Path) -> Checkpointer:
-        """The system of the spec."""
-        return make_checkpointer(self._spec, checkpoints)
-
-    def common_step(self, checkpointer: Checkpointer) -> int | None:
-        """Its own newest."""
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Any state will do."""
-
-    def settle(self) -> None:
-        """There is nobody to differ from."""
-
-    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
-        """Of all shadows that it has."""
-        return ShadowMeters.read(checkpoints, self._spec.shadows)
-
-    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """The one that restored."""
-        del checkpoints
-        return reader
-
-    def meet(self) -> None:
-        """There is nobody to wait for."""
 
 
 def train_and_measure(
@@ -134,7 +108,7 @@ def train_and_measure(
     run measures something else.
     """
     configure_compute(spec.threads, deterministic=False)
-    part = part or _Alone(spec)
+    part = part or Alone(spec)
     report("building the workload")
     workload = build_planned(spec, data_dir)
     # Before it is spread over ranks: of a shard or a stage a rank has no more than its own.
@@ -225,26 +199,34 @@ def prove_restore(
 ) -> RestoredProof:
     """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
     configure_compute(spec.threads, deterministic=True)
-    part = part or _Alone(spec)
+    part = part or Alone(spec)
+    found = restore_scrambled(spec, checkpoints, data_dir, report, part)
+    loop = found.loop
+    digest = loop.digest()
+    report("training on from the restored state")
+    loop.workload.model.train()
+    losses = loop.train(_PROOF_STEPS_AFTER).losses
+    part.meet()
+    loop.checkpointer.close()
+    return RestoredProof(found.step, digest, losses, found.restore_s)
+
+
+def restore_scrambled(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part) -> Restored:
+    """Build the training of `spec` again, make all of its state wrong, and restore the newest checkpoint into it.
+
+    All ranks begin to restore together. Files that were read or written before are read from the disk.
+    """
     report("building the workload again")
     workload = build_planned(spec, data_dir)
     part.parallelise(workload)
     scramble(workload)
-    checkpointer = part.checkpointer(checkpoints)
-    loop = TrainingLoop(workload, checkpointer, 0, spec.device)
+    loop = TrainingLoop(workload, part.checkpointer(checkpoints), 0, spec.device)
     forget_cached_pages(checkpoints)
     part.meet()
     report("restoring")
     started = time.perf_counter()
-    step = loop.restore(part.common_step(checkpointer))
-    restore_s = time.perf_counter() - started
-    digest = loop.digest()
-    report("training on from the restored state")
-    workload.model.train()
-    losses = loop.train(_PROOF_STEPS_AFTER).losses
-    part.meet()
-    checkpointer.close()
-    return RestoredProof(step, digest, losses, restore_s)
+    step = loop.restore(part.common_step(loop.checkpointer))
+    return Restored(loop, step, time.perf_counter() - started)
 
 
 def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
@@ -274,15 +256,6 @@ def build_planned(spec: RunSpec, data_dir: Path) -> Workload:
     return build_workload(
         spec.workload, options, data_dir=data_dir, data_path=data_path, seed=spec.seed, device=spec.device
     )
-
-
-def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
-    """The system of `spec` in folder `checkpoints`; it keeps all its events."""
-    kind = checkpointer_class(spec.system)
-    where = shadow_options(checkpoints) if spec.shadows else {}
-    checkpointer = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **where}))
-    checkpointer.events_kept = None
-    return checkpointer
 
 
 def scramble(workload: Workload) -> None:

@@ -1,0 +1,51 @@
+"""What a rank of a run is told to do, and the files by which it answers, on its own host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lastgood.experiments.records.spec import RunSpec
+
+__all__ = ["RankOrder", "killed_path", "result_path"]
+
+
+class RankOrder(BaseModel):
+    """What a rank is told. It stands on a command line, which every user of its host can read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: RunSpec
+    phase: Literal["measure", "live", "restore"]
+    life: int = 0
+    """Kills that lie behind it."""
+    kill_after_steps: float | None = None
+    """When all ranks are killed, in iterations behind their results; None: they come to their end."""
+    step_s: float = 0.0
+    """Of an iteration, as measured; a rank that measures knows its own."""
+    folder: str
+    """The run's scratch folder, of this name on every host."""
+    data_dir: str
+    token: str
+    """Goes into the result, so that it is known for this launch's."""
+    boot_id: str
+    """Of the machine that holds the turn to measure: ranks on other machines take their own's."""
+    parent: int | None = None
+    """Process to end with, where no launcher sees to that."""
+
+    @property
+    def name(self) -> str:
+        """Tells the launches of one run apart."""
+        return f"{self.phase}-{self.life}" if self.life else self.phase
+
+
+def result_path(folder: Path, launch: str, rank: int) -> Path:
+    """Where a rank leaves its result of the launch of that name, on its own host."""
+    return folder / "results" / f"{launch}-{rank:05d}.json"
+
+
+def killed_path(folder: Path, token: str, rank: int) -> Path:
+    """What is there, on a rank's own host, once it was killed as its order says."""
+    return folder / "results" / f"killed-{token}-{rank:05d}"
