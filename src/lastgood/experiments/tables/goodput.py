@@ -7,8 +7,6 @@ through, so that both say something about the same time. docs/goodput.md explain
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,9 +27,9 @@ from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.columns import TidyRow
+from lastgood.experiments.tables.csv_text import csv_bytes, field_text
 from lastgood.experiments.tables.published import PublishedGain, load_gains
 from lastgood.experiments.tables.runs import collect, load_placed_record, run_name
-from lastgood.experiments.tables.wide import field_text
 from lastgood.files import write_result
 
 __all__ = [
@@ -147,9 +145,9 @@ class CollectedGoodput:
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both files, each whole or not at all."""
-        write_result(out_wide, _csv_bytes(self.wide))
+        write_result(out_wide, csv_bytes(self.wide))
         lines = [[field_text(getattr(row, name)) for name in GOODPUT_COLUMNS] for row in self.tidy]
-        write_result(out_tidy, _csv_bytes([list(GOODPUT_COLUMNS), *lines]))
+        write_result(out_tidy, csv_bytes([list(GOODPUT_COLUMNS), *lines]))
 
 
 def collect_goodput_files(
@@ -438,9 +436,3 @@ def _wide(rows: Sequence[GoodputRow]) -> list[list[str]]:
         label = system_label(system) + (" (measured)" if source == MEASURED else "")
         table.append([label, *(field_text(statistics.median(numbers) if numbers else None) for numbers in found)])
     return table
-
-
-def _csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue().encode()

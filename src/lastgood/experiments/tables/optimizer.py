@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.optimizer import OptimizerRecord, load_placed_optimizer_record
 from lastgood.experiments.systems.papers import CHECKMATE
-from lastgood.experiments.tables.wide import field_text
+from lastgood.experiments.tables.csv_text import csv_bytes, field_text
 from lastgood.files import write_result
 
 __all__ = ["OPTIMIZER_COLUMNS", "CollectedUpdates", "UpdateRow", "collect_updates", "collect_updates_files"]
@@ -66,8 +64,8 @@ class CollectedUpdates:
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both CSV files, each whole or not at all."""
         tidy = [list(OPTIMIZER_COLUMNS), *([field_text(value) for value in astuple(row)] for row in self.rows)]
-        write_result(out_tidy, _csv_bytes(tidy))
-        write_result(out_wide, _csv_bytes(self._wide()))
+        write_result(out_tidy, csv_bytes(tidy))
+        write_result(out_wide, csv_bytes(self._wide()))
 
     def summary(self) -> str:
         """How many runs it holds."""
@@ -151,9 +149,3 @@ def collect_updates(
             )
     revisions = {(row.git_revision, row.git_dirty) for row in rows}
     return CollectedUpdates(rows, [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else [])
-
-
-def _csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue().encode()

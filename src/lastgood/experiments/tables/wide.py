@@ -5,17 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lastgood.experiments.config.values import BASELINE
+from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.systems.labels import system_label, system_rank
+from lastgood.experiments.tables.columns import TidyRow
+from lastgood.experiments.tables.csv_text import field_text
 
-if TYPE_CHECKING:
-    from lastgood.experiments.figures.axes import FigureAxes
-    from lastgood.experiments.tables.runs import TidyRow
-
-__all__ = ["field_text", "wide_table"]
-
+__all__ = ["wide_table"]
 
 _SIDE_NAMES = {"system": "system", "interval": "interval_steps"}
 
@@ -70,10 +67,3 @@ def _series(row: TidyRow, axes: FigureAxes) -> tuple[str, tuple[float, str]]:
 
 def _place(row: TidyRow, axes: FigureAxes) -> int | float | None:
     return row.interval_steps if axes.columns == "interval" else row.axis_value
-
-
-def field_text(value: object) -> str:
-    """A field of a CSV; a float is written so that reading it back gives the same float."""
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)

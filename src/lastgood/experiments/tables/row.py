@@ -1,0 +1,289 @@
+"""One run's row of a tidy CSV, by what provides its columns: spec, clocks, baseline and bound, shadows, failures, ...
+
+docs/figures.md explains each column; tables/columns.py has their order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lastgood.experiments.ceilings.record import CeilingsRecord
+from lastgood.experiments.figures.axes import FigureAxes
+from lastgood.experiments.formulas.bound import throughput_bound
+from lastgood.experiments.records.run import Clocks, Counts, Proof, RunRecord, ShadowFacts, WhereRun
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.tables.columns import TidyRow
+from lastgood.experiments.tables.published import Published
+from lastgood.sinks import Sink
+
+__all__ = ["Baseline", "Panel", "compact_json", "tidy_row"]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the `none` runs of a workload say."""
+
+    iterations_per_s: dict[int, float]
+    """By repetition."""
+    iteration_s: float
+    hide_s: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What all rows of a panel share."""
+
+    figure: str
+    panel: str
+    axes: FigureAxes
+    ceilings: CeilingsRecord
+    runs_expected: int
+    runs_missing: str
+
+
+def tidy_row(
+    panel: Panel,
+    record: RunRecord,
+    baseline: Baseline | None,
+    *,
+    proof_equal: bool | None,
+    notes: str,
+    published: Published | None,
+) -> TidyRow:
+    """The row of `record`. Pure.
+
+    `baseline` are the `none` runs to compare it with, `proof_equal` is what the proofs of its cell say, if it has none
+    of its own.
+    """
+    return TidyRow(
+        figure=panel.figure,
+        panel=panel.panel,
+        runs_expected=panel.runs_expected,
+        runs_missing=panel.runs_missing,
+        axis=panel.axes.axis,
+        axis_value=panel.axes.value_of(record.spec),
+        ceilings_measured_at=panel.ceilings.measured_at,
+        started_at=record.started_at,
+        notes=notes,
+        storage=compact_json(record.storage),
+        state_bytes=record.workload.state_bytes,
+        data_name=record.workload.data_name,
+        parameters=record.workload.parameters,
+        peak_rss_bytes=record.resources.peak_rss_bytes,
+        peak_device_bytes=record.resources.peak_device_bytes,
+        cpu_s=record.resources.cpu_s,
+        bytes_written=record.resources.bytes_written,
+        paper_slowdown=published.slowdown if published else None,
+        paper_source=published.source if published else None,
+        link_bits_per_s=record.ranks.link_bits_per_s if record.ranks else None,
+        **_of_spec(record.spec),
+        **_of_options(record.spec, record.workload.state_bytes),
+        **_of_clocks(record.clocks),
+        **_of_counts(record.counts, record.spec.interval_steps),
+        **_of_proof(record.proof, proof_equal),
+        **_of_machine(record.where),
+        **_of_baseline(record, baseline),
+        **_of_bound(record, panel.ceilings, baseline),
+        **_of_shadows(record.shadows),
+        **_of_failures(record),
+    )
+
+
+def _of_spec(spec: RunSpec) -> dict[str, Any]:
+    return {
+        "machine": spec.machine,
+        "scale": spec.scale,
+        "workload": spec.workload,
+        "system": spec.system,
+        "interval_steps": spec.interval_steps,
+        "repetition": spec.repetition,
+        "cell": spec.variant,
+        "warmup_steps": spec.warmup_steps,
+        "threads": spec.threads,
+        "device": spec.device,
+        "seed": spec.seed,
+        "method": spec.method,
+        "system_options": compact_json(spec.system_options),
+        "workload_options": compact_json(spec.workload_options),
+        "record": str(spec.record_path()),
+        "drain_each": spec.drain_each,
+        "ranks": spec.ranks,
+        "nodes": spec.nodes,
+        "parallel": spec.parallel,
+        "shadows": spec.shadows,
+        "kills": spec.kills,
+    }
+
+
+def _of_options(spec: RunSpec, state_bytes: int) -> dict[str, Any]:
+    """The system's options that a figure sweeps."""
+    return {
+        "max_in_flight": _integer(spec, "max_in_flight"),
+        "writer_threads": _integer(spec, "writer_threads"),
+        "pool_bytes": _integer(spec, "pool_bytes", default=state_bytes),
+    }
+
+
+def _integer(spec: RunSpec, knob: str, default: int | None = None) -> int | None:
+    """A knob of the system, `default` where it has the knob and it is null; None where it has no such knob."""
+    value = spec.system_options.get(knob)
+    if value is None and knob in spec.system_options:
+        return default
+    return value if isinstance(value, int) else None
+
+
+def _of_clocks(clocks: Clocks) -> dict[str, Any]:
+    persist_s = clocks.persist_s
+    return {
+        "measured_steps": clocks.measured_steps,
+        "iterations_per_s": clocks.iterations_per_s,
+        "durable_iterations_per_s": clocks.durable_iterations_per_s,
+        "stall_save_s": clocks.stall_save_s,
+        "stall_update_s": clocks.stall_update_s,
+        "drain_s": clocks.drain_s,
+        "persist_p50_s": statistics.median(persist_s) if persist_s else None,
+        "persist_p99_s": _nearest_rank(persist_s, 0.99) if persist_s else None,
+        "persist_min_s": min(persist_s) if persist_s else None,
+        "persist_max_s": max(persist_s) if persist_s else None,
+    }
+
+
+def _nearest_rank(values: Sequence[float], share: float) -> float:
+    """The smallest measured value that at least `share` of all values do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def _of_counts(counts: Counts, interval_steps: int) -> dict[str, Any]:
+    return {
+        "checkpoints_started": counts.started,
+        "checkpoints_durable": counts.durable,
+        "checkpoints_superseded": counts.superseded,
+        "checkpoints_failed": counts.failed,
+        "checkpoints_skipped": counts.skipped,
+        # A superseded checkpoint was written in full, so it cost what a durable one costs.
+        "enough_checkpoints": counts.durable + counts.superseded >= 2 if interval_steps else None,
+    }
+
+
+def _of_proof(proof: Proof | None, of_cell: bool | None) -> dict[str, Any]:
+    return {
+        "restore_s": proof.restore_s if proof else None,
+        "proof_equal": proof.equal if proof else of_cell,
+    }
+
+
+def _of_machine(where: WhereRun) -> dict[str, Any]:
+    return {
+        "cpu": where.cpu,
+        "cores": where.cores,
+        "memory_bytes": where.memory_bytes,
+        "gpu": where.gpu,
+        "kernel": where.kernel,
+        "scratch_filesystem": where.scratch_filesystem,
+        "scratch_device": where.scratch_device,
+        "git_revision": where.git_revision,
+        "git_dirty": where.git_dirty,
+    }
+
+
+def _of_baseline(record: RunRecord, baseline: Baseline | None) -> dict[str, Any]:
+    """Ratios to training without checkpoints. A slowdown is in time, and takes the median of repetitions if it must."""
+    own = baseline.iterations_per_s.get(record.spec.repetition) if baseline else None
+    rate = own or (1 / baseline.iteration_s if baseline else None)
+    return {
+        "none_iterations_per_s": own,
+        "ratio_to_none": record.clocks.iterations_per_s / own if own else None,
+        "slowdown": rate / record.clocks.durable_iterations_per_s if rate else None,
+        "iteration_s": baseline.iteration_s if baseline else None,
+        "hide_s": baseline.hide_s if baseline else None,
+    }
+
+
+def _of_bound(record: RunRecord, ceilings: CeilingsRecord, baseline: Baseline | None) -> dict[str, Any]:
+    """What the ceilings allow at best."""
+    spec, stored = record.spec, _stored(record, ceilings)
+    copy_ceiling = ceilings.copy_bytes_per_s(spec.device) if baseline else None
+    found: dict[str, Any] = {
+        "copy_ceiling_bytes_per_s": copy_ceiling,
+        "persist_ceiling_bytes_per_s": ceilings.persist_bytes_per_s,
+        "persist_bound_s": stored.nbytes / stored.bytes_per_s if stored and spec.interval_steps else None,
+        "stored_bytes": stored.nbytes if stored and spec.interval_steps else None,
+        "bound_iterations_per_s": None,
+        "bound_binds": None,
+        "ratio_to_bound": None,
+        "slowdown_bound": None,
+    }
+    if baseline is None or copy_ceiling is None or stored is None:
+        return found
+    bound = throughput_bound(
+        iteration_s=baseline.iteration_s,
+        interval_steps=spec.interval_steps,
+        # Checkmate sends gradients from where they are; nothing copies the state.
+        state_bytes=0 if spec.shadows else record.workload.state_bytes,
+        copy_bytes_per_s=copy_ceiling,
+        persist_bytes_per_s=stored.bytes_per_s,
+        hide_s=baseline.hide_s,
+        stored_bytes=stored.nbytes,
+        sink=stored.sink,
+    )
+    return found | {
+        "bound_iterations_per_s": bound.iterations_per_s,
+        "bound_binds": str(bound.binds),
+        "ratio_to_bound": record.clocks.durable_iterations_per_s / bound.iterations_per_s,
+        "slowdown_bound": 1 / baseline.iteration_s / bound.iterations_per_s,
+    }
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What one checkpoint puts on the sink that has most to do with it, and how fast that is at best."""
+
+    nbytes: int
+    bytes_per_s: float
+    sink: Sink
+
+
+def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
+    """None where a checkpoint goes over a link whose rate nobody knows.
+
+    Hosts are taken to have disks like the one that was measured, and share it where they share a kernel.
+    """
+    ranks = record.ranks
+    sink, nbytes = (Sink.DISK, record.workload.state_bytes) if ranks is None else ranks.most_on
+    if sink is Sink.DISK:
+        return _Stored(0 if record.spec.shadows else nbytes, ceilings.persist_bytes_per_s, sink)
+    if ranks is None or ranks.link_bits_per_s is None:
+        return None
+    return _Stored(nbytes, ranks.link_bits_per_s / 8, sink)
+
+
+def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:
+    """Columns of a run under Checkmate: sums over its shadows."""
+    if not shadows:
+        return {}
+    return {
+        "shadow_cpu_s": sum(one.cpu_s for one in shadows),
+        "shadow_received_bytes": sum(one.received_bytes for one in shadows),
+        "shadow_optimizer_s": sum(one.optimizer_s for one in shadows),
+        "shadow_peak_rss_bytes": sum(one.peak_rss_bytes for one in shadows),
+    }
+
+
+def _of_failures(record: RunRecord) -> dict[str, Any]:
+    """Columns of a run whose ranks were killed."""
+    failures = record.failures
+    return {
+        "lost_steps": ";".join(str(failure.lost_steps) for failure in failures) or None,
+        "lives_unlike": sum(not failure.losses_equal for failure in failures),
+        "losses_compared": sum(failure.losses_checked for failure in failures) if failures else None,
+    }
+
+
+def compact_json(value: object) -> str:
+    """`value` in one field of a CSV, the same text for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
