@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness import Comparison, Report, TextTable, cannot, command_line, interleaved, main, say, spread
 
 from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk
-from lastgood.experiments.ceilings.record import measure_device_copies, measure_memory_copy
+from lastgood.experiments.ceilings.measure import measure_device_copies, measure_memory_copy
 from lastgood.experiments.formulas.bound import Bound, throughput_bound
 from lastgood.experiments.machine.facts import usable_cores
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from lastgood.cli._peer import read_token as read_peer_token
 from lastgood.errors import ConfigError, StorageError
-from lastgood.experiments.ceilings.record import Peer
+from lastgood.experiments.ceilings.measure import Peer
 from lastgood.tokens import read_token
 
 

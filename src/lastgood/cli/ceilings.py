@@ -52,8 +52,8 @@ def ceilings(
     Takes 25 seconds at most, and waits until no run is being timed. A record of today and of this machine is kept.
     For the network between two machines, run it with --serve-peer on one and with --peer on the other.
     """
+    from lastgood.experiments.ceilings.measure import Peer, cached_or_measured
     from lastgood.experiments.ceilings.network_peer import parse_address
-    from lastgood.experiments.ceilings.record import Peer, cached_or_measured
     from lastgood.experiments.machine.facts import machine_label
     from lastgood.processes import die_with_parent
 

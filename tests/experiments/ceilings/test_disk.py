@@ -20,14 +20,10 @@ from typer.testing import CliRunner
 from lastgood import locks
 from lastgood.errors import ConfigError, LastgoodError, StorageError
 from lastgood.experiments.ceilings import disk as disk_ceilings
-from lastgood.experiments.ceilings import record as module
+from lastgood.experiments.ceilings import measure as module
 from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk
-from lastgood.experiments.ceilings.record import (
-    cached_or_measured,
-    load_ceilings,
-    measure_ceilings,
-    measure_memory_copy,
-)
+from lastgood.experiments.ceilings.measure import cached_or_measured, measure_ceilings, measure_memory_copy
+from lastgood.experiments.ceilings.record import load_ceilings
 from lastgood.experiments.machine.facts import where_run
 from lastgood.locks import FileLock
 from tests.experiments.support.records import make_ceilings
@@ -69,7 +65,7 @@ def test_a_quick_look_is_sane_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_no_torch_is_imported_without_a_device(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; import lastgood.experiments.ceilings.record as c\n"
+        "import sys; from pathlib import Path; import lastgood.experiments.ceilings.measure as c\n"
         "c.cuda_devices = lambda: ()\n"
         "from lastgood.locks import FileLock; c.machine_lock = lambda: FileLock(Path(sys.argv[1], 'lock'), 'test')\n"
         "c.measure_ceilings(Path(sys.argv[1]), 'box', quick=True); assert 'torch' not in sys.modules"

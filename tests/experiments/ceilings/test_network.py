@@ -21,12 +21,13 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.errors import ConfigError, LastgoodError
+from lastgood.experiments.ceilings import measure as ceilings_module
 from lastgood.experiments.ceilings import network as network_ceilings
 from lastgood.experiments.ceilings import network_peer
-from lastgood.experiments.ceilings import record as ceilings_module
+from lastgood.experiments.ceilings.measure import Peer, cached_or_measured
 from lastgood.experiments.ceilings.network import NetworkPlan, iperf3_loopback, measure_loopback, measure_peer
 from lastgood.experiments.ceilings.network_peer import Direction, PeerClient, PeerServer, parse_address
-from lastgood.experiments.ceilings.record import Peer, cached_or_measured, load_ceilings
+from lastgood.experiments.ceilings.record import load_ceilings
 from lastgood.experiments.machine.facts import where_run
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
