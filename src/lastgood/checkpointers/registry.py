@@ -19,6 +19,7 @@ from lastgood.errors import ConfigError
 __all__ = [
     "BASELINE",
     "ENTRY_POINT_GROUP",
+    "all_traits",
     "checkpointer_class",
     "checkpointer_names",
     "system_traits",
@@ -91,6 +92,18 @@ def system_traits(name: str) -> Traits:
         return traits_of_class(checkpointer_class(name))
     except TypeError as error:
         raise ConfigError(f"system {name!r}: {error}") from error
+
+
+def all_traits() -> tuple[dict[str, Traits], dict[str, str]]:
+    """What every known system is, and why others cannot be loaded: a package that is broken harms only its own."""
+    found: dict[str, Traits] = {}
+    reasons: dict[str, str] = {}
+    for name in checkpointer_names():
+        try:
+            found[name] = system_traits(name)
+        except ConfigError as error:
+            reasons[name] = str(error)
+    return found, reasons
 
 
 def why_unavailable(names: Iterable[str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from lastgood.checkpointers.registry import BASELINE, checkpointer_names, system_traits
+from lastgood.checkpointers.registry import BASELINE, all_traits, system_traits
 from lastgood.errors import ConfigError
 from lastgood.experiments.formulas.goodput import goodput, lost_s
 
@@ -194,13 +194,10 @@ def model_costs(rates: Rates, question: Question) -> tuple[dict[str, Costs], lis
     place of the disk (SOSP'23).
     """
     copy, network = 1 / rates.copy, None if rates.network is None else 1 / rates.network
-    found, notes = {}, []
-    for name in checkpointer_names():
-        try:
-            model = system_traits(name).cost
-        except ConfigError as error:
-            notes.append(f"{name} is left out: {error}")
-            continue
+    declared, reasons = all_traits()
+    found, notes = {}, [f"{name} is left out: {reason}" for name, reason in reasons.items()]
+    for name, traits in declared.items():
+        model = traits.cost
         if model is None:
             continue
         write, load = 1 / rates.write, 1 / (rates.read or rates.write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lastgood.checkpointers.registry import BASELINE, checkpointer_names, system_traits
+from lastgood.checkpointers.registry import BASELINE, all_traits, system_traits
 from lastgood.experiments.formulas.goodput import IDEAL
 
 __all__ = [
@@ -69,7 +69,7 @@ def system_styles(systems: list[str]) -> dict[str, SystemStyle]:
         colour = (system_traits(system).colour or "").upper()
         if colour and colour not in own.values():
             own[system] = colour
-    others = (system_traits(name).colour for name in checkpointer_names() if name != BASELINE)
+    others = (traits.colour for name, traits in all_traits()[0].items() if name != BASELINE)
     free = [colour for colour in dict.fromkeys([*SPARE_COLOURS, *others]) if colour and colour not in own.values()]
     styles = {}
     for system in ranked:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from lastgood.checkpointers.registry import checkpointer_names, system_traits
+from lastgood.checkpointers.registry import all_traits, system_traits
 from lastgood.checkpointers.traits import RanksWrite
 from lastgood.errors import ConfigError
 from lastgood.experiments.records.spec import Parallel
@@ -41,7 +41,7 @@ def writers_of(system: str, parallel: Parallel) -> Writers:
 
 
 def _not_over_ranks(system: str) -> str:
-    known = (name for name in checkpointer_names() if system_traits(name).ranks_write is not None)
+    known = (name for name, traits in all_traits()[0].items() if traits.ranks_write is not None)
     return f"{system} does not run over several ranks here; known: {', '.join(known)}"
 
 
