@@ -14,7 +14,7 @@ from lastgood import PCcheck
 from lastgood.experiments.advise.cells import _MAX_FILES
 from lastgood.experiments.records.run import RunSpec
 from lastgood.ports import free_ports
-from tests.experiments.records import make_ceilings
+from tests.experiments.support.records import make_ceilings
 from tests.suggestions.source_texts import ROOT
 
 
