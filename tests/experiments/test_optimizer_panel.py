@@ -16,60 +16,17 @@ from lastgood.experiments.optbench.execute import execute_optimizer
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.optimizer import draw_optimizer, read_updates
 from lastgood.experiments.records.optimizer import (
-    OptimizerPoint,
-    OptimizerRecord,
     OptimizerSpec,
     load_placed_optimizer_record,
 )
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, collect_updates
-from tests.experiments.support.records import make_record
+from tests.experiments.support.optimizer_records import record_of, spec_of, written
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def configure(*entries: str) -> Any:
     return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([*entries, "machine=testbox"]))[0]
-
-
-def spec_of(repetition: int = 0, **changes: Any) -> OptimizerSpec:
-    values = {
-        "machine": "testbox",
-        "scale": "laptop",
-        "model": "resnet50",
-        "optimizer": "adamw",
-        "threads": (1, 2),
-        "shadows": (1, 3),
-        "updates": 3,
-        "repetition": repetition,
-        **changes,
-    }
-    return OptimizerSpec.model_validate(values)
-
-
-def record_of(repetition: int = 0, factor: float = 1.0, **changes: Any) -> OptimizerRecord:
-    points = [
-        OptimizerPoint(threads=threads, shadows=shadows, update_s=[factor * t / threads / shadows for t in (3, 1, 2)])
-        for threads in (2, 1)
-        for shadows in (1, 3)
-    ]
-    return OptimizerRecord(
-        spec=spec_of(repetition, **changes),
-        started_at="2026-01-01T00:00:00+00:00",
-        wall_s=9.0,
-        where=make_record().where,
-        parameters=25_557_032,
-        points=points,
-    )
-
-
-def written(folder: Path, *records: OptimizerRecord) -> list[Path]:
-    paths = []
-    for record in records:
-        path = folder / record.spec.record_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record.write(path)
-        paths.append(path)
-    return paths
 
 
 def test_the_plan_holds_one_run_a_repetition_that_shares_no_rule_with_runs() -> None:

@@ -276,13 +276,13 @@ def _records() -> list[Any]:
 
 
 def _goodput() -> list[Any]:
-    from tests.experiments.test_goodput_figure import make_goodput
+    from tests.experiments.support.goodput_records import make_goodput
 
     return [json.loads(make_goodput().model_dump_json())]
 
 
 def _updates() -> list[Any]:
-    from tests.experiments.test_optimizer_panel import record_of
+    from tests.experiments.support.optimizer_records import record_of
 
     return [json.loads(record_of().model_dump_json())]
 

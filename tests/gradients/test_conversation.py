@@ -27,7 +27,7 @@ from lastgood.gradients.conductor.conductor import Conductor, Settings
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol.messages import Absent, Refused, Side, Step, Welcome
-from tests.gradients.shadow.test_state import BUCKETS, JOB, LAYOUT, RANKS, SHADOWS, SLOTS, Shadow
+from tests.gradients.support.simulated_shadow import BUCKETS, JOB, LAYOUT, RANKS, SHADOWS, SLOTS, Shadow
 
 OWNER = {0: 0, 1: 0, 2: 1, 3: 1}
 """Each rank seeds one bucket of each shadow."""

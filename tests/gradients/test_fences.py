@@ -10,7 +10,7 @@ from lastgood.gradients.conductor.conductor import Conductor, Settings
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol.messages import Refused, Step, Welcome
-from tests.gradients.shadow.test_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
+from tests.gradients.support.simulated_shadow import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
 
 LAST = 3
 """Iterations that the old life trains; the first one is complete and applied before anything else happens."""

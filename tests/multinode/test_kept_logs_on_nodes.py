@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lastgood.cluster.testbed.testbed import Testbed
-from tests.experiments.multirank.test_execute import Job, spec_of
+from tests.experiments.support.rank_runs import Job, spec_of
 
 pytestmark = pytest.mark.root
 

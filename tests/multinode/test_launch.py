@@ -24,7 +24,7 @@ from lastgood.cluster.launch.order import How
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError, LaunchError
-from tests.multinode.test_slurm import processes_with
+from tests.multinode.support.processes import processes_with
 
 pytestmark = pytest.mark.root
 SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))

@@ -17,7 +17,7 @@ from lastgood.cluster.launch.launch import launch
 from lastgood.errors import LaunchError
 from lastgood.ports import free_ports
 from tests.multinode.slurm_cluster import SlurmCluster
-from tests.multinode.test_slurm import processes_with
+from tests.multinode.support.processes import processes_with
 
 pytestmark = pytest.mark.slurm
 HOSTS = parse_hostfile("node1 slots=2\nnode2 slots=1\n")

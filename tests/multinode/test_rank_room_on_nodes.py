@@ -15,7 +15,7 @@ from lastgood.errors import HostError
 from lastgood.experiments.multirank.capacity import check_room
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
-from tests.experiments.multirank.test_execute import spec_of
+from tests.experiments.support.rank_runs import spec_of
 
 pytestmark = pytest.mark.root
 

@@ -13,22 +13,11 @@ import psutil
 import pytest
 
 from tests.multinode.slurm_cluster import NODE_TIMEOUT_S, SlurmCluster, why_not
+from tests.multinode.support.processes import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "install" / "slurm"
 pytestmark = pytest.mark.slurm
-
-
-def processes_with(mark: str) -> list[psutil.Process]:
-    """Processes whose command line holds `mark`, in whatever namespace."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if mark in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_one_node_runs_its_command_and_passes_its_status_on(slurm: SlurmCluster, tmp_path: Path) -> None:

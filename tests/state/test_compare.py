@@ -12,6 +12,7 @@ import torch
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, MismatchError
 from lastgood.state import apply_tree, flatten, holds_its_values, state_digest, stateful_paths, unflatten
+from tests.state.support.trees import a_tree
 
 
 class Counted:
@@ -57,12 +58,6 @@ PAIRS = [
     for pair in itertools.permutations(KINDS, 2)
     if not any(set(pair) <= group for group in OF_ONE_KIND) and not (pair[1] == "own object" and pair[0] in OBJECTS)
 ] + [("list", "list of tensors"), *((value, "array") for value in sorted(VALUES))]
-
-
-def a_tree(state):
-    flat = flatten(state)
-    blocks = [block.clone() for block in flat.blocks]
-    return unflatten(flat.layout, blocks, "here"), stateful_paths(flat.layout)
 
 
 @pytest.mark.parametrize(("saved", "live"), PAIRS)

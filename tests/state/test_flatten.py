@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from collections import Counter, OrderedDict
@@ -16,34 +15,7 @@ from hypothesis import strategies as st
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.state import Layout, RngState, apply_tree, flatten, state_digest, unflatten
-
-DTYPES = [
-    dtype
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex32",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    ]
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-]
+from tests.state.support.trees import DTYPES, TREES, random_bits, types_of
 
 
 def round_trip(state):
@@ -61,13 +33,6 @@ def round_trip(state):
     return unflatten(layout, blocks, "test")
 
 
-def random_bits(dtype, shape, generator):
-    count = math.prod(shape) * dtype.itemsize
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4)], ids=str)
 def test_every_dtype_keeps_its_bits(dtype, shape):
@@ -76,53 +41,6 @@ def test_every_dtype_keeps_its_bits(dtype, shape):
     assert restored.dtype == dtype
     assert restored.shape == tensor.shape
     assert state_digest({"x": restored}) == state_digest({"x": tensor})
-
-
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(),
-    st.binary(max_size=8),
-    st.binary(max_size=8).map(bytearray),
-    st.sampled_from(DTYPES),
-    st.sampled_from([torch.device("cpu"), torch.device("cuda:3")]),
-    st.sampled_from([np.float32(1.5), np.int64(-(2**60)), np.bool_(True), np.complex128(1 - 2j)]),
-    st.builds(
-        lambda dtype, shape, seed: random_bits(dtype, shape, torch.Generator().manual_seed(seed)),
-        st.sampled_from(DTYPES),
-        st.sampled_from([(), (0,), (4,), (2, 3)]),
-        st.integers(0, 1000),
-    ),
-    st.builds(
-        lambda kind, size: np.arange(size).astype(kind),
-        st.sampled_from(["<i4", ">f8", "u1", "?", "<c8"]),
-        st.integers(0, 5),
-    ),
-)
-KEYS = st.one_of(st.text(max_size=4), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
-        st.frozensets(st.integers(), max_size=3),
-        st.sets(st.text(max_size=2), max_size=3),
-    ),
-    max_leaves=12,
-)
-
-
-def types_of(value):
-    if isinstance(value, dict):
-        return (type(value), [(repr(key), types_of(item)) for key, item in value.items()])
-    if isinstance(value, (list, tuple)):
-        return (type(value), [types_of(item) for item in value])
-    return type(value)
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lastgood.state import apply_tree, flatten, state_digest
-from tests.state.test_compare import a_tree
+from tests.state.support.trees import a_tree
 
 
 class Nested(torch.optim.Optimizer):

@@ -32,7 +32,7 @@ from lastgood.state import apply_tree, state_digest
 from lastgood.storage import SlotStore
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.checkpointers.support.stored_helpers import differences, hard_tensors, plain_values, stored_state
-from tests.state.test_flatten import TREES, types_of
+from tests.state.support.trees import TREES, types_of
 
 SAFETENSORS, PT, DCP = ExportFormat.SAFETENSORS, ExportFormat.PT, ExportFormat.DCP
 

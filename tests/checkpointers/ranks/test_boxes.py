@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs, row_offsets
 from lastgood.state.shards import runs_of
-from tests.state.test_shards import SHAPES, cuts, twin
+from tests.state.support.shards import SHAPES, cuts, twin
 
 
 def part_of(whole, indices):

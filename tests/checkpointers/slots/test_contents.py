@@ -23,7 +23,7 @@ from lastgood.storage import SlotState, SlotStore
 from lastgood.storage import format as fmt
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.checkpointers.support.stored_helpers import CHUNK, hard_tensors, open_store, plain_values, put, stored_state
-from tests.state.test_flatten import TREES
+from tests.state.support.trees import TREES
 
 
 def names(state):

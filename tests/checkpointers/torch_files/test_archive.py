@@ -31,7 +31,7 @@ from lastgood.errors import CorruptCheckpoint, StateError, StorageError
 from lastgood.pickles import load_pickle
 from lastgood.state import state_digest
 from tests.checkpointers.support.pickle_craft import ORDERED, call, named, of, pickled, storage, tensor, torch_file
-from tests.state.test_flatten import TREES, types_of
+from tests.state.support.trees import TREES, types_of
 
 FOUR = struct.pack("<4f", 1, 2, 3, 4)
 

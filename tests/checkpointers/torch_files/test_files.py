@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state import state_digest
-from tests.state.test_flatten import TREES, types_of
+from tests.state.support.trees import TREES, types_of
 
 
 @settings(max_examples=60, deadline=None)

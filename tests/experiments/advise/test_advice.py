@@ -26,8 +26,8 @@ from lastgood.experiments.advise.model import (
 )
 from lastgood.experiments.advise.score import score, summary
 from lastgood.experiments.tables.runs import collect
+from tests.experiments.support.goodput_records import make_goodput
 from tests.experiments.support.records import make_ceilings, make_record, place_record
-from tests.experiments.test_goodput_figure import make_goodput
 
 GB = 1e9
 HOUR = 3600.0

@@ -15,7 +15,7 @@ from lastgood.experiments.plan.machine_checks import PROCESS_BYTES
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
 from lastgood.units import GIB, MIB
-from tests.experiments.multirank.test_execute import OPT, spec_of
+from tests.experiments.support.rank_runs import OPT, spec_of
 
 TWO = parse_hostfile("a slots=2\nb slots=1\n")
 STATE = 300 * 10**6

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from lastgood.errors import LastgoodError
 from lastgood.experiments.multirank.kills import kill_moments, merge_lives
 from lastgood.experiments.multirank.results import LivedRank
-from tests.experiments.records.test_spec import make_spec
+from tests.experiments.support.specs import make_spec
 
 
 def killed(interval: int, kills: int, seed: int = 0, **more: Any) -> Any:

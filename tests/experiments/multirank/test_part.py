@@ -10,7 +10,7 @@ import pytest
 from lastgood.checkpointers.gemini.system import Gemini, GeminiOptions
 from lastgood.experiments.multirank import part as rank_part
 from lastgood.experiments.multirank.part import JoinedPart
-from tests.experiments.multirank.test_execute import spec_of
+from tests.experiments.support.rank_runs import spec_of
 
 
 def test_ranks_with_peers_agree_in_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.systems.over_ranks import PARTED
 from lastgood.ports import free_ports
 from lastgood.workloads.data.prepare import prepare_dataset
-from tests.experiments.multirank.test_execute import OPT, spec_of
+from tests.experiments.support.rank_runs import OPT, spec_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"

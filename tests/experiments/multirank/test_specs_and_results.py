@@ -18,7 +18,6 @@ from lastgood.experiments.figures.workflow_plan import left_out, plan_figure, pl
 from lastgood.experiments.multirank.execute import execute_ranks
 from lastgood.experiments.multirank.results import (
     LiveRank,
-    MeasuredRank,
     RestoredRank,
     merge_clocks,
     merge_counts,
@@ -33,8 +32,9 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import RankHosts
 from lastgood.experiments.systems.over_ranks import PARTED, writers_of
 from lastgood.experiments.tables.runs import collect
-from tests.experiments.records.test_spec import make_spec
+from tests.experiments.support.rank_results import measured
 from tests.experiments.support.records import make_ceilings, make_record
+from tests.experiments.support.specs import make_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -294,26 +294,6 @@ def test_durable_is_what_every_rank_has(ranks: list[Counts]) -> None:
     assert min(run.superseded, run.failed, run.skipped) >= 0
     if len(ranks) == 1:
         assert run == ranks[0]
-
-
-def measured(
-    rank: int, *, host: str | None = None, boot: str = "k", state: int = 100, written: int = 400
-) -> MeasuredRank:
-    record = make_record(measured_steps=40, state_bytes=state, losses=[float(rank)] * 3)
-    resources = record.resources.model_copy(update={"bytes_written": written})
-    return MeasuredRank(
-        token="t",
-        rank=rank,
-        host=host or f"vm{rank}",
-        boot_id=boot,
-        workload=record.workload,
-        clocks=record.clocks,
-        resources=resources,
-        counts=record.counts,
-        storage={"group_size": 2},
-        notes=[],
-        live=LiveRank(step=9, digest=f"d{rank}", next_losses=[1.0 + rank]),
-    )
 
 
 def restored(rank: int, **changes: Any) -> RestoredRank:

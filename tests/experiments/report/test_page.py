@@ -29,10 +29,10 @@ from lastgood.experiments.report.page import build_report, picture_of
 from lastgood.experiments.report.table import Cell, Row, cells_table
 from lastgood.experiments.tables.files import find_csvs, load_csvs
 from lastgood.experiments.tables.optimizer import collect_updates_files
+from tests.experiments.support.checkmate_records import csv_of, panel
+from tests.experiments.support.optimizer_records import record_of, written
 from tests.experiments.support.records import make_ceilings
 from tests.experiments.support.tidy_csvs import STATE_BYTES, none, runs, write_panel
-from tests.experiments.test_checkmate_figure import csv_of, panel
-from tests.experiments.test_optimizer_panel import record_of, written
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="700" height="300"><rect width="700" height="300" id="a"/></svg>'
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)

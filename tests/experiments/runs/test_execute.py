@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,14 +15,12 @@ import pytest
 from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import load_record
-from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.records.verdict import judge
 from lastgood.experiments.runs.children import hear_child
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.support.peer_processes import wait_for_no_peer
+from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.experiments.support.warm_runs import WarmRun
-
-COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +28,6 @@ def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     prepare_dataset("images", folder)
     return folder
-
-
-def spec_of(system="pccheck", interval=2, **changed):
-    values = {
-        "machine": "testbox",
-        "scale": "laptop",
-        "workload": "vgg16",
-        "workload_options": {"batch_size": 1, "image_size": 32, "classes": 10, "classifier_width": 8},
-        "system": system,
-        "method": 1,
-        "interval_steps": interval,
-        "warmup_steps": 1,
-        "measured_steps": 4,
-        "threads": 1,
-        "seed": 3,
-        "repetition": 0,
-        "proof": system != "none",
-    }
-    return RunSpec.model_validate({**values, **changed})
 
 
 class Job:

@@ -17,7 +17,7 @@ from lastgood.checkpointers.baselines.none import NoCheckpointing
 from lastgood.experiments.records.run import load_record
 from lastgood.experiments.runs.timeline import Timeline, trace_events, write_timeline
 from lastgood.workloads.data.prepare import prepare_dataset
-from tests.experiments.runs.test_execute import COMMAND, spec_of
+from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.experiments.support.warm_runs import WarmRun
 
 STEPS = 6

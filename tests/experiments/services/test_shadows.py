@@ -21,7 +21,7 @@ from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.services import shadows as rank_shadows
 from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
 from lastgood.experiments.services.shadows import local_shadows
-from tests.experiments.records.test_spec import make_spec
+from tests.experiments.support.specs import make_spec
 
 
 def spec_of(shadows: int = 2) -> Any:

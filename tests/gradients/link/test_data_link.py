@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import threading
 import time
@@ -12,40 +11,13 @@ import pytest
 
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.gradients.layout.spans import Span
-from lastgood.gradients.link.data_link import DataLink, DataSettings, Ticket
+from lastgood.gradients.link.data_link import DataLink, Ticket
 from lastgood.wire.records import HEADER_BYTES, DType, Record, RecordKind, parse_header
-
-WAIT_S = 60.0
-SETTINGS = DataSettings(pool_bytes=1 << 20, copied_bytes=1 << 18, patience_s=WAIT_S, stall_s=WAIT_S)
-LARGE = ctypes.create_string_buffer(64 << 20)
-"""More than the kernel takes for a connection that nobody reads."""
-
-
-def address_of(memory: ctypes.Array[ctypes.c_char]) -> int:
-    return ctypes.addressof(memory)
+from tests.gradients.support.data_links import LARGE, SETTINGS, WAIT_S, address_of, connected
 
 
 def span(nbytes: int) -> Span:
     return Span(0, DType.float32, 0, 0, nbytes)
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """A connection: a rank's end, and the shadow's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname(), WAIT_S)
-        far, _ = server.accept()
-    near.setblocking(False)
-    far.settimeout(WAIT_S)
-    return near, far
-
-
-def connected(settings: DataSettings) -> tuple[DataLink, socket.socket]:
-    """A link whose first iteration has begun, and the shadow's end of its connection."""
-    near, far = pair()
-    link = DataLink("10.9.8.7:6", 1, 1, 0, settings)
-    link.connect(near.detach())
-    link.begin_iteration(1)
-    return link, far
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lastgood.gradients.link import gradient_stream as stream_module
 from lastgood.gradients.link.data_link import DataLink, DataSettings
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.wire.records import DType
-from tests.gradients.link.test_data_link import LARGE, SETTINGS, WAIT_S, address_of, connected, pair
+from tests.gradients.support.data_links import LARGE, SETTINGS, WAIT_S, Unending, address_of, connected, pair
 
 
 def test_gradients_that_come_behind_their_step_are_counted_for_it() -> None:
@@ -36,25 +36,6 @@ def test_gradients_that_come_behind_their_step_are_counted_for_it() -> None:
     finally:
         link.close()
         far.close()
-
-
-class Unending:
-    """A real sender whose thread has something to do for ever."""
-
-    def __init__(self, sender: object) -> None:
-        self._sender = sender
-
-    def wait_returned(self, ticket: int, timeout_s: float) -> bool:
-        return False
-
-    def returned(self, ticket: int) -> bool:
-        return False
-
-    def join(self, timeout_s: float) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._sender, name)
 
 
 class Memory:

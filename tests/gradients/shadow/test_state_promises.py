@@ -5,7 +5,7 @@ import pytest
 from lastgood.errors import CheckpointError, MismatchError
 from lastgood.gradients.protocol.messages import Absent, Complete, Step
 from lastgood.gradients.shadow.actions import Apply
-from tests.gradients.shadow.test_state import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
+from tests.gradients.support.simulated_shadow import BUCKETS, JOB, LAYOUT, RANKS, SLOTS, Shadow
 
 
 class Lone:

@@ -15,8 +15,8 @@ from lastgood.gradients.tap.bucket import BucketTap, Session
 from lastgood.gradients.trainer.parameters import Tracked
 from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
-from tests.gradients.link.test_data_link import SETTINGS, connected
-from tests.gradients.tap.test_ring_hook import Bucket
+from tests.gradients.support.data_links import SETTINGS, connected
+from tests.gradients.support.ddp_bucket import Bucket
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from lastgood.gradients.link import gradient_stream as stream_module
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.wire.records import DType
-from tests.gradients.link.test_data_link import SETTINGS, WAIT_S, connected
-from tests.gradients.link.test_gradient_stream import Unending
+from tests.gradients.support.data_links import SETTINGS, WAIT_S, Unending, connected
 
 
 def test_memory_that_the_system_refuses_is_not_counted_as_held(monkeypatch: pytest.MonkeyPatch) -> None:

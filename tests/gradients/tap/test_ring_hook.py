@@ -19,6 +19,7 @@ from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.tap.ring_hook import RingReducer
 from lastgood.ports import free_ports
 from lastgood.wire.records import FINAL, RecordKind
+from tests.gradients.support.ddp_bucket import Bucket
 from tests.gradients.support.ring_rank import declared_layout
 from tests.wire.ring_helpers import PROCESS_S, WAIT_S, WireTap, make_ring
 
@@ -89,32 +90,6 @@ def test_parameters_that_are_not_the_declared_ones_are_refused() -> None:
         reducer._make_plan([wrong], [], torch.zeros(15, dtype=torch.int64))
     reducer.close()
     comms[1].close()
-
-
-class Bucket:
-    """As DDP gives one to its hook: parameters one after another in a buffer."""
-
-    def __init__(self, index: int, parameters: list[torch.nn.Parameter], *, last: bool) -> None:
-        self._index, self._parameters, self._last = index, parameters, last
-        self._buffer = torch.ones(sum(one.numel() for one in parameters))
-        sizes = [one.numel() for one in parameters]
-        views = self._buffer.split(sizes)
-        self._gradients = [view.view_as(one) for view, one in zip(views, parameters, strict=True)]
-
-    def index(self) -> int:
-        return self._index
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self._parameters
-
-    def gradients(self) -> list[torch.Tensor]:
-        return self._gradients
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def is_last(self) -> bool:
-        return self._last
 
 
 def two_reducers(shapes: list[tuple[int, ...]]) -> tuple[list[RingReducer], list[torch.nn.Parameter]]:
