@@ -16,9 +16,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
+from lastgood.experiments.systems.labels import NONE_COLOUR
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.files import write_result
@@ -27,18 +29,30 @@ from lastgood.sinks import Sink
 __all__ = [
     "BOUND_DASHES",
     "FORMATS",
+    "GAP_IN",
     "INK",
     "LABEL_PT",
     "LEFT_IN",
     "RIGHT_IN",
+    "PageText",
     "Width",
+    "bar_handle",
     "bound_handles",
+    "draw_bar",
+    "draw_grid",
+    "draw_none",
+    "draw_published",
     "draw_repetitions",
     "is_false",
     "is_true",
     "lay_out",
+    "line_look",
     "mark_handles",
     "mark_of",
+    "name_places",
+    "new_picture",
+    "pale_handle",
+    "partial_line",
     "partial_text",
     "plot_style",
     "read_tidy",
@@ -60,7 +74,7 @@ BOUND_DASHES: dict[str, Any] = {
     "training": (0, (0.8, 0.8)),
 }
 LABEL_PT = 7.0
-LEFT_IN, RIGHT_IN = 0.5, 0.06
+LEFT_IN, RIGHT_IN, GAP_IN = 0.5, 0.06, 0.07
 _PNG_DPI = 200
 # Dates in a file's metadata would make every drawing differ.
 _METADATA: dict[str, dict[str, Any]] = {
@@ -69,7 +83,6 @@ _METADATA: dict[str, dict[str, Any]] = {
     "svg": {"Date": None},
 }
 _AXES_HEIGHT_IN = {"single": 1.7, "double": 2.1}
-_GAP_IN = 0.07
 _XLABEL_IN = 0.5
 _TITLE_PT = 8.5
 _CAPTION_PT = 7.0
@@ -109,16 +122,19 @@ def read_whole(csv: Path, *, partial: bool) -> pd.DataFrame:
 
 def partial_text(frame: pd.DataFrame) -> str:
     """``partial: 12 of 14 runs, missing: ...``, or nothing where no run is missing."""
-    expected = int(frame["runs_expected"].max())
-    if len(frame) >= expected:
+    return partial_line(len(frame), int(frame["runs_expected"].max()), frame["runs_missing"].dropna())
+
+
+def partial_line(there: int, expected: int, missing: pd.Series | None = None) -> str:
+    """As `partial_text`, from numbers of runs; `missing` are texts that name those missing, all the same."""
+    if there >= expected:
         return ""
-    text = f"partial: {len(frame)} of {expected} runs"
-    named = frame["runs_missing"].dropna()
-    if named.empty:
+    text = f"partial: {there} of {expected} runs"
+    if missing is None or missing.empty:
         return text
-    missing = str(named.iloc[0]).split("; ")
-    more = f" and {len(missing) - _MISSING_NAMED} more" if len(missing) > _MISSING_NAMED else ""
-    return f"{text}, missing: {', '.join(missing[:_MISSING_NAMED])}{more}"
+    names = str(missing.iloc[0]).split("; ")
+    more = f" and {len(names) - _MISSING_NAMED} more" if len(names) > _MISSING_NAMED else ""
+    return f"{text}, missing: {', '.join(names[:_MISSING_NAMED])}{more}"
 
 
 def save_figure(figure: Figure, out_stem: Path) -> list[Path]:
@@ -141,6 +157,79 @@ def is_true(value: object) -> bool:
 def is_false(value: object) -> bool:
     """See `is_true`; an empty field is neither."""
     return str(value) == "False"
+
+
+def new_picture(width: Width) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; `lay_out` gives both their sizes."""
+    figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
+    return figure, figure.add_axes((0.1, 0.3, 0.8, 0.5))
+
+
+def draw_grid(axes: Axes) -> None:
+    """Horizontal lines below all that is drawn."""
+    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+    axes.set_axisbelow(True)
+
+
+def name_places(axes: Axes, names: Sequence[str], label: str) -> None:
+    """Write `names` at 0, 1, ... of the x axis, without ticks, and `label` under them."""
+    axes.set_xticks(range(len(names)), names)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(label)
+
+
+def draw_bar(axes: Axes, x: float, width: float, median: float, durable: float, colour: str, hatch: str) -> None:
+    """A bar up to `median`, pale above `durable`."""
+    axes.bar(x, median, width, color=colour, alpha=0.35, linewidth=0)
+    axes.bar(x, durable, width, color=colour, linewidth=0)
+    axes.bar(x, median, width, fill=False, edgecolor=INK, linewidth=0.5, hatch=hatch)
+
+
+def bar_handle(colour: str, label: str, hatch: str = "") -> Patch:
+    """A legend entry for bars."""
+    return Patch(facecolor=colour, edgecolor=INK, linewidth=0.5, hatch=hatch, label=label)
+
+
+def pale_handle(label: str) -> Patch:
+    """A legend entry for the pale tops of bars."""
+    return Patch(facecolor="#777777", alpha=0.35, linewidth=0, label=label)
+
+
+def draw_none(axes: Axes, values: pd.Series, middle: float | None = None, zorder: float = 4) -> list[Any]:
+    """A black line at `middle` (the median) of training without checkpoints, in a band over its range."""
+    if values.empty:
+        return []
+    axes.axhspan(values.min(), values.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
+    axes.axhline(values.median() if middle is None else middle, color=NONE_COLOUR, linewidth=1.0, zorder=zorder)
+    return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
+
+
+def line_look(colour: str, marker: str) -> dict[str, Any]:
+    """A thin line through medians, which are marked."""
+    return {
+        "color": colour,
+        "linewidth": 0.8,
+        "marker": marker,
+        "markersize": 5.0,
+        "markeredgecolor": INK,
+        "markeredgewidth": 0.4,
+    }
+
+
+def draw_published(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str) -> list[Any]:
+    """Hollow diamonds at what a paper says; their legend entry."""
+    if not len(xs):
+        return []
+    look: Any = {
+        "linestyle": "none",
+        "marker": "D",
+        "markersize": 5.0,
+        "markerfacecolor": "none",
+        "markeredgecolor": INK,
+        "markeredgewidth": 1.0,
+    }
+    axes.plot(xs, ys, zorder=8, **look)
+    return [Line2D([], [], label=label, **look)]
 
 
 def draw_repetitions(axes: Axes, xs: Sequence[float], values: Sequence[float], size_pt: float) -> None:
@@ -191,6 +280,43 @@ def bound_handles(seen: set[str]) -> list[Any]:
     ]
 
 
+class PageText:
+    """Title and legend above the axes and the caption below: measured first, so that none touches another."""
+
+    def __init__(
+        self, figure: Figure, handles: list[Any], width: Width, *, title: str, caption: str, partial: str
+    ) -> None:
+        self.width_in = WIDTHS_IN[width]
+        self._figure = figure
+        self._heading = figure.text(0, 0, title, weight="bold", va="top")
+        self._heading.set_fontsize(_TITLE_PT)
+        self._legend, legend_in = widest_legend(figure, handles, self.width_in)
+        self._lines = wrap_text(figure, caption, self.width_in - 2 * RIGHT_IN, _CAPTION_PT)
+        self._partial_lines = wrap_text(figure, partial, self.width_in - 2 * RIGHT_IN, _CAPTION_PT)
+        self._line_in = 1.3 * _CAPTION_PT / 72
+        self._title_in = 1.3 * _TITLE_PT / 72
+        self.above_in = GAP_IN + self._title_in + legend_in
+        """From the top to where axes may begin."""
+        self.below_in = GAP_IN + self._line_in * (len(self._lines) + len(self._partial_lines))
+        """From the bottom to where they must end."""
+
+    def place(self, height_in: float) -> None:
+        """Make the picture this high, and put the texts at their places."""
+        self._figure.set_size_inches(self.width_in, height_in)
+        left = RIGHT_IN / self.width_in
+        self._heading.set_position((left, 1 - GAP_IN / height_in))
+        self._legend.set_bbox_to_anchor((left, 1 - (GAP_IN + self._title_in) / height_in))
+        for number, line in enumerate([*self._partial_lines, *self._lines]):
+            self._figure.text(
+                left,
+                (self.below_in - number * self._line_in) / height_in,
+                line,
+                va="top",
+                fontsize=_CAPTION_PT,
+                color=BOUND_COLOUR if number < len(self._partial_lines) else INK,
+            )
+
+
 def lay_out(
     figure: Figure,
     axes: Axes,
@@ -201,37 +327,15 @@ def lay_out(
     caption: str,
     partial: str,
 ) -> None:
-    """Stack title, legend, axes and caption with their real heights, so that none touches another."""
-    width_in = WIDTHS_IN[width]
-    heading = figure.text(0, 0, title, weight="bold", va="top")
-    heading.set_fontsize(_TITLE_PT)
-    legend, legend_in = widest_legend(figure, handles, width_in)
-    lines = wrap_text(figure, caption, width_in - 2 * RIGHT_IN, _CAPTION_PT)
-    partial_lines = wrap_text(figure, partial, width_in - 2 * RIGHT_IN, _CAPTION_PT)
-    line_in = 1.3 * _CAPTION_PT / 72
-    title_in = 1.3 * _TITLE_PT / 72
-    caption_in = line_in * (len(lines) + len(partial_lines))
-    axes_in = _AXES_HEIGHT_IN[width]
-    height_in = _GAP_IN + title_in + legend_in + _GAP_IN + axes_in + _XLABEL_IN + caption_in + _GAP_IN
-    figure.set_size_inches(width_in, height_in)
-    heading.set_position((RIGHT_IN / width_in, 1 - _GAP_IN / height_in))
-    legend.set_bbox_to_anchor((RIGHT_IN / width_in, 1 - (_GAP_IN + title_in) / height_in))
-    bottom_in = _GAP_IN + caption_in + _XLABEL_IN
-    axes.set_position(
-        (LEFT_IN / width_in, bottom_in / height_in, (width_in - LEFT_IN - RIGHT_IN) / width_in, axes_in / height_in)
-    )
-    axes.yaxis.set_label_coords(-0.36 / (width_in - LEFT_IN - RIGHT_IN), 0.5)
-    top_in = _GAP_IN + caption_in
-    for number, line in enumerate([*partial_lines, *lines]):
-        colour = BOUND_COLOUR if number < len(partial_lines) else INK
-        figure.text(
-            RIGHT_IN / width_in,
-            (top_in - number * line_in) / height_in,
-            line,
-            va="top",
-            fontsize=_CAPTION_PT,
-            color=colour,
-        )
+    """Stack title, legend, axes and caption with their real heights."""
+    text = PageText(figure, handles, width, title=title, caption=caption, partial=partial)
+    width_in, axes_in = text.width_in, _AXES_HEIGHT_IN[width]
+    bottom_in = text.below_in + _XLABEL_IN
+    height_in = text.above_in + GAP_IN + axes_in + bottom_in
+    text.place(height_in)
+    axes_width_in = width_in - LEFT_IN - RIGHT_IN
+    axes.set_position((LEFT_IN / width_in, bottom_in / height_in, axes_width_in / width_in, axes_in / height_in))
+    axes.yaxis.set_label_coords(-0.36 / axes_width_in, 0.5)
 
 
 def _renderer(figure: Figure) -> RendererBase:

@@ -9,7 +9,6 @@ from typing import Any, Final
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -19,7 +18,11 @@ from lastgood.experiments.plots.canvas import (
     INK,
     LABEL_PT,
     Width,
+    bar_handle,
     bound_handles,
+    draw_bar,
+    draw_grid,
+    draw_none,
     draw_repetitions,
     is_false,
     is_true,
@@ -112,8 +115,7 @@ def _places(axes: Axes, styles: dict[str, SystemStyle], title: str, unit: str, m
     for place, name in enumerate(more, len(styles)):
         _below(axes, place, f"\n{name}")  # a line lower: beside it there are numbers as wide as a bar
     axes.tick_params(axis="x", length=0)
-    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
-    axes.set_axisbelow(True)
+    draw_grid(axes)
 
 
 def _below(axes: Axes, x: float, text: str) -> None:
@@ -149,9 +151,7 @@ def _throughput(
         durable = min(median, float(rows["durable_iterations_per_s"].median()))
         hatch = _hatch(rows)
         hatches.add(hatch)
-        axes.bar(place, median, _BAR, color=style.colour, alpha=0.35, linewidth=0)
-        axes.bar(place, durable, _BAR, color=style.colour, linewidth=0)
-        axes.bar(place, median, _BAR, fill=False, edgecolor=INK, linewidth=0.5, hatch=hatch)
+        draw_bar(axes, place, _BAR, median, durable, style.colour, hatch)
         if len(values) > 1:
             draw_repetitions(axes, [float(place)] * len(values), values, 2.2)
         _below(axes, place, f"{median:.3g}")
@@ -169,22 +169,14 @@ def _throughput(
                 linestyle=BOUND_DASHES[binds],
                 zorder=7,
             )
-    handles: list[Any] = []
-    if len(none):
-        axes.axhspan(none.min(), none.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
-        axes.axhline(none.median(), color=NONE_COLOUR, linewidth=1.0, zorder=4)
-        handles.append(Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints"))
+    handles = draw_none(axes, none)
     if published and own is not None:
         # Where the other systems would be, had Checkmate the published gain over them here.
         low, high = own / published[1], own / published[0]
         axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
     axes.set_ylim(0, None)
     meanings = ((_HATCH_UNPROVED, "restore not proved"), (_HATCH_WRONG, "RESTORE DIFFERS"))
-    handles += [
-        Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=hatch, label=label)
-        for hatch, label in meanings
-        if hatch in hatches
-    ]
+    handles += [bar_handle("white", label, hatch) for hatch, label in meanings if hatch in hatches]
     return handles + bound_handles(bounds)
 
 
@@ -284,4 +276,4 @@ def _cpu(axes: Axes, found: dict[str, Any], styles: dict[str, SystemStyle]) -> l
     axes.set_ylim(0, None)
     if not shadows:
         return []
-    return [Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=_HATCH_SHADOWS, label="shadows (CPU time)")]
+    return [bar_handle("white", "shadows (CPU time)", _HATCH_SHADOWS)]

@@ -10,20 +10,27 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.formulas.goodput import IDEAL
 from lastgood.experiments.plots.canvas import (
     INK,
     Width,
+    bar_handle,
+    draw_bar,
+    draw_grid,
+    draw_published,
     draw_repetitions,
     lay_out,
+    name_places,
+    new_picture,
+    pale_handle,
+    partial_line,
     plot_style,
     save_figure,
 )
 from lastgood.experiments.plots.captions import goodput_caption
-from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
+from lastgood.experiments.plots.style import BOUND_COLOUR
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.experiments.tables.goodput import FORMULA, GOODPUT_COLUMNS, MEASURED, GoodputRow
@@ -34,7 +41,6 @@ _FORMULA_COLUMN, _MEASURED_COLUMN = "goodput_formula_iterations_per_s", "goodput
 _GROUP_WIDTH = 0.8
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _HATCH_FAULT = "xxxx"
-_MISSING_NAMED = 12
 
 
 def plot_goodput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
@@ -67,8 +73,7 @@ def draw_goodput(frame: pd.DataFrame, width: Width = "double") -> Figure:
     The black line is Ideal, whose checkpoints cost nothing; the short lines are the bound.
     """
     with plot_style():
-        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
-        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        figure, axes = new_picture(width)
         systems = frame[frame["system"] != IDEAL]
         styles = system_styles(sorted(set(systems["system"])))
         intervals = sorted({int(interval) for interval in frame["interval_steps"]})
@@ -93,13 +98,7 @@ def draw_goodput(frame: pd.DataFrame, width: Width = "double") -> Figure:
 
 def _partial_text(frame: pd.DataFrame) -> str:
     there, expected = int(frame["runs_there"].max()), int(frame["runs_expected"].max())
-    if there >= expected:
-        return ""
-    named = frame["runs_missing"].dropna()
-    missing = str(named.iloc[0]).split("; ") if len(named) else []
-    more = f" and {len(missing) - _MISSING_NAMED} more" if len(missing) > _MISSING_NAMED else ""
-    names = f", missing: {', '.join(missing[:_MISSING_NAMED])}{more}" if missing else ""
-    return f"partial: {there} of {expected} runs{names}"
+    return partial_line(there, expected, frame["runs_missing"].dropna())
 
 
 def _set_axes(axes: Axes, intervals: Sequence[int], frame: pd.DataFrame) -> None:
@@ -107,11 +106,8 @@ def _set_axes(axes: Axes, intervals: Sequence[int], frame: pd.DataFrame) -> None
     axes.set_ylim(0, 1.13 * float(frame[columns].max().max()))
     axes.set_ylabel("goodput (iterations/s)")
     axes.set_xlim(-0.6, len(intervals) - 0.4)
-    axes.set_xticks(range(len(intervals)), [str(interval) for interval in intervals])
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("checkpoint interval (iterations)")
-    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
-    axes.set_axisbelow(True)
+    name_places(axes, [str(interval) for interval in intervals], "checkpoint interval (iterations)")
+    draw_grid(axes)
 
 
 def _draw_bars(
@@ -131,9 +127,7 @@ def _draw_bars(
             durable = min(median, float(runs["durable_goodput_iterations_per_s"].median()))
             fault = bool(runs["faults"].notna().any())
             drawn = 0.9 * bar_width
-            axes.bar(x, median, drawn, color=colour, alpha=0.35, linewidth=0)
-            axes.bar(x, durable, drawn, color=colour, linewidth=0)
-            axes.bar(x, median, drawn, fill=False, edgecolor=INK, linewidth=0.5, hatch=_HATCH_FAULT if fault else "")
+            draw_bar(axes, x, drawn, median, durable, colour, _HATCH_FAULT if fault else "")
             values = [float(value) for value in runs.sort_values("repetition")[_MEASURED_COLUMN]]
             if len(values) > 1:
                 step = min(0.22, 0.6 / len(values)) * drawn
@@ -141,16 +135,11 @@ def _draw_bars(
                 draw_repetitions(axes, xs, values, 2.4 if width == "double" else 1.8)
             pale = pale or durable < 0.99 * median
             faulty = faulty or fault
-    handles: list[Any] = [
-        Patch(facecolor=styles[system].colour, edgecolor=INK, linewidth=0.5, label=f"{styles[system].label}, measured")
-        for system in measured
-    ]
+    handles: list[Any] = [bar_handle(styles[system].colour, f"{styles[system].label}, measured") for system in measured]
     if pale:
-        handles.append(Patch(facecolor="#777777", alpha=0.35, linewidth=0, label="pale: not durable at the end"))
+        handles.append(pale_handle("pale: not durable at the end"))
     if faulty:
-        handles.append(
-            Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=_HATCH_FAULT, label="RESTORE DIFFERS")
-        )
+        handles.append(bar_handle("white", "RESTORE DIFFERS", _HATCH_FAULT))
     return handles
 
 
@@ -200,17 +189,7 @@ def _draw_bounds(axes: Axes, frame: pd.DataFrame, intervals: Sequence[int]) -> l
 
 
 def _draw_published(axes: Axes, frame: pd.DataFrame, intervals: Sequence[int]) -> list[Any]:
-    """Hollow diamonds where PCcheck would be with the gain that the paper has."""
+    """Where PCcheck would be with the gain that the paper has."""
     found = frame.groupby("interval_steps")["paper_goodput_iterations_per_s"].median().dropna()
-    if found.empty:
-        return []
-    look: Any = {
-        "linestyle": "none",
-        "marker": "D",
-        "markersize": 5.0,
-        "markerfacecolor": "none",
-        "markeredgecolor": INK,
-        "markeredgewidth": 1.0,
-    }
-    axes.plot([intervals.index(int(str(interval))) for interval in found.index], found.to_numpy(), zorder=8, **look)
-    return [Line2D([], [], label="paper's gain of PCcheck", **look)]
+    places = [intervals.index(int(str(interval))) for interval in found.index]
+    return draw_published(axes, places, list(found), "paper's gain of PCcheck")

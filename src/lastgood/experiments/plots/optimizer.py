@@ -10,9 +10,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.plots.canvas import Width, draw_repetitions, lay_out, plot_style, save_figure
+from lastgood.experiments.plots.canvas import (
+    Width,
+    draw_grid,
+    draw_repetitions,
+    lay_out,
+    new_picture,
+    partial_line,
+    plot_style,
+    save_figure,
+)
 from lastgood.experiments.plots.captions import optimizer_caption
-from lastgood.experiments.plots.style import WIDTHS_IN, series_styles
+from lastgood.experiments.plots.style import series_styles
 from lastgood.experiments.tables.frames import read_frame
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, UpdateRow
 
@@ -43,8 +52,7 @@ def read_updates(path: Path) -> pd.DataFrame:
 def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
     """Markers are medians over a run's updates, circles the runs' medians where there are several."""
     with plot_style():
-        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
-        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        figure, axes = new_picture(width)
         threads = sorted(set(frame["threads"]))
         counts = sorted(set(frame["shadows"]))
         handles: list[Any] = []
@@ -71,8 +79,7 @@ def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
         axes.set_xlabel("threads of each shadow")
         axes.set_ylabel(f"one whole update ({unit})")
         axes.set_ylim(0, None)
-        axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
-        axes.set_axisbelow(True)
+        draw_grid(axes)
         first = frame.iloc[0]
         lay_out(
             figure,
@@ -87,5 +94,4 @@ def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
 
 
 def _partial_text(frame: pd.DataFrame) -> str:
-    runs, expected = frame["record"].nunique(), int(frame["runs_expected"].max())
-    return "" if runs >= expected else f"partial: {runs} of {expected} runs"
+    return partial_line(frame["record"].nunique(), int(frame["runs_expected"].max()))

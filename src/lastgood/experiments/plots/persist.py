@@ -17,17 +17,20 @@ from lastgood.experiments.plots.canvas import (
     INK,
     LABEL_PT,
     Width,
+    draw_grid,
     draw_repetitions,
     lay_out,
+    line_look,
     mark_handles,
     mark_of,
+    new_picture,
     partial_text,
     plot_style,
     read_whole,
     save_figure,
 )
 from lastgood.experiments.plots.captions import persist_caption
-from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN, series_styles
+from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
 from lastgood.experiments.systems.labels import panel_title, system_styles
 
 __all__ = ["draw_persist", "plot_persist"]
@@ -55,8 +58,7 @@ def draw_persist(frame: pd.DataFrame, width: Width = "double") -> Figure:
     if str(frame["axis"].iloc[0]) != PERSIST.axis:
         raise LastgoodError(f"a CSV of axis {frame['axis'].iloc[0]!r} holds no persist times against sizes")
     with plot_style():
-        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
-        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        figure, axes = new_picture(width)
         timed = frame.dropna(subset=["persist_p50_s"])
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -85,14 +87,7 @@ def _draw_systems(axes: Axes, timed: pd.DataFrame) -> tuple[list[Any], set[str]]
     marks: set[str] = set()
     for number, ((system, style), shape) in enumerate(zip(styles.items(), series_styles(len(styles)), strict=True)):
         shift = 10 ** (_DODGE * (number - (len(styles) - 1) / 2))
-        look: dict[str, Any] = {
-            "color": style.colour,
-            "linewidth": 0.8,
-            "marker": shape.marker,
-            "markersize": 5.0,
-            "markeredgecolor": INK,
-            "markeredgewidth": 0.4,
-        }
+        look = line_look(style.colour, shape.marker)
         xs, ys = [], []
         for megabytes, runs in timed[timed["system"] == system].groupby("axis_value"):
             x = float(str(megabytes)) * shift
@@ -132,5 +127,5 @@ def _set_axes(axes: Axes, sizes_mb: list[float]) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_xlabel("size of the checkpoint (MB)")
     axes.set_ylabel("time (ms)")
-    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
+    draw_grid(axes)
     axes.set_axisbelow(True)

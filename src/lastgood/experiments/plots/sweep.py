@@ -20,22 +20,26 @@ from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, THREADS, FigureAxes
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
-    INK,
     LABEL_PT,
     Width,
     bound_handles,
+    draw_grid,
+    draw_none,
     draw_repetitions,
     lay_out,
+    line_look,
     mark_handles,
     mark_of,
+    name_places,
+    new_picture,
     partial_text,
     plot_style,
     read_whole,
     save_figure,
 )
 from lastgood.experiments.plots.captions import sweep_caption
-from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN, SeriesStyle, series_styles
-from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title
+from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
+from lastgood.experiments.systems.labels import panel_title
 
 __all__ = ["draw_sweep", "plot_sweep"]
 
@@ -92,14 +96,13 @@ def draw_sweep(frame: pd.DataFrame, width: Width = "double") -> Figure:
         raise LastgoodError(f"a CSV of axis {axis!r} is no sweep; known: {', '.join(_WORDS)}")
     sides, words = _WORDS[axis]
     with plot_style():
-        figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
-        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+        figure, axes = new_picture(width)
         swept = frame[frame["system"] != BASELINE].dropna(subset=["slowdown"])
         places = _values(swept, sides.columns)
         series = _values(swept, sides.rows)
         _set_x_axis(axes, places, words.place, sides)
         handles, marks = _draw_series(axes, swept, sides, places, series, words.series)
-        handles += _draw_none(axes, frame[frame["system"] == BASELINE])
+        handles += _draw_none(axes, frame.loc[frame["system"] == BASELINE, "iterations_per_s"])
         handles += _draw_bounds(axes, swept, sides, places, series)
         handles += mark_handles(marks)
         _set_y_axis(axes)
@@ -136,9 +139,7 @@ def _name(value: float, sides: FigureAxes) -> str:
 
 def _set_x_axis(axes: Axes, places: Sequence[float], label: str, sides: FigureAxes) -> None:
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
-    axes.set_xticks(range(len(places)), [_name(place, sides) for place in places])
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlabel(label)
+    name_places(axes, [_name(place, sides) for place in places], label)
 
 
 def _offset(number: int, count: int) -> float:
@@ -185,8 +186,8 @@ def _draw_series(
                     fontsize=LABEL_PT,
                     annotation_clip=False,
                 )
-        axes.plot(xs, ys, **_look(style), zorder=4)
-        handles.append(Line2D([], [], label=label.format(f"{one:g}"), **_look(style)))
+        axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=4)
+        handles.append(Line2D([], [], label=label.format(f"{one:g}"), **line_look(style.colour, style.marker)))
     return handles, marks
 
 
@@ -195,24 +196,8 @@ def _beside(x: float, count: int, series: int) -> list[float]:
     return [x + (number - (count - 1) / 2) * step for number in range(count)]
 
 
-def _look(style: SeriesStyle) -> dict[str, Any]:
-    return {
-        "color": style.colour,
-        "linewidth": 0.8,
-        "marker": style.marker,
-        "markersize": 5.0,
-        "markeredgecolor": INK,
-        "markeredgewidth": 0.4,
-    }
-
-
-def _draw_none(axes: Axes, none: pd.DataFrame) -> list[Any]:
-    if none.empty:
-        return []
-    rates = none["iterations_per_s"]
-    axes.axhspan(rates.median() / rates.max(), rates.median() / rates.min(), color=NONE_COLOUR, alpha=0.12, linewidth=0)
-    axes.axhline(1.0, color=NONE_COLOUR, linewidth=1.0, zorder=2)
-    return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
+def _draw_none(axes: Axes, rates: pd.Series) -> list[Any]:
+    return draw_none(axes, rates.median() / rates, middle=1.0, zorder=2)
 
 
 def _draw_bounds(
@@ -269,5 +254,4 @@ def _set_y_axis(axes: Axes) -> None:
         margin = 0.12 * max(high - low, 0.1)
         axes.set_ylim(low - margin, high + 1.5 * margin)
     axes.set_ylabel("slowdown")
-    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
-    axes.set_axisbelow(True)
+    draw_grid(axes)

@@ -10,22 +10,26 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
-    INK,
     LABEL_PT,
     LEFT_IN,
     RIGHT_IN,
     Width,
+    bar_handle,
     bound_handles,
+    draw_bar,
+    draw_grid,
+    draw_none,
+    draw_published,
     draw_repetitions,
     is_false,
     is_true,
     lay_out,
+    name_places,
+    pale_handle,
     partial_text,
     plot_style,
     read_whole,
@@ -33,7 +37,7 @@ from lastgood.experiments.plots.canvas import (
 )
 from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
-from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
+from lastgood.experiments.systems.labels import SystemStyle, panel_title, system_styles
 
 __all__ = ["draw_throughput", "plot_throughput"]
 
@@ -90,7 +94,7 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
         bar_pt = _set_x_axis(axes, intervals, len(styles), axes_width_pt)
         _set_y_axis(axes, frame)
         handles = _draw_cells(axes, cells, styles, intervals, bar_pt)
-        handles += _draw_none(axes, frame[frame["system"] == BASELINE])
+        handles += draw_none(axes, frame.loc[frame["system"] == BASELINE, "iterations_per_s"])
         handles += _draw_bounds(axes, bars, intervals, list(styles))
         handles += _mark_handles(list(cells.values()))
         handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == BASELINE])
@@ -133,9 +137,7 @@ def _set_x_axis(axes: Axes, intervals: Sequence[int], systems: int, axes_width_p
     half_range = axes_width_pt / group_pt / 2
     middle = (groups - 1) / 2
     axes.set_xlim(middle - half_range, middle + half_range)
-    axes.set_xticks(range(len(intervals)), [str(interval) for interval in intervals])
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("checkpoint interval (iterations)")
+    name_places(axes, [str(interval) for interval in intervals], "checkpoint interval (iterations)")
     return group_pt * _GROUP_WIDTH / max(1, systems)
 
 
@@ -143,8 +145,7 @@ def _set_y_axis(axes: Axes, frame: pd.DataFrame) -> None:
     top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max())
     axes.set_ylim(0, 1.13 * top)
     axes.set_ylabel("throughput (iterations/s)")
-    axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
-    axes.set_axisbelow(True)
+    draw_grid(axes)
 
 
 def _draw_cells(
@@ -173,16 +174,12 @@ def _draw_cells(
             if cell is None:
                 continue
             drawn = 0.9 * bar_width
-            axes.bar(x, cell.median, drawn, color=style.colour, alpha=0.35, linewidth=0)
-            axes.bar(x, cell.durable, drawn, color=style.colour, linewidth=0)
-            axes.bar(x, cell.median, drawn, fill=False, edgecolor=INK, linewidth=0.5, hatch=cell.hatch)
+            draw_bar(axes, x, drawn, cell.median, cell.durable, style.colour, cell.hatch)
             dodged = _dodged(x, drawn, len(cell.values))
             draw_repetitions(axes, dodged, cell.values, min(2.6, 0.25 * bar_pt))
-    handles: list[Any] = [
-        Patch(facecolor=style.colour, edgecolor=INK, linewidth=0.5, label=style.label) for style in styles.values()
-    ]
+    handles: list[Any] = [bar_handle(style.colour, style.label) for style in styles.values()]
     if any(cell.durable < 0.99 * cell.median for cell in cells.values()):
-        handles.append(Patch(facecolor="#777777", alpha=0.35, linewidth=0, label="pale: lost to the drain"))
+        handles.append(pale_handle("pale: lost to the drain"))
     return handles
 
 
@@ -194,15 +191,6 @@ def _dodged(x: float, width: float, count: int) -> list[float]:
     """Side by side, so that equal repetitions are seen as several."""
     step = min(0.22, 0.6 / count) * width
     return [x + (number - (count - 1) / 2) * step for number in range(count)]
-
-
-def _draw_none(axes: Axes, none: pd.DataFrame) -> list[Any]:
-    if none.empty:
-        return []
-    values = none["iterations_per_s"]
-    axes.axhspan(values.min(), values.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
-    axes.axhline(values.median(), color=NONE_COLOUR, linewidth=1.0, zorder=4)
-    return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
 
 
 def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int], systems: Sequence[str]) -> list[Any]:
@@ -265,18 +253,7 @@ def _draw_published(
             if cell is not None and cell.published is not None:
                 xs.append(group - _GROUP_WIDTH / 2 + (place + 0.5) * bar_width)
                 ys.append(rate / cell.published)
-    if not xs:
-        return []
-    look: Any = {
-        "linestyle": "none",
-        "marker": "D",
-        "markersize": 5.0,
-        "markerfacecolor": "none",
-        "markeredgecolor": INK,
-        "markeredgewidth": 1.0,
-    }
-    axes.plot(xs, ys, zorder=8, **look)
-    return [Line2D([], [], label="paper, other machine", **look)]
+    return draw_published(axes, xs, ys, "paper, other machine")
 
 
 def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
@@ -286,7 +263,5 @@ def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
         (_HATCH_WRONG, "RESTORE DIFFERS"),
     )
     return [
-        Patch(facecolor="white", edgecolor=INK, linewidth=0.5, hatch=hatch, label=label)
-        for hatch, label in meanings
-        if any(hatch in cell.hatch for cell in cells)
+        bar_handle("white", label, hatch) for hatch, label in meanings if any(hatch in cell.hatch for cell in cells)
     ]
