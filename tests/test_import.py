@@ -1,4 +1,4 @@
-"""What an import costs, and that floors import downward only."""
+"""What an import costs, and that rooms and floors import downward only, without circles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,48 @@ import lastgood
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 
 ROOT = Path(lastgood.__file__).parent
+ROOMY = {"checkpointers", "cluster", "experiments", "gradients"}
+"""Folders whose folders are rooms. Everywhere else a room is a module or a folder of src/lastgood."""
+
 FLOORS = [
-    {"errors", "units", "text", "files", "tokens", "addresses", "bounds", "pickles", "locks", "processes"}
-    | {"ports", "sinks", "notices", "host_memory", "extras", "world", "_lazy", "_native"},
-    {"state", "storage", "optim", "wire"},
-    {"checkpointers", "gradients", "mirror", "sparse", "cluster"},
-    {"training", "workloads", "integrations"},
-    {"experiments", "cli", "__main__"},
+    [
+        "errors units text files tokens addresses bounds pickles locks processes ports sinks notices host_memory "
+        "extras world models _lazy _moved _native",
+    ],
+    ["state storage optim wire"],
+    [
+        "cluster.hostfile gradients.layout gradients.protocol",
+        "cluster.ssh cluster.provision gradients.link gradients.shadow gradients.switch gradients.trainer",
+        "cluster.host_check cluster.launch cluster.testbed gradients.conductor gradients.tap",
+        "checkpointers.traits checkpointers.rank_directory checkpointers.torch_files",
+        "checkpointers.agreement checkpointers.attach checkpointers.copies checkpointers.steps",
+        "checkpointers.slots",
+        "checkpointers.directories checkpointers.ranks",
+        "checkpointers.recovery",
+        "checkpointers.events checkpointers.options checkpointers.save_health",
+        "checkpointers.base",
+        "checkpointers.directory_system checkpointers.export",
+        "checkpointers.baselines checkpointers.checkfreq checkpointers.gpm checkpointers.gemini",
+        "checkpointers.pccheck checkpointers.checkmate checkpointers.dcp checkpointers.third_party",
+        "checkpointers.registry",
+    ],
+    ["integrations workloads", "training"],
+    [
+        "experiments.formulas experiments.records experiments.traces",
+        "experiments.machine experiments.systems",
+        "experiments.ceilings experiments.optbench experiments.services experiments.config",
+        "experiments.advise experiments.runs experiments.plan",
+        "experiments.goodput experiments.multirank experiments.figures",
+        "experiments.tables",
+        "experiments.claims experiments.plots",
+        "experiments.report",
+        "cli",
+        "__main__",
+    ],
 ]
+"""The rooms of docs/architecture.md, from the ground up. A room imports from its own line and those above it here."""
+
+RANKS = {room: rank for rank, line in enumerate(line for floor in FLOORS for line in floor) for room in line.split()}
 
 
 def loaded_after(statement):
@@ -71,23 +105,114 @@ def test_type_checkers_see_the_public_names():
     assert (ROOT / "py.typed").is_file()
 
 
-def floor_of(module):
-    return next((number for number, names in enumerate(FLOORS) if module in names), None)
+MODULES = {
+    ".".join(("lastgood", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
 def imports_of(path):
+    """Modules that a file imports anywhere: at its top, in functions, for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lastgood."):
-            yield node.module.split(".")[1]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports are not followed here"
+            for alias in node.names:
+                one = f"{node.module}.{alias.name}"
+                # Of lastgood itself there are the compiled module, which has no file here, and the public names.
+                yield one if one in MODULES or node.module == "lastgood" else str(node.module)
         elif isinstance(node, ast.Import):
-            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("lastgood."))
+            yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downward(path):
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if own == "__init__":
+def room_of(module):
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[0] in ROOMY else 1])
+
+
+OPEN = {
+    ("lastgood.checkpointers.save_health", "lastgood.checkpointers.base"),
+    ("lastgood.checkpointers.slots.contents", "lastgood.checkpointers.recovery.found_here"),
+    ("lastgood.checkpointers.pccheck.tuning_file", "lastgood.checkpointers.pccheck.system"),
+    ("lastgood.gradients.shadow.worker", "lastgood.gradients.shadow.core"),
+}
+"""Imports that still make circles. None may join them."""
+
+IMPORTS = {
+    module: {
+        one for one in imports_of(path) if one.startswith("lastgood.") and one != module and (module, one) not in OPEN
+    }
+    for module, path in MODULES.items()
+}
+
+
+def circles(graph):
+    """Groups of nodes, each of which can be reached from all others of its group."""
+    found, open_nodes, numbers, lowest = [], [], {}, {}
+
+    def visit(node):
+        numbers[node] = lowest[node] = len(numbers)
+        open_nodes.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in numbers:
+                visit(target)
+                lowest[node] = min(lowest[node], lowest[target])
+            elif target in open_nodes:
+                lowest[node] = min(lowest[node], numbers[target])
+        if lowest[node] == numbers[node]:
+            place = open_nodes.index(node)
+            group, open_nodes[place:] = open_nodes[place:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in numbers:
+            visit(node)
+    return found
+
+
+def test_all_imports_are_read(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from lastgood import _native, units\nif TYPE_CHECKING:\n    from lastgood.text import read_bytes\n"
+        "def late():\n    import lastgood.errors as errors\n    from lastgood.state import layout\n"
+    )
+    read = {"lastgood._native", "lastgood.units", "lastgood.text", "lastgood.errors", "lastgood.state.layout"}
+    assert set(imports_of(path)) == read
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}
+    assert circles(graph) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "d": {"c", "b"}}) == []
+
+
+def test_every_room_has_a_place():
+    houses = {"lastgood", *(f"lastgood.{name}" for name in ROOMY)}
+    assert sorted({room_of(module) for module in MODULES.keys() - houses} - RANKS.keys()) == [], "on no line of FLOORS"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if IMPORTS[module]])
+def test_imports_run_downward(module):
+    if module == "lastgood":
         return
-    assert floor_of(own) is not None, f"{own} stands on no floor of docs/architecture.md"
-    for imported in imports_of(path):
-        assert floor_of(imported) <= floor_of(own), f"{path} imports upward: {imported}"
+    for imported in IMPORTS[module]:
+        assert RANKS[room_of(imported)] <= RANKS[room_of(module)], f"{module} imports upward: {imported}"
+
+
+def test_nothing_imports_the_public_names():
+    """They stand for modules of all floors; each is imported from its own room."""
+    public = {f"lastgood.{name}" for name in lastgood.__all__}
+    assert {module: found for module, imported in IMPORTS.items() if (found := imported & public)} == {}
+
+
+def test_no_circle_between_modules():
+    assert circles(IMPORTS) == []
+
+
+def test_no_circle_between_rooms():
+    graph = {}
+    for module, imported in IMPORTS.items():
+        if module != "lastgood":
+            own = room_of(module)
+            graph.setdefault(own, set()).update(room for one in imported if (room := room_of(one)) != own)
+    assert circles(graph) == []
