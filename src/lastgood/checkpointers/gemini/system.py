@@ -129,6 +129,7 @@ class Gemini(Checkpointer):
         safe_in="memory",
         safe_words="in its peers' memory",
         ranks_write="peers",
+        helper="peers",
         cost=CostModel(waits=False, takes="slower", over="network"),
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions

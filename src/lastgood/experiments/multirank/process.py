@@ -102,7 +102,7 @@ def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
         counts=measured.counts,
         storage=measured.storage,
         notes=measured.notes,
-        shadows=measured.shadows,
+        **measured.service_facts,
         live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
     )
 
