@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.directories.named_state import live_tensors
 from lastgood.checkpointers.directories.store import CheckpointDirectories, check_files
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate.system import Checkmate
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint, StateError
 from lastgood.gradients.conductor.conductor import Conductor
 from lastgood.gradients.link.gradient_stream import GradientStream

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate import incarnation as checkmate_life
 from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.recovery import checkmate_job
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, NotedJob, Promises, note_job, noted_job
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout

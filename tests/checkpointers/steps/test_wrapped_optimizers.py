@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.errors import ConfigError, StateError

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkmate.incarnation import Life, begin_life
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import Restored, check_held, find_newest, restore_together
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.checkmate_job import Promises
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout

@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import HostSnapshot, PinnedMemory
 from lastgood.checkpointers.copies.still_weights import StillWeights
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.gemini.address_file import Address
 from lastgood.checkpointers.gemini.partition import Network, partition
 from lastgood.checkpointers.gemini.peer_client import Held, Outgoing, PeerLink, Peers, PeerSettings
 from lastgood.checkpointers.gemini.placement import placement
 from lastgood.checkpointers.gemini.traffic import Traffic
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.ranks.exchange import Together, address_for_peers
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout

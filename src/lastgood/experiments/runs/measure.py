@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.records.run import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
