@@ -20,7 +20,7 @@ from lastgood.checkpointers.checkmate.restore import (
     read_token,
 )
 from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
-from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
 from lastgood.gradients.conductor.conductor import Conductor, Settings, Settled
@@ -233,7 +233,7 @@ def _layout_of_all(
     tracked: Tracked,
     spec: OptimizerSpec,
     knobs: CheckmateOptions,
-    together: Together | None,
+    together: RankExchange | None,
     rank: int,
     ranks: int,
     *,
@@ -280,7 +280,7 @@ def _identity(
     directory: Path,
     knobs: CheckmateOptions,
     token: bytes,
-    together: Together | None,
+    together: RankExchange | None,
     rank: int,
     restored: Restored | None,
 ) -> tuple[str, int, int]:
@@ -329,7 +329,7 @@ def _mover_for(tracked: Tracked, stream: GradientStream, knobs: CheckmateOptions
     return mover
 
 
-def _seed_first(life: Life, knobs: CheckmateOptions, together: Together | None, *, verify: bool) -> None:
+def _seed_first(life: Life, knobs: CheckmateOptions, together: RankExchange | None, *, verify: bool) -> None:
     """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
     conductor = life.conductor
     base = life.stream.iteration

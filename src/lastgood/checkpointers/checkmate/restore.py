@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
-from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
 from lastgood.errors import (
     CheckpointError,
@@ -98,9 +98,9 @@ def read_token(knobs: CheckmateOptions) -> bytes:
     return read_token_file(Path(knobs.token_file))
 
 
-def ranks_together(rank: int, ranks: int) -> Together | None:
+def ranks_together(rank: int, ranks: int) -> RankExchange | None:
     """How ranks tell each other what rank 0 found; None for one alone. All of them call it together."""
-    return None if ranks == 1 else Together(rank, ranks, 600.0)
+    return None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
 
 
 def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
@@ -208,7 +208,7 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
     return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
 
 
-def _all_do(part: Callable[[], None], together: Together | None, step: int) -> None:
+def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) -> None:
     """Do a part of a restore. Raises what this rank's raises, or CheckpointError for another rank's."""
     fault: LastgoodError | None = None
     try:
