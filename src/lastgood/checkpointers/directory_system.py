@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["DirectoryOptions", "DirectorySystem", "Flight", "in_thread", "synchronize"]
+__all__ = ["DirectoryOptions", "DirectorySystem", "LibrarySave", "in_thread", "synchronize"]
 
 _log = logging.getLogger("lastgood")
 
@@ -67,7 +67,7 @@ class DirectorySystem(Checkpointer):
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
         self._directories = CheckpointDirectories(self.directory, self.options.keep, self.readable_by)
-        self._flight: Flight | None = None
+        self._flight: LibrarySave | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
 
@@ -90,7 +90,7 @@ class DirectorySystem(Checkpointer):
     def _seal(self, temporary: Path, step: int) -> None:
         """Called in a thread when the library is done: flush what it has not flushed, write the manifest."""
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: LibrarySave) -> None:
         """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -115,7 +115,7 @@ class DirectorySystem(Checkpointer):
             if future is None:
                 self._commit(event, temporary)
                 return
-            flight = Flight(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
+            flight = LibrarySave(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
             try:
                 flight.start()
             except BaseException:
@@ -134,7 +134,7 @@ class DirectorySystem(Checkpointer):
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: LibrarySave) -> None:
         """Called in the flight's thread when the library is done, or took too long."""
         try:
             flight.result()
@@ -145,7 +145,7 @@ class DirectorySystem(Checkpointer):
             self._directories.give_up(flight.temporary)
             self._fail(flight.event, self._explained(error))
 
-    def _end_late(self, flight: Flight) -> None:
+    def _end_late(self, flight: LibrarySave) -> None:
         self._stop(flight)
         self._late = flight.future
 
@@ -238,7 +238,7 @@ def in_thread(wait: Callable[[], object], name: str) -> Future[Any]:
     return future
 
 
-class Flight(threading.Thread):
+class LibrarySave(threading.Thread):
     """Waits for one save of a library, for a bounded time, and then calls `landed`."""
 
     def __init__(
@@ -248,7 +248,7 @@ class Flight(threading.Thread):
         temporary: Path,
         future: Future[Any],
         limit_s: float,
-        landed: Callable[[Flight], None],
+        landed: Callable[[LibrarySave], None],
     ) -> None:
         super().__init__(name=f"{system}-commit-{event.step}")
         self.event = event

@@ -18,7 +18,7 @@ from pydantic import Field
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
-from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
+from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, LibrarySave, synchronize
 from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.traits import Traits
@@ -114,7 +114,7 @@ class TorchDCP(DirectorySystem):
             )
         return future  # type: ignore[no-any-return]
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: LibrarySave) -> None:
         if self._writer is not None:
             self._writer.give_up()
         if self._helper is not None and (self._helper.dead or not flight.future.done()):

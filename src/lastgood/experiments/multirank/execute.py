@@ -21,7 +21,7 @@ from lastgood.experiments.multirank.capacity import check_room
 from lastgood.experiments.multirank.kills import kill_moments, merge_lives
 from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
 from lastgood.experiments.multirank.results import (
-    LivedRank,
+    AfterKill,
     MeasuredRank,
     RestoredRank,
     merge_clocks,
@@ -44,7 +44,7 @@ __all__ = ["execute_ranks"]
 
 Report = Callable[[str], None]
 Phase = Literal["measure", "live", "restore"]
-_Result = TypeVar("_Result", MeasuredRank, LivedRank, RestoredRank)
+_Result = TypeVar("_Result", MeasuredRank, AfterKill, RestoredRank)
 
 _PHASE_S: Final = 24 * 3600.0
 """For all ranks of one launch. A rank that hangs is found earlier, by the others' waits for it (`COLLECTIVE_S`)."""
@@ -92,7 +92,7 @@ class _Run:
         """All launches, and what they make together."""
         spec = self.spec
         restored: list[RestoredRank] = []
-        lives: list[list[LivedRank]] = []
+        lives: list[list[AfterKill]] = []
         moments = kill_moments(spec)
         with run_services(self.services, self.folder, self.report, self.place) as services:
             self._watched = services.watched(self.report)
@@ -100,8 +100,8 @@ class _Run:
             step_s = measured[0].clocks.elapsed_s / measured[0].clocks.measured_steps
             for life in range(1, spec.kills + 1):
                 after = moments[life] if life < spec.kills else None
-                lives.append(self._launch("live", LivedRank, life=life, kill_after_steps=after, step_s=step_s))
-            last: Sequence[MeasuredRank | LivedRank] = lives[-1] if lives else measured
+                lives.append(self._launch("live", AfterKill, life=life, kill_after_steps=after, step_s=step_s))
+            last: Sequence[MeasuredRank | AfterKill] = lives[-1] if lives else measured
             live = [one.live for one in last if one.live is not None]
             if len(live) == len(measured):
                 restored = self._launch("restore", RestoredRank)
