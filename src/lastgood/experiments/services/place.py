@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from lastgood.cluster.hostfile import Host, Hostfile, read_hostfile
-from lastgood.cluster.launch.launch import launch
+from lastgood.cluster.launch.job import launch
 from lastgood.cluster.launch.lifelines import was_killed
 from lastgood.cluster.launch.order import How
 from lastgood.cluster.ssh.remote import Remote, SshOptions
