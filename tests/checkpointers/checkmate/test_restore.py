@@ -11,8 +11,9 @@ from lastgood.checkpointers.checkmate import restore as checkmate_restore
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError, NoCheckpoint
+from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.protocol import client as asking
-from lastgood.gradients.protocol.messages import Saved, Status
+from lastgood.gradients.protocol.messages import Status
 from lastgood.gradients.shadow.spill_store import SpillStore
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.gradients.support.fault_training import Life, ranks_in_threads, restore_afresh

@@ -22,9 +22,10 @@ from lastgood.errors import (
     MismatchError,
     NoCheckpoint,
 )
+from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol import client as asking
-from lastgood.gradients.protocol.messages import Entry, Status
+from lastgood.gradients.protocol.messages import Status
 from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.rank_record import SIDE_VERSIONS, open_side, restored_tree
 from lastgood.state import check_tree, load_tree
@@ -121,7 +122,7 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
 
 
 def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
-    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.Asker.status)
+    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.ShadowClient.status)
     failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
     if failures:
         raise CheckpointError("checkmate: " + "; ".join(failures))

@@ -29,8 +29,9 @@ from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.checkmate_job import Promises
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.link.gradient_stream import GradientStream
-from lastgood.gradients.protocol.messages import Absent, Complete, Side, Step
+from lastgood.gradients.protocol.messages import Absent, Complete, Step
 from lastgood.gradients.tap.bucket import BucketTap
 from lastgood.gradients.tap.ring import RingTap
 from lastgood.gradients.tap.step import StepTap

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
+from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
-from lastgood.gradients.protocol.messages import Entry
 from lastgood.state.optimizers import calls_step_hooks
 from lastgood.state.shards import is_sharded, local_part
 
