@@ -151,7 +151,7 @@ def ranks_in_threads() -> Iterator[None]:
     world = mock.Mock(side_effect=lambda: (_here.rank, RANKS))
     together = mock.Mock(side_effect=lambda rank, ranks: _here.meeting)
     with contextlib.ExitStack() as stack:
-        for module in ("checkmate_life", "checkmate_restore"):
+        for module in ("checkmate.incarnation", "checkmate.restore"):
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.world_of_torch", world))
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.ranks_together", together))
         stack.enter_context(mock.patch("lastgood.gradients.tap.bucket.torch", SimpleNamespace(distributed=distributed)))
