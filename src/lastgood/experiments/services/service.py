@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lastgood.cluster.launch.launch import LOG_THERE
+from lastgood.cluster.launch.job import LOG_THERE
 from lastgood.cluster.ssh.remote import Remote, RemoteProcess
 from lastgood.errors import HostError, LastgoodError, WaitTimeout
 from lastgood.experiments.services.place import Place, host_address
