@@ -15,8 +15,8 @@ pytest.importorskip("moto")
 pytest.importorskip("flask")
 pytest.importorskip("google.cloud.compute_v1")
 
-from tests.cluster.provision import test_cloud_aws as of_aws  # noqa: E402 - needs what was looked for above
-from tests.cluster.provision import test_cloud_gcp as of_gcp  # noqa: E402
+from tests.cluster.support import moto_aws as of_aws  # noqa: E402 - needs what was looked for above
+from tests.cluster.support import recorded_gcp as of_gcp  # noqa: E402
 
 pytestmark = pytest.mark.slow  # moto's server, boto3 and Google's client are loaded
 

@@ -6,28 +6,13 @@ import pytest
 
 from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError, ProvisionError
+from tests.cluster.support import recorded_gcp
 from tests.cluster.support.cloud_calls import cloud, listed
+from tests.cluster.support.recorded_gcp import ZONE, create, place
 
 compute_v1 = pytest.importorskip("google.cloud.compute_v1")
 
-ZONE = "us-central1-a"
-
-
-@pytest.fixture
-def gcp():
-    from tests.cluster.support.gcp_recorder import Recorder
-
-    with Recorder() as recorder:
-        yield recorder
-    assert recorder.faults == []
-
-
-def place(gcp):
-    return ["--provider", "gcp", "--project", "proj-1", "--endpoint", gcp.url]
-
-
-def create(gcp, *arguments, machine="a2-highgpu-1g"):
-    return cloud("create", *place(gcp), "--zone", ZONE, "--machine", machine, "--owner", "Ada L", *arguments)
+gcp = recorded_gcp.gcp
 
 
 def test_vms_are_created_as_pccheck_had_them_listed_and_destroyed(gcp, tmp_path):
