@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.patience import PATIENCE
 
 # No property is about time: by default an example fails after 0.2 s, which a busy machine may need for any of them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its limit
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C reach what tests start. Where a shell runs pytest in the background, all inherit it ignored."""
+    if config.option.timeout is None:
+        config.option.timeout = float(config.getini("timeout")) * PATIENCE
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
