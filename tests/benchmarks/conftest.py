@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from lastgood.experiments.machine.facts import is_tmpfs
+from tests.support.folder_marks import mark_folder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_folder(items, __file__, pytest.mark.measures)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,8 @@ def run_batch(seeds, oracle, ends, folder):
         try:
             report = run_schedule(schedule, oracle, folder / str(seed))
         except BaseException as error:
-            error.add_note(f"CHECKMATE_SEED={seed}: {schedule}")
+            if hasattr(error, "add_note"):  # not on Python 3.10
+                error.add_note(f"CHECKMATE_SEED={seed}: {schedule}")
             raise
         ends["not available" if report.restored is None else "restored"] += 1
         ends.update(report.counts)

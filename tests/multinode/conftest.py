@@ -9,6 +9,12 @@ import pytest
 
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
+from tests.support.folder_marks import mark_folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_folder(items, __file__, pytest.mark.measures)
 
 
 @pytest.fixture(scope="session")

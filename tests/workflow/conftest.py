@@ -12,7 +12,13 @@ import pytest
 
 from lastgood.experiments.machine.facts import is_tmpfs
 from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
+from tests.support.folder_marks import mark_folder
 from tests.workflow.house import ROOT, House
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_folder(items, __file__, pytest.mark.measures)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.directories.named_state import live_tensors
 from lastgood.checkpointers.directories.store import CheckpointDirectories, check_files
-from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.options import BaseOptions
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["DirectoryOptions", "DirectorySystem", "LibrarySave", "in_thread", "synchronize"]
+__all__ = ["DirectoryOptions", "DirectorySystem", "Flight", "in_thread", "synchronize"]
 
 _log = logging.getLogger("lastgood")
 
@@ -67,7 +65,7 @@ class DirectorySystem(Checkpointer):
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
         self._directories = CheckpointDirectories(self.directory, self.options.keep, self.readable_by)
-        self._flight: LibrarySave | None = None
+        self._flight: Flight | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
 
@@ -90,7 +88,7 @@ class DirectorySystem(Checkpointer):
     def _seal(self, temporary: Path, step: int) -> None:
         """Called in a thread when the library is done: flush what it has not flushed, write the manifest."""
 
-    def _stop(self, flight: LibrarySave) -> None:
+    def _stop(self, flight: Flight) -> None:
         """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -115,7 +113,7 @@ class DirectorySystem(Checkpointer):
             if future is None:
                 self._commit(event, temporary)
                 return
-            flight = LibrarySave(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
+            flight = Flight(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
             try:
                 flight.start()
             except BaseException:
@@ -134,7 +132,7 @@ class DirectorySystem(Checkpointer):
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 
-    def _land(self, flight: LibrarySave) -> None:
+    def _land(self, flight: Flight) -> None:
         """Called in the flight's thread when the library is done, or took too long."""
         try:
             flight.result()
@@ -145,7 +143,7 @@ class DirectorySystem(Checkpointer):
             self._directories.give_up(flight.temporary)
             self._fail(flight.event, self._explained(error))
 
-    def _end_late(self, flight: LibrarySave) -> None:
+    def _end_late(self, flight: Flight) -> None:
         self._stop(flight)
         self._late = flight.future
 
@@ -238,7 +236,7 @@ def in_thread(wait: Callable[[], object], name: str) -> Future[Any]:
     return future
 
 
-class LibrarySave(threading.Thread):
+class Flight(threading.Thread):
     """Waits for one save of a library, for a bounded time, and then calls `landed`."""
 
     def __init__(
@@ -248,7 +246,7 @@ class LibrarySave(threading.Thread):
         temporary: Path,
         future: Future[Any],
         limit_s: float,
-        landed: Callable[[LibrarySave], None],
+        landed: Callable[[Flight], None],
     ) -> None:
         super().__init__(name=f"{system}-commit-{event.step}")
         self.event = event

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
-from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.state import apply_tree, stateful_paths

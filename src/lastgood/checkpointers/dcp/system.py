@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
+from lastgood.checkpointers.base import BaseOptions, CheckpointEvent
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
-from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, LibrarySave, synchronize
-from lastgood.checkpointers.events import CheckpointEvent
-from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.state.compare import Keys
@@ -114,7 +113,7 @@ class TorchDCP(DirectorySystem):
             )
         return future  # type: ignore[no-any-return]
 
-    def _stop(self, flight: LibrarySave) -> None:
+    def _stop(self, flight: Flight) -> None:
         if self._writer is not None:
             self._writer.give_up()
         if self._helper is not None and (self._helper.dead or not flight.future.done()):

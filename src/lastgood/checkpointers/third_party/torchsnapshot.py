@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import seal_files
 from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
-from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import StorageError

@@ -27,9 +27,9 @@ from lastgood.experiments.records.run import (
 from lastgood.experiments.systems.over_ranks import Writers
 
 __all__ = [
-    "AfterKill",
+    "LiveRank",
+    "LivedRank",
     "MeasuredRank",
-    "ProofHalf",
     "RestoredRank",
     "merge_clocks",
     "merge_counts",
@@ -53,7 +53,7 @@ class _Result(BaseModel):
     """Of its kernel: hosts that share one share its disks."""
 
 
-class ProofHalf(BaseModel):
+class LiveRank(BaseModel):
     """The live half of a rank's proof."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,7 +74,7 @@ class MeasuredRank(_Result):
     notes: list[str]
     shadows: list[ShadowFacts] = Field(default_factory=list)
     """Rank 0's view of them; the others have none."""
-    live: ProofHalf | None
+    live: LiveRank | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
         """Of one checkpoint; on a disk, without what alignment adds to it; to peers, what goes to other machines."""
@@ -87,8 +87,8 @@ class MeasuredRank(_Result):
         return each if writers == "shadows" else min(self.workload.state_bytes, each)
 
 
-class AfterKill(_Result):
-    """What a rank hands back after a kill, once it has restored and taken a few steps."""
+class LivedRank(_Result):
+    """What a rank hands back behind a kill, once it has restored and taken a few steps."""
 
     reached_step: int
     """The last step that this rank had finished before the kill."""
@@ -96,7 +96,7 @@ class AfterKill(_Result):
     restore_s: float
     losses_checked: int
     losses_equal: bool
-    live: ProofHalf | None
+    live: LiveRank | None
     """Of the last life, where the run also proves a restore."""
 
 
@@ -177,7 +177,7 @@ def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
     )
 
 
-def merge_proofs(live: Sequence[ProofHalf], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
+def merge_proofs(live: Sequence[LiveRank], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
     """One proof, which holds only where every rank's does, and whether each rank's does."""
     equal = [
         (one.step, one.digest, one.next_losses) == (back.step, back.digest, back.next_losses)

@@ -79,11 +79,6 @@ class RunSpec(BaseModel):
             raise ValueError("kills are for runs over several ranks with checkpoints")
         return self
 
-    @property
-    def helpers(self) -> int:
-        """How many helper processes its service has: `shadows`, which keeps its name in records."""
-        return self.shadows
-
     def canonical_json(self) -> str:
         """One line of JSON with sorted keys: the argument of `lastgood run --spec`."""
         return self._json(exclude=set())

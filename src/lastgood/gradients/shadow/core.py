@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
-from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol.messages import (
     Absent,
@@ -23,7 +22,9 @@ from lastgood.gradients.protocol.messages import (
     Declare,
     Hello,
     Message,
+    Saved,
     Seed,
+    Side,
     Status,
     Step,
     Verify,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lastgood.errors import CheckpointError
-from lastgood.gradients.layout.entries import Saved
-from lastgood.gradients.protocol.messages import Absent, Step
+from lastgood.gradients.protocol.messages import Absent, Saved, Step
 
 __all__ = ["Iterations"]
 

@@ -1,1 +1,0 @@
-from lastgood.checkpointers.checkfreq.system import CheckFreq as CheckFreq

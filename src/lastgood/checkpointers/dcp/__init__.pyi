@@ -1,1 +1,0 @@
-from lastgood.checkpointers.dcp.system import TorchDCP as TorchDCP

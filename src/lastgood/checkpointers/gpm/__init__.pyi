@@ -1,1 +1,0 @@
-from lastgood.checkpointers.gpm.system import GPM as GPM

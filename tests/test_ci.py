@@ -1,0 +1,49 @@
+"""What CI runs: each test in one of its parts, and parts that there are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURES = re.compile(r"warm_runs|slurm_cluster|workflow\.house|mark\.slurm\b|\"snakemake\"|import snakemake")
+"""What shows that a module takes its turn on the machine, or starts Slurm or Snakemake."""
+
+
+def marked(path: Path) -> bool:
+    above = [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(ROOT / "tests")]
+    return any(one.is_file() and "mark.measures" in one.read_text() for one in [path, *above])
+
+
+def test_what_measures_carries_the_marker() -> None:
+    measuring = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and MEASURES.search(path.read_text())
+    ]
+    assert len(measuring) > 10
+    assert [path for path in measuring if not marked(path)] == []
+
+
+def test_workflows_name_parts_that_there_are() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    (known,) = re.findall(r"^known=\((.*)\)$", script, re.MULTILINE)
+    named: set[str] = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            (command,) = [step["run"] for step in job["steps"] if "run" in step]
+            variants = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+            for variant in variants:
+                called = command.replace("${{ matrix.parts }}", variant.get("parts", "")).split()
+                assert called[:2] == ["bash", ".ci/run"]
+                named |= set(called[2:])
+    assert named == set(known.split())
+
+
+def test_an_unknown_part_is_refused_by_name() -> None:
+    done = subprocess.run(["bash", ".ci/run", "lint", "libary"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unknown part libary (known: lint smoke library harness sanitize nightly)" in done.stderr
