@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lastgood.checkpointers.pccheck.system import PCcheckOptions
 from lastgood.errors import ConfigError
 from lastgood.files import storage_error, write_atomically
+from lastgood.models import FrozenModel
 from lastgood.text import parse_yaml, read_bytes
 from lastgood.units import MIB, format_bytes, format_seconds
 
@@ -71,11 +72,7 @@ def shortest_interval(worst_write_s: float, max_in_flight: int, slowdown: float,
     return max(1, steps)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class WritePoint(_Part):
+class WritePoint(FrozenModel):
     """One point of the disk's write curve."""
 
     max_in_flight: int
@@ -105,7 +102,7 @@ class WritePoint(_Part):
         return shortest_interval(self.worst_write_s, self.max_in_flight, slowdown, iteration_s)
 
 
-class SlowdownCheck(_Part):
+class SlowdownCheck(FrozenModel):
     """A real training with real checkpoints every `interval_steps`, against the same training without."""
 
     interval_steps: int
@@ -124,7 +121,7 @@ class SlowdownCheck(_Part):
         return self.iteration_s / self.plain_iteration_s
 
 
-class Tuning(_Part):
+class Tuning(FrozenModel):
     """Settings for PCcheck, and all that they were chosen from."""
 
     interval_steps: int

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from lastgood.errors import ProvisionError
+from lastgood.models import FrozenModel
 from lastgood.text import parse_model
 
 __all__ = ["HostFacts", "HostReport", "read_report"]
@@ -15,10 +16,8 @@ _MOST_BYTES = 64 << 20
 _Text = Field(max_length=4096)
 
 
-class HostFacts(BaseModel):
+class HostFacts(FrozenModel):
     """One host, as install/ansible/host_facts.py saw it after its provisioning. None: not there, or not known."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     os: str = _Text
     kernel: str = _Text
@@ -33,10 +32,8 @@ class HostFacts(BaseModel):
     revision: str | None = Field(max_length=4096)
 
 
-class HostReport(BaseModel):
+class HostReport(FrozenModel):
     """One host's part of a provisioning: steps that changed something, and what failed if anything did."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = _Text
     ok: int

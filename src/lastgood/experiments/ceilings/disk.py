@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from lastgood.errors import ConfigError, StorageError
 from lastgood.experiments.machine.facts import free_bytes, is_tmpfs
+from lastgood.models import FrozenModel
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "measure_disk", "refuse_memory_filesystem"]
@@ -52,10 +51,8 @@ class DiskPlan:
         return cls(file_bytes=32 * MIB, jobs=(1, 2), repetitions=2, pass_budget_s=0.1, flushes=10, flush_budget_s=0.2)
 
 
-class DiskPoint(BaseModel):
+class DiskPoint(FrozenModel):
     """One combination of jobs and block size."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: int
     block_bytes: int
@@ -64,10 +61,8 @@ class DiskPoint(BaseModel):
     median_bytes_per_s: float
 
 
-class DiskCeilings(BaseModel):
+class DiskCeilings(FrozenModel):
     """What one file system took and gave."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     direct_io: bool
     """False where O_DIRECT is refused: then buffered writes with fdatasync, and reads after dropping cached pages."""

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.network_peer import Direction, PeerClient
+from lastgood.models import FrozenModel
 from lastgood.ports import free_ports
 from lastgood.text import parse_json
 from lastgood.units import KIB, MIB
@@ -65,10 +64,8 @@ class NetworkPlan:
         return cls(streams=(1, 4), directions=("send", "receive", "both"), pass_s=0.4)
 
 
-class NetworkPoint(BaseModel):
+class NetworkPoint(FrozenModel):
     """One combination of direction, streams and message size."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     direction: Direction
     """From this machine's side; ``both``: both at once, and rates are the sum."""
@@ -79,10 +76,8 @@ class NetworkPoint(BaseModel):
     median_bytes_per_s: float
 
 
-class LoopbackCeilings(BaseModel):
+class LoopbackCeilings(FrozenModel):
     """TCP between two processes of this machine: what one host's network stack moves, without any wire."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     points: list[NetworkPoint]
     bytes_per_s: float
@@ -91,10 +86,8 @@ class LoopbackCeilings(BaseModel):
     """What iperf3 says of the same path, as a check; None where it is not installed."""
 
 
-class PeerCeilings(BaseModel):
+class PeerCeilings(FrozenModel):
     """TCP to and from one other machine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str
     points: list[NetworkPoint]

@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.models import FrozenModel
 
 __all__ = ["RankOrder", "killed_path", "result_path"]
 
 
-class RankOrder(BaseModel):
+class RankOrder(FrozenModel):
     """What a rank is told. It stands on a command line, which every user of its host can read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     spec: RunSpec
     phase: Literal["measure", "live", "restore"]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.run import (
@@ -25,6 +25,7 @@ from lastgood.experiments.records.run import (
     WorkloadFacts,
 )
 from lastgood.experiments.systems.over_ranks import Writers
+from lastgood.models import FrozenModel
 
 __all__ = [
     "LiveRank",
@@ -42,9 +43,7 @@ __all__ = [
 T = TypeVar("T", int, str)
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Result(FrozenModel):
     token: str
     """Of the launch that asked for it: a file of another launch is not taken for this one's."""
     rank: int
@@ -53,10 +52,8 @@ class _Result(BaseModel):
     """Of its kernel: hosts that share one share its disks."""
 
 
-class LiveRank(BaseModel):
+class LiveRank(FrozenModel):
     """The live half of a rank's proof."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: int
     digest: str

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
+from lastgood.models import FrozenModel
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
@@ -40,10 +41,8 @@ _TENSORS_PER_PARAMETER: Final = {"sgd": 3, "adam": 4, "adamw": 4}  # itself, its
 _FLOAT_BYTES: Final = 4
 
 
-class BenchOrder(BaseModel):
+class BenchOrder(FrozenModel):
     """What is timed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
@@ -54,10 +53,8 @@ class BenchOrder(BaseModel):
     bucket_bytes: int = Field(default=25 << 20, ge=1 << 10, le=1 << 40)
 
 
-class BenchRow(BaseModel):
+class BenchRow(FrozenModel):
     """One number of threads: seconds of each update, the slowest shadow's, and their median."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     threads: int
     update_s: list[float]
@@ -65,10 +62,8 @@ class BenchRow(BaseModel):
     parameters_per_s: float
 
 
-class BenchResult(BaseModel):
+class BenchResult(FrozenModel):
     """All of it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     order: BenchOrder
     parameters: int

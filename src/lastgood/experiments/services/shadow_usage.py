@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel, ConfigDict
 
 from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.records.run import ShadowFacts
+from lastgood.models import FrozenModel
 from lastgood.text import read_model
 from lastgood.units import MIB
 
@@ -26,10 +26,8 @@ _OPTIMIZER: Final = "lastgood_shadow_optimizer_seconds_total"
 _PEAK: Final = "lastgood_shadow_peak_rss_bytes"
 
 
-class ShadowPlaces(BaseModel):
+class ShadowPlaces(FrozenModel):
     """Where the shadows of a run are; a file of this lies beside its checkpoints, on every host."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     hosts: list[str]
     addresses: list[str]

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lastgood.errors import DataError
+from lastgood.models import FrozenModel
 from lastgood.text import read_model
 
 __all__ = [
@@ -36,18 +37,14 @@ MANIFEST = "manifest.json"
 PREPARE = "lastgood data prepare"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FileSum(_Part):
+class FileSum(FrozenModel):
     """One file of a prepared folder."""
 
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Manifest(_Part):
+class Manifest(FrozenModel):
     """What a prepared folder holds and where it comes from."""
 
     manifest_version: Literal[1] = 1
