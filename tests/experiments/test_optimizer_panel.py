@@ -15,10 +15,7 @@ from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflo
 from lastgood.experiments.optbench.execute import execute_optimizer
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.optimizer import draw_optimizer, read_updates
-from lastgood.experiments.records.optimizer import (
-    OptimizerSpec,
-    load_placed_optimizer_record,
-)
+from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpec
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, collect_updates
 from tests.experiments.support.optimizer_records import record_of, spec_of, written
 
@@ -50,11 +47,11 @@ def test_settings_are_in_the_path_and_repetitions_share_a_cell() -> None:
 
 def test_a_record_that_was_moved_is_refused(tmp_path: Path) -> None:
     (path,) = written(tmp_path, record_of())
-    assert load_placed_optimizer_record(path) == record_of()
+    assert OptimizerRecord.load_placed(path) == record_of()
     moved = path.with_name("r7.json")
     path.rename(moved)
     with pytest.raises(LastgoodError, match="it was moved or edited"):
-        load_placed_optimizer_record(moved)
+        OptimizerRecord.load_placed(moved)
 
 
 def test_every_point_is_a_row_with_its_median_and_range(tmp_path: Path) -> None:

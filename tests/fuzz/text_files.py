@@ -296,10 +296,10 @@ def _ceilings() -> list[Any]:
 @decoder("run record", _records, change=tree_or_bits)
 def _record(thing: Any, folder: Path) -> Prepared:
     from lastgood.experiments.advise.cells import read_cells
-    from lastgood.experiments.records.run import load_record
+    from lastgood.experiments.records.run import RunRecord
 
     def read() -> None:
-        record = load_record(folder / "r0.json")
+        record = RunRecord.load(folder / "r0.json")
         assert record.spec.record_path() and record.spec.title()
         read_cells(folder)
 
@@ -322,20 +322,21 @@ def _or_no_cells(read: Callable[[], object]) -> Callable[[], object]:
 
 @decoder("goodput record", _goodput, change=tree_or_bits)
 def _goodput_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.records.goodput import is_goodput_record, load_goodput_record
+    from lastgood.experiments.records.goodput import GoodputRecord
+    from lastgood.experiments.records.kinds import kind_of_file
 
     def read() -> None:
-        is_goodput_record(folder / "r0.json")
-        assert load_goodput_record(folder / "r0.json").spec.record_path()
+        kind_of_file(folder / "r0.json")
+        assert GoodputRecord.load(folder / "r0.json").spec.record_path()
 
     return put(folder / "r0.json", text_of(thing)), read
 
 
 @decoder("record of updates", _updates, change=tree_or_bits)
 def _update_record(thing: Any, folder: Path) -> Prepared:
-    from lastgood.experiments.records.optimizer import load_optimizer_record
+    from lastgood.experiments.records.optimizer import OptimizerRecord
 
-    return put(folder / "r0.json", text_of(thing)), lambda: load_optimizer_record(folder / "r0.json").spec.record_path()
+    return put(folder / "r0.json", text_of(thing)), lambda: OptimizerRecord.load(folder / "r0.json").spec.record_path()
 
 
 @decoder("ceilings", _ceilings, change=tree_or_bits)

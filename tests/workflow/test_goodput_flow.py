@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.records.goodput import load_placed_goodput_record
+from lastgood.experiments.records.goodput import GoodputRecord
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -24,7 +24,7 @@ def test_figure_9_is_made_once(house: House) -> None:
     done = house.call("fig9_bert", "--config", "machine=testbox")
     assert done.returncode == 0, done.stdout
     (path,) = house.folder.glob("results/testbox/laptop/goodput/bert/sync/f2/*/r0.json")
-    record = load_placed_goodput_record(path)
+    record = GoodputRecord.load_placed(path)
     assert record.faults == []
     assert len(record.lives) == 2
     with (house.folder / "figures" / "fig9_bert.csv").open(encoding="utf-8") as file:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.cluster.testbed.testbed import why_no_testbed
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -61,6 +61,6 @@ def test_a_killed_workflow_leaves_no_testbed_and_the_next_one_makes_the_figure(h
     for ending in (".pdf", ".png", ".svg", "_wide.csv"):
         assert (house.folder / "figures" / f"fig8e_bert{ending}").stat().st_size
     for record in house.records():
-        assert load_record(record).spec.nodes == 2
+        assert RunRecord.load(record).spec.nodes == 2
     again = house.call("fig8e", "-n", "--quiet", "rules")
     assert "Nothing to be done" in again.stdout, again.stdout

@@ -19,7 +19,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from tests.workflow.house import House
 
 # The order in which the Snakefile looks for it.
@@ -74,7 +74,7 @@ def test_kill_9_leaves_no_orphan_and_no_half_record(house: House) -> None:
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     for record in house.records():
-        load_record(record)
+        RunRecord.load(record)
     assert not list(house.folder.glob("figures/*.csv"))
 
 
@@ -109,7 +109,7 @@ def test_the_next_call_makes_the_missing_run_only(house: House) -> None:
     assert len(house.records()) == 4
     assert {record: record.stat().st_mtime_ns for record in times} == times
     for record in house.records():
-        found = load_record(record)
+        found = RunRecord.load(record)
         assert record.relative_to(house.folder / "results").as_posix() == str(found.spec.record_path())
         assert found.proof is None if found.spec.system == "none" else found.proof is not None and found.proof.equal
         assert log_of(house, record).read_text(encoding="utf-8").startswith("lastgood run --spec ")

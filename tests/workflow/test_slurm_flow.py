@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from tests.multinode.slurm_cluster import SlurmCluster
 from tests.workflow.house import ROOT, House
 
@@ -132,7 +132,7 @@ def test_the_next_call_makes_what_is_missing(cluster: SlurmCluster, house: House
     assert done.returncode == 0, done.stdout
     for ending in (".csv", "_wide.csv", ".pdf", ".png", ".svg"):
         assert (house.folder / "figures" / f"fig8_bert{ending}").stat().st_size > 0
-    records = [load_record(path) for path in house.records()]
+    records = [RunRecord.load(path) for path in house.records()]
     assert sorted(record.spec.system for record in records) == ["none", "sync"]
     for record in records:
         assert record.where.slurm_job is not None

@@ -22,10 +22,10 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts to stdout as JSON.")] = False,
 ) -> None:
     """Check that each run restored its state to the bit and holds enough durable checkpoints; exit 1 if one did not."""
-    from lastgood.experiments.records.run import load_record
+    from lastgood.experiments.records.run import RunRecord
     from lastgood.experiments.records.verdict import judge
 
-    verdicts = [(path, record, judge(record, min_durable)) for path in records for record in [load_record(path)]]
+    verdicts = [(path, record, judge(record, min_durable)) for path in records for record in [RunRecord.load(path)]]
     if as_json:
         emit_json([{"record": str(path), "passed": not faults, "faults": faults} for path, _, faults in verdicts])
     else:

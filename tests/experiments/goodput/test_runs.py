@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
-from lastgood.experiments.records.goodput import GoodputSpec, load_goodput_record, load_placed_goodput_record
+from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.progress import Board
 from lastgood.workloads.data.prepare import prepare_dataset
@@ -137,13 +137,13 @@ class Driven:
 
     def record(self, name, enough=each_life_trained):
         """Of the run itself, or of a longer one where it was not long enough."""
-        record = load_goodput_record(self.folder / name)
+        record = GoodputRecord.load(self.folder / name)
         for _ in range(MOST_LONGER):
             if enough(record):
                 break
             name = f"{name}-longer"
             self._drive({name: longer(record.spec)})
-            record = load_goodput_record(self.folder / name)
+            record = GoodputRecord.load(self.folder / name)
         assert enough(record), record
         return record
 
@@ -220,7 +220,7 @@ def test_a_training_that_is_killed_twice_counts_what_it_kept(job):
     for _ in range(1 + MOST_LONGER):
         code, output = job.finish(spec)
         assert code == 0, output
-        record = load_goodput_record(job.out)
+        record = GoodputRecord.load(job.out)
         assert record.spec == spec
         if each_life_trained(record):
             break
@@ -357,14 +357,14 @@ def test_a_record_reads_back_and_refuses_another_place(driven, tmp_path):
     record.write(out)
     placed = tmp_path / record.spec.record_path()
     record.write(placed)
-    assert load_placed_goodput_record(placed) == record
+    assert GoodputRecord.load_placed(placed) == record
     with pytest.raises(LastgoodError, match="belong at"):
-        load_placed_goodput_record(out)
+        GoodputRecord.load_placed(out)
     value = json.loads(out.read_text())
     del value["useful_steps"]
     out.write_text(json.dumps(value))
     with pytest.raises(LastgoodError, match="useful_steps"):
-        load_goodput_record(out)
+        GoodputRecord.load(out)
 
 
 def test_a_board_keeps_losses_to_the_bit_and_forgets_a_life():

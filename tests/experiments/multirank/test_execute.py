@@ -18,7 +18,7 @@ from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import LaunchError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.multirank.order import RankOrder
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
 from lastgood.experiments.systems.over_ranks import PARTED
@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_tells_what_that_took_back(job):
     # Seed 10 has it killed 198 steps' time behind the measurement; how far it comes by then, depends on the machine.
     code, output = job.finish(spec_of(kills=1, proof=False, interval_steps=100, measured_steps=200, seed=10))
     assert code == 0, output
-    record = load_record(job.out)
+    record = RunRecord.load(job.out)
     (failure,) = record.failures
     # Behind one step of warm-up and the measured ones; a kill may come between a save and the note of its step.
     assert failure.reached_step >= 201 and failure.restored_step >= 201 and failure.restored_step % 100 == 1

@@ -395,8 +395,8 @@ def test_links_and_ranks_never_mix_in_a_panel() -> None:
 
 
 def test_a_record_with_ranks_is_read_back(tmp_path: Path) -> None:
-    from lastgood.experiments.records.run import load_record
+    from lastgood.experiments.records.run import RunRecord
 
     record = over_ranks("pccheck", bytes_per_disk=7)
     record.write(tmp_path / "r0.json")
-    assert load_record(tmp_path / "r0.json") == record
+    assert RunRecord.load(tmp_path / "r0.json") == record

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.records.run import RunRecord, load_record
+from lastgood.experiments.records.run import RunRecord
 from tests.experiments.support.records import make_record, place_record
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     record = make_record("pccheck", 10, 1, iterations_per_s=1 / 3, proof=True, notes=["café"])
-    assert load_record(place_record(record, tmp_path)) == record
+    assert RunRecord.load(place_record(record, tmp_path)) == record
 
 
 def test_a_failed_write_leaves_the_old_record_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_a_failed_write_leaves_the_old_record_and_nothing_else(tmp_path: Path, m
     with pytest.raises(Exception, match="No space left"):
         make_record(iterations_per_s=9.0).write(path)
     monkeypatch.undo()
-    assert load_record(path) == record
+    assert RunRecord.load(path) == record
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
@@ -46,7 +46,7 @@ def test_a_damaged_record_is_refused_by_its_path(tmp_path: Path, damage: object)
     path = place_record(make_record(), tmp_path)
     path.write_text(damage(path.read_text()))
     with pytest.raises(LastgoodError, match=str(path)):
-        load_record(path)
+        RunRecord.load(path)
 
 
 def test_repetitions_share_a_cell_and_settings_do_not() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.verdict import judge
 from lastgood.experiments.runs.children import hear_child
 from lastgood.workloads.data.prepare import prepare_dataset
@@ -67,7 +67,7 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     trace = job.out.with_name("trace.json")
     code, output = job.finish(spec_of(system, interval=1, **options), "--timeline", str(trace))
     assert code == 0, output
-    record = load_record(job.out)
+    record = RunRecord.load(job.out)
     assert record.spec.drain_each
     assert record.proof.equal
     assert (record.counts.started, record.counts.durable) == (4, 4)
@@ -89,7 +89,7 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert output.splitlines()[0].startswith("lastgood run --spec '{")
-    record = load_record(job.out)
+    record = RunRecord.load(job.out)
     assert record.spec == spec
     clocks = record.clocks
     assert len(clocks.step_s) == len(record.workload.losses) == 4
@@ -119,7 +119,7 @@ def lie(name, job):
 def test_a_system_that_gives_back_an_old_state_is_found_out(job):
     code, output = lie("stale", job)
     assert code == 0, output
-    record = load_record(job.out)
+    record = RunRecord.load(job.out)
     assert not record.proof.equal
     assert record.proof.digest_live != record.proof.digest_restored
     assert "the restored state differs" in " ".join(judge(record))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.baselines.none import NoCheckpointing
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.runs.timeline import Timeline, trace_events, write_timeline
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.support.run_specs import COMMAND, spec_of
@@ -76,7 +76,7 @@ def test_a_real_run_is_all_in_its_trace(system, device, tmp_path, data_dir):
     process = WarmRun(["run", *arguments])
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    record, events = load_record(out), json.loads(trace.read_text())["traceEvents"]
+    record, events = RunRecord.load(out), json.loads(trace.read_text())["traceEvents"]
     check_nesting(events)
     counts = Counter(span["name"] for span in spans_of(events))
     assert counts["forward and backward"] == counts["update"] == STEPS

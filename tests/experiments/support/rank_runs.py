@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.records.verdict import judge
 
@@ -90,7 +90,7 @@ class Job:
 def proved(job: Job, spec: RunSpec, *more: str):
     code, output = job.finish(spec, "--check", *more)
     assert code == 0, output
-    record = load_record(job.out)
+    record = RunRecord.load(job.out)
     assert judge(record) == []
     assert record.spec == spec
     assert record.ranks is not None

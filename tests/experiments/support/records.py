@@ -9,7 +9,8 @@ from typing import Any
 from lastgood.experiments.ceilings.disk import DiskCeilings, DiskPoint
 from lastgood.experiments.ceilings.network import LoopbackCeilings, NetworkPoint
 from lastgood.experiments.ceilings.record import CeilingsRecord, CopyCurve
-from lastgood.experiments.records.run import Clocks, Counts, Proof, Resources, RunRecord, WhereRun, WorkloadFacts
+from lastgood.experiments.records.base import WhereRun
+from lastgood.experiments.records.run import Clocks, Counts, Proof, Resources, RunRecord, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.run import RunRecord
-from lastgood.experiments.tables.runs import TIDY_COLUMNS, collect, collect_files, load_placed_record, run_name
+from lastgood.experiments.tables.runs import TIDY_COLUMNS, collect, collect_files, run_name
 from tests.experiments.support.records import make_ceilings, make_record, place_record
 
 STATE_BYTES = 200_000_000
@@ -211,24 +211,24 @@ def test_what_is_not_one_panel_is_refused(other: RunRecord, message: str) -> Non
 
 def test_a_record_that_does_not_lie_where_its_settings_say_is_refused(tmp_path: Path) -> None:
     path = place_record(make_record(), tmp_path)
-    assert load_placed_record(path) == make_record()
+    assert RunRecord.load_placed(path) == make_record()
     moved = path.with_name("r7.json")
     path.rename(moved)
     with pytest.raises(LastgoodError, match=r"r7\.json.*belong at .*r0\.json"):
-        load_placed_record(moved)
+        RunRecord.load_placed(moved)
 
 
 def test_an_edited_record_is_refused(tmp_path: Path) -> None:
     path = place_record(make_record(), tmp_path)
     path.write_text(path.read_text().replace('"threads": 2', '"threads": 1'))
     with pytest.raises(LastgoodError, match="belong at"):
-        load_placed_record(path)
+        RunRecord.load_placed(path)
 
 
 def test_a_relative_path_from_inside_the_results_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = place_record(make_record(), tmp_path)
     monkeypatch.chdir(path.parent)
-    assert load_placed_record(Path(path.name)) == make_record()
+    assert RunRecord.load_placed(Path(path.name)) == make_record()
 
 
 def test_partial_names_what_is_missing(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ import lastgood.experiments.plan.load as load_module
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cli import app
 from lastgood.experiments.config.yaml_file import parse_overrides
-from lastgood.experiments.figures.registry import figure_names, load_function, record_kind
+from lastgood.experiments.figures.registry import figure_names
 from lastgood.experiments.figures.workflow_plan import SIMPLE, plan_figure, plan_workflow
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.goodput import GoodputSpec
+from lastgood.experiments.records.kinds import kind_of_spec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.files import load_csv
@@ -60,7 +61,7 @@ def kind_of(spec: Any) -> str:
 
 def load_record(kind: str, path: Path) -> Any:
     """Read a record with the loader of its kind."""
-    return load_function(record_kind(_SPECS[kind].model_construct()).load)(path)
+    return kind_of_spec(_SPECS[kind].model_construct()).record.load(path)
 
 
 def load_table(path: Path) -> Any:

@@ -15,8 +15,8 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.experiments.advise.model import Cell, Rates
 from lastgood.experiments.ceilings.record import CeilingsRecord
-from lastgood.experiments.records.goodput import is_goodput_record
-from lastgood.experiments.records.run import load_record
+from lastgood.experiments.records.kinds import RUN, kind_of_file
+from lastgood.experiments.records.run import RunRecord
 from lastgood.text import is_whole, parse_csv, parse_json, parse_number, read_bytes
 from lastgood.units import MIB
 
@@ -191,9 +191,9 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 def _from_records(folder: Path) -> Iterator[_Run]:
     for path in _files(folder, "r[0-9]*.json"):
-        if is_goodput_record(path):
-            continue  # its run's own terms are in the runs without failures
-        record = load_record(path)
+        if kind_of_file(path) is not RUN:
+            continue  # a goodput run's own terms are in the runs without failures
+        record = RunRecord.load(path)
         spec, clocks, counts = record.spec, record.clocks, record.counts
         if spec.drain_each or spec.ranks > 1:
             continue  # training waited for each checkpoint, or the state lies on several ranks: another question

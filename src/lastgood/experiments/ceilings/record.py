@@ -6,13 +6,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.disk import DiskCeilings
 from lastgood.experiments.ceilings.network import LoopbackCeilings, PeerCeilings
-from lastgood.experiments.records.run import MOST_RECORD_BYTES, WhereRun
+from lastgood.experiments.records.base import MOST_RECORD_BYTES, WhereRun
 from lastgood.files import write_result
+from lastgood.models import FrozenModel
 from lastgood.text import is_whole, parse_json, parse_model, read_bytes
 
 __all__ = ["CEILINGS_VERSION", "CeilingsRecord", "CopyCurve", "load_ceilings"]
@@ -21,16 +22,12 @@ CEILINGS_VERSION: Literal[2] = 2
 _NEW_IN_VERSION = "it has the network, and the spread of the best disk pattern"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 def _moment(text: str) -> str:
     datetime.fromisoformat(text)
     return text
 
 
-class CopyCurve(_Part):
+class CopyCurve(FrozenModel):
     """Copies of one kind, one value per repetition."""
 
     threads: int
@@ -39,7 +36,7 @@ class CopyCurve(_Part):
     median_bytes_per_s: float
 
 
-class CeilingsRecord(_Part):
+class CeilingsRecord(FrozenModel):
     """The ceilings of one machine on one day. Values are medians over repetitions; the curves hold every repetition."""
 
     ceilings_version: Literal[2] = CEILINGS_VERSION

@@ -36,7 +36,7 @@ from lastgood.experiments.config.values import (
     with_baseline,
 )
 from lastgood.experiments.machine.facts import usable_cores
-from lastgood.experiments.records.spec import Scale
+from lastgood.experiments.records.base import Scale
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.workloads.base import WorkloadOptions
 from lastgood.workloads.registry import workload_data_kind, workload_options_class

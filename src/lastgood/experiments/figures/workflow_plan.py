@@ -11,9 +11,12 @@ from typing import Any, Literal
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.config.schema import Config
-from lastgood.experiments.figures.registry import PlannedSpec, figure_kind, figure_names, load_function, record_kind
+from lastgood.experiments.config.sections import CheckmateSection, NodesSection
+from lastgood.experiments.figures.registry import figure_kind, figure_names
 from lastgood.experiments.plan.cells import in_batches, plan_simple
 from lastgood.experiments.plan.grid import Grid, load_grid
+from lastgood.experiments.records.base import Record, Spec
+from lastgood.experiments.records.kinds import kind_of_spec
 
 __all__ = [
     "SIMPLE",
@@ -40,7 +43,7 @@ def plan_names() -> list[str]:
     return [*figure_names(), SIMPLE]
 
 
-def plan_figure(config: Config, figure: str) -> Sequence[PlannedSpec]:
+def plan_figure(config: Config, figure: str) -> Sequence[Spec]:
     """The runs of `figure` in execution order. Raises ConfigError, naming the known figures, for an unknown one."""
     if figure == SIMPLE:
         return plan_simple(config)
@@ -63,31 +66,37 @@ def left_out(config: Config) -> dict[str, str]:
 class WorkflowPlan:
     """All that the workflow needs: record files and what makes them, in order. Figures may share records."""
 
-    specs: dict[str, PlannedSpec]
+    specs: dict[str, Spec]
     """Record file (below the results folder) to its run, in execution order."""
     records: dict[tuple[str, str], list[str]]
     """Figure and model to their record files."""
 
     priorities: dict[str, int]
     """Record file to Snakemake's priority: the earlier in the plan, the higher; always above 0."""
+    hosts: dict[str, NodesSection | CheckmateSection]
+    """Record file of a run over several ranks to the section of the configuration that names its hosts."""
 
 
 def plan_workflow(config: Config) -> WorkflowPlan:
     """Plan all figures. The smoke test is none of them: it is measured anew whenever it is asked for."""
-    specs: dict[str, PlannedSpec] = {}
+    specs: dict[str, Spec] = {}
     records: dict[tuple[str, str], list[str]] = {}
+    hosts: dict[str, NodesSection | CheckmateSection] = {}
     for figure in figure_names():
+        section = figure_kind(figure).hosts(config)
         for spec in plan_figure(config, figure):
             record = str(Path(config.results_dir, spec.record_path()))
             known = specs.get(record)
             # A run that two figures share proves its restore if one of them asks for it.
             specs[record] = known if known is not None and known.proof else spec
-            records.setdefault((figure, spec.workload), []).append(record)
+            records.setdefault((figure, spec.panel), []).append(record)
+            if spec.over_ranks and section is not None:
+                hosts.setdefault(record, section)
     specs = {
         str(Path(config.results_dir, spec.record_path())): spec for spec in in_batches(specs.values(), config.seed)
     }
     priorities = {record: len(specs) - place for place, record in enumerate(specs)}
-    return WorkflowPlan(specs, records, priorities)
+    return WorkflowPlan(specs, records, priorities, hosts)
 
 
 # -- how long they take --------------------------------------------------------------------------------------------
@@ -97,7 +106,7 @@ def plan_workflow(config: Config) -> WorkflowPlan:
 class PlannedRun:
     """One run of a plan: whether its record is there, and how long it takes or took."""
 
-    spec: PlannedSpec
+    spec: Spec
     record: Path
     done: bool
     seconds: float
@@ -105,7 +114,7 @@ class PlannedRun:
     """Whether `seconds` comes from records of the same cell or from the grid's model."""
 
 
-def predict_runs(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
+def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
     """Say for each run whether it is done and how many seconds it takes."""
     found = []
     for spec in specs:
@@ -114,12 +123,13 @@ def predict_runs(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) ->
         alike = [record.wall_s for record in cell if record.spec.proof == spec.proof]
         walls = alike or [record.wall_s for record in cell]
         done = any(record.spec.repetition == spec.repetition for record in cell)
-        seconds = statistics.median(walls) if walls else record_kind(spec).modelled_s(spec, grid.prediction[spec.scale])
+        modelled_s = kind_of_spec(spec).function("modelled_s")
+        seconds = statistics.median(walls) if walls else modelled_s(spec, grid.prediction[spec.scale])
         found.append(PlannedRun(spec, path, done, seconds, "records" if walls else "model"))
     return found
 
 
-def predict_minutes(specs: Iterable[PlannedSpec], results_dir: Path, grid: Grid) -> float:
+def predict_minutes(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> float:
     """Minutes that the runs without a record will take."""
     return sum(run.seconds for run in predict_runs(specs, results_dir, grid) if not run.done) / 60
 
@@ -129,12 +139,12 @@ def load_prediction_grid(root: Path, figure: str) -> Grid:
     return load_grid(root, "fig8" if figure == SIMPLE else figure)
 
 
-def _records_of_cell(spec: PlannedSpec, folder: Path) -> list[Any]:
-    load = load_function(record_kind(spec).load)
+def _records_of_cell(spec: Spec, folder: Path) -> list[Record[Any]]:
+    kind = kind_of_spec(spec)
     records = []
     for path in sorted(folder.glob("r*.json")):
         try:
-            record = load(path)
+            record = kind.record.load(path)
         except LastgoodError:
             continue  # `lastgood run` replaces it, and the aggregation names it
         if record.spec.cell_hash == spec.cell_hash:

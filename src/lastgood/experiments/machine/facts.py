@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lastgood.experiments.records.run import WhereRun
+from lastgood.experiments.records.base import WhereRun
 
 __all__ = [
     "CudaDevice",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lastgood.checkpointers.registry import checkpointer_class, system_traits
 from lastgood.experiments.config.schema import Config
@@ -24,6 +24,7 @@ from lastgood.experiments.plan.variants import (
     throughput_variants,
     variant,
 )
+from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import Parallel, RunSpec
@@ -53,17 +54,7 @@ __all__ = [
 _PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 
 
-class _InBatches(Protocol):
-    @property
-    def workload(self) -> str: ...
-
-    @property
-    def repetition(self) -> int: ...
-
-    def record_path(self) -> PurePosixPath: ...
-
-
-_Spec = TypeVar("_Spec", bound=_InBatches)
+_Spec = TypeVar("_Spec", bound=Spec)
 
 
 def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
@@ -75,7 +66,7 @@ def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
     """
     batches: dict[tuple[str, int, int], list[_Spec]] = {}
     for spec in specs:
-        batches.setdefault((spec.workload, spec.repetition, getattr(spec, "ranks", 1)), []).append(spec)
+        batches.setdefault((spec.panel, spec.repetition, getattr(spec, "ranks", 1)), []).append(spec)
 
     def place(spec: _Spec) -> bytes:
         return hashlib.sha256(f"{seed}/{spec.record_path()}".encode()).digest()
@@ -297,5 +288,5 @@ def goodput_modelled_s(spec: GoodputSpec, prediction: Prediction) -> float:
 
 def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
     """Start-up, and at each point the updates and two more to warm up, each as long as a step."""
-    step_s = prediction.step_s.get(spec.workload, prediction.other_step_s)
+    step_s = prediction.step_s.get(spec.panel, prediction.other_step_s)
     return prediction.startup_s + len(spec.threads) * len(spec.shadows) * (spec.updates + 2) * step_s

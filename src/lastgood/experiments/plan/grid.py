@@ -5,24 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.sources import Sources, show_errors
 from lastgood.experiments.config.yaml_file import load_yaml
 from lastgood.experiments.machine.facts import checkout_root
-from lastgood.experiments.records.spec import Scale
+from lastgood.experiments.records.base import Scale
+from lastgood.models import FrozenModel
 
 __all__ = ["Axes", "Grid", "Paper", "Prediction", "find_root", "load_grid"]
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Paper(_Part):
+class Paper(FrozenModel):
     """Where the figure comes from."""
 
     system: str
@@ -32,7 +29,7 @@ class Paper(_Part):
     figure: str
 
 
-class Axes(_Part):
+class Axes(FrozenModel):
     """What is drawn against what."""
 
     x: str
@@ -41,7 +38,7 @@ class Axes(_Part):
     baseline: str
 
 
-class Prediction(_Part):
+class Prediction(FrozenModel):
     """A model of how long a run takes, for one scale, where no record of its cell exists yet."""
 
     startup_s: Seconds = Field(description="imports and building the model")
@@ -57,7 +54,7 @@ class Prediction(_Part):
     other_step_s: Seconds = Field(description="seconds of one step of a model that is not listed")
 
 
-class Grid(_Part):
+class Grid(FrozenModel):
     """One experiment."""
 
     title: str

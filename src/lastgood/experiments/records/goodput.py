@@ -7,46 +7,30 @@ needs (a process, the model's building, the system's start) is measured too, but
 
 from __future__ import annotations
 
-import hashlib
-import json
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from pathlib import PurePosixPath
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lastgood.checkpointers.registry import BASELINE
-from lastgood.errors import LastgoodError
-from lastgood.experiments.records.run import MOST_RECORD_BYTES, WhereRun
-from lastgood.experiments.records.spec import RunSpec, Scale
-from lastgood.files import write_result
-from lastgood.text import parse_json, read_bytes, read_model
+from lastgood.experiments.records.base import Record, Scale, Spec
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.models import FrozenModel
 
-__all__ = [
-    "GOODPUT_METHOD",
-    "GOODPUT_PATH_PARTS",
-    "GoodputRecord",
-    "GoodputSpec",
-    "Life",
-    "is_goodput_record",
-    "load_goodput_record",
-    "load_placed_goodput_record",
-]
+__all__ = ["GOODPUT_METHOD", "GoodputRecord", "GoodputSpec", "Life"]
 
 GOODPUT_METHOD = 1
 """Version of how goodput is measured, part of every run's identity."""
-GOODPUT_PATH_PARTS = 8
-"""Parts of GoodputSpec.record_path()."""
 _MAX_WINDOW_S = 24 * 3600.0
 _MAX_FAILURES = 1000
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class GoodputSpec(_Part):
+class GoodputSpec(Spec):
     """One measured goodput run: a run's settings, and the failures it lives through, all resolved."""
+
+    NOT_IN_CELL: ClassVar = {"run": {"repetition", "seed", "proof", "measured_steps"}}
+    """The last two mean nothing here."""
 
     spec_version: Literal[1] = 1
     method: int = Field(default=GOODPUT_METHOD, ge=1)
@@ -86,6 +70,11 @@ class GoodputSpec(_Part):
         return self.run.workload
 
     @property
+    def panel(self) -> str:
+        """The run's."""
+        return self.run.panel
+
+    @property
     def repetition(self) -> int:
         """The run's."""
         return self.run.repetition
@@ -100,17 +89,6 @@ class GoodputSpec(_Part):
         """The run's."""
         return self.run.data
 
-    def canonical_json(self) -> str:
-        """One line of JSON with sorted keys: the argument of `lastgood goodput run --spec`."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-
-    @property
-    def cell_hash(self) -> str:
-        """Eight hex digits over everything but repetition and seed, and what means nothing here."""
-        unused = {"run": {"repetition", "seed", "proof", "measured_steps"}}
-        text = json.dumps(self.model_dump(mode="json", exclude=unused), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
-
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""
         run = self.run.record_path()
@@ -124,7 +102,7 @@ class GoodputSpec(_Part):
         return f"goodput of {self.run.title()}"
 
 
-class Life(_Part):
+class Life(FrozenModel):
     """One life of the training process."""
 
     ended: Literal["killed", "window"]
@@ -153,16 +131,11 @@ class Life(_Part):
         return 0 if self.reached_step is None or self.restored_step is None else self.reached_step - self.restored_step
 
 
-class GoodputRecord(_Part):
-    """One measured goodput run, whole."""
+class GoodputRecord(Record[GoodputSpec]):
+    """One measured goodput run, complete."""
 
-    record_version: Literal[1] = 1
-    spec: GoodputSpec
-    started_at: str
-    """UTC, ISO 8601."""
-    wall_s: float
-    """The whole command, from its lock to its record."""
-    where: WhereRun
+    NAME: ClassVar = "a goodput record"
+
     state_bytes: int
     parameters: int
     first_step: int
@@ -192,40 +165,15 @@ class GoodputRecord(_Part):
     faults: list[str] = Field(default_factory=list)
     """What restores did that they must not: one sentence each."""
 
-    def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the whole record or none."""
-        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
-
-
-def load_goodput_record(path: Path) -> GoodputRecord:
-    """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
-    return read_model(
-        GoodputRecord,
-        path,
-        "a goodput record of version 1",
-        most_bytes=MOST_RECORD_BYTES,
-        advice="remove it and run again",
-        error=LastgoodError,
-    )
-
-
-def load_placed_goodput_record(path: Path) -> GoodputRecord:
-    """Load a record and check that it lies where its spec says. Raises LastgoodError where it does not."""
-    record = load_goodput_record(path)
-    expected = record.spec.record_path()
-    if path.absolute().parts[-GOODPUT_PATH_PARTS:] != expected.parts:
-        raise LastgoodError(
-            f"{path}: this record's settings belong at .../{expected}; it was moved or edited, or the settings' hash "
-            "changed; remove it and run again"
+    def summary(self) -> str:
+        """Useful steps of its window, goodput with and without start-up, and restores."""
+        rate, raw = self.goodput_iterations_per_s, self.raw_goodput_iterations_per_s
+        return (
+            f"{self.useful_steps} useful steps in {self.window_s:.1f} s of uptime with {len(self.lives) - 1} failures, "
+            f"{rate:.3g} iterations/s ({raw:.3g} with start-up); {self.restores_checked} of {self.restores} restores "
+            f"checked, {self.wall_s:.0f} s in all"
         )
-    return record
 
-
-def is_goodput_record(path: Path) -> bool:
-    """Whether a file is meant for a goodput record, whole or not: its spec is of a run under failures."""
-    try:
-        found = parse_json(read_bytes(path, MOST_RECORD_BYTES), str(path), most_bytes=MOST_RECORD_BYTES)
-    except LastgoodError:
-        return False
-    spec = found.get("spec") if isinstance(found, dict) else None
-    return isinstance(spec, dict) and "failures_s" in spec
+    def marks(self) -> list[str]:
+        """What restores did that they must not."""
+        return self.faults

@@ -5,21 +5,16 @@ This schema serves the workflow's validation, the CSV columns and the docs (docs
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from lastgood.errors import LastgoodError
+from lastgood.experiments.records.base import Record
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.files import write_result
+from lastgood.models import FrozenModel
 from lastgood.sinks import Sink
-from lastgood.text import read_model
-from lastgood.units import MIB
 
 __all__ = [
-    "MOST_RECORD_BYTES",
-    "RECORD_VERSION",
     "Clocks",
     "Counts",
     "Failure",
@@ -29,41 +24,11 @@ __all__ = [
     "Resources",
     "RunRecord",
     "ShadowFacts",
-    "WhereRun",
     "WorkloadFacts",
-    "load_record",
 ]
 
-RECORD_VERSION: Literal[1] = 1
-MOST_RECORD_BYTES = 64 * MIB
-"""Of a file with any record; one with the timings of every step has a few."""
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class WhereRun(_Part):
-    """The machine and the software of a run."""
-
-    cpu: str
-    cores: int
-    memory_bytes: int
-    gpu: str | None
-    kernel: str
-    scratch_path: str
-    scratch_filesystem: str
-    scratch_device: str
-    versions: dict[str, str]
-    git_revision: str | None
-    git_dirty: bool | None
-    slurm_job: str | None = None
-    """Number of the Slurm job that this was measured in; None without Slurm."""
-    slurm_node: str | None = None
-    """Slurm's name for the node."""
-
-
-class WorkloadFacts(_Part):
+class WorkloadFacts(FrozenModel):
     """What was trained."""
 
     parameters: int
@@ -77,7 +42,7 @@ class WorkloadFacts(_Part):
     """Loss of every measured step, in order."""
 
 
-class Clocks(_Part):
+class Clocks(FrozenModel):
     """All times in seconds, of measured steps only; the warm-up is excluded."""
 
     measured_steps: int
@@ -99,7 +64,7 @@ class Clocks(_Part):
     drain_s: float
 
 
-class Resources(_Part):
+class Resources(FrozenModel):
     """Peaks and totals of the training process, over its whole life unless said otherwise."""
 
     peak_rss_bytes: int
@@ -110,7 +75,7 @@ class Resources(_Part):
     """Bytes that the checkpointer handed to storage over the measured steps and the drain."""
 
 
-class Counts(_Part):
+class Counts(FrozenModel):
     """Checkpoints asked for during the measured steps, by what became of them."""
 
     started: int
@@ -120,7 +85,7 @@ class Counts(_Part):
     skipped: int
 
 
-class Proof(_Part):
+class Proof(FrozenModel):
     """The restore proof: a digest of live tensors, and one taken in a fresh process after a restore."""
 
     step: int
@@ -136,7 +101,7 @@ class Proof(_Part):
     """The same steps, trained on from the restored state."""
 
 
-class RankFacts(_Part):
+class RankFacts(FrozenModel):
     """What one rank of several saw."""
 
     rank: int
@@ -155,7 +120,7 @@ class RankFacts(_Part):
     restore_s: float | None
 
 
-class RanksRun(_Part):
+class RanksRun(FrozenModel):
     """A run over several ranks. Around it, a duration is that of the slowest rank, a resource the sum over all."""
 
     launcher: str
@@ -175,7 +140,7 @@ class RanksRun(_Part):
         return (Sink.LINK, self.bytes_per_link) if self.bytes_per_link else (Sink.DISK, self.bytes_per_disk)
 
 
-class ShadowFacts(_Part):
+class ShadowFacts(FrozenModel):
     """One of the processes to which Checkmate's gradients go."""
 
     host: str
@@ -189,7 +154,7 @@ class ShadowFacts(_Part):
     """Over its whole life until then."""
 
 
-class Failure(_Part):
+class Failure(FrozenModel):
     """One kill of all ranks, behind the measurement, and what the restore in fresh processes gave back."""
 
     kill_after_steps: float
@@ -206,16 +171,11 @@ class Failure(_Part):
     """Whether they came out the same: to the bit on the CPU, to 1 % on CUDA."""
 
 
-class RunRecord(_Part):
-    """One run, whole."""
+class RunRecord(Record[RunSpec]):
+    """One run, complete."""
 
-    record_version: Literal[1] = RECORD_VERSION
-    spec: RunSpec
-    started_at: str
-    """UTC, ISO 8601."""
-    wall_s: float
-    """The whole `lastgood run`, from its lock to its record."""
-    where: WhereRun
+    NAME: ClassVar = "a run record"
+
     workload: WorkloadFacts
     clocks: Clocks
     resources: Resources
@@ -231,18 +191,14 @@ class RunRecord(_Part):
     failures: list[Failure] = Field(default_factory=list)
     """One for each kill that the spec asks for."""
 
-    def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the whole record or none."""
-        write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
+    def summary(self) -> str:
+        """Throughput, durable checkpoints, and whether the restore was proved."""
+        proof = "" if self.proof is None else f", restore {'proved' if self.proof.equal else 'NOT EQUAL'}"
+        rate = f"{self.clocks.iterations_per_s:.3g} iterations/s"
+        return f"{rate}, {self.counts.durable} durable checkpoints{proof}, {self.wall_s:.0f} s in all"
 
-
-def load_record(path: Path) -> RunRecord:
-    """Read and check one record. Raises LastgoodError, naming the file and the field, if it is not one."""
-    return read_model(
-        RunRecord,
-        path,
-        f"a run record of version {RECORD_VERSION}",
-        most_bytes=MOST_RECORD_BYTES,
-        advice="remove it and run again",
-        error=LastgoodError,
-    )
+    def marks(self) -> list[str]:
+        """That the restore gave back something else."""
+        if self.proof is None or self.proof.equal:
+            return []
+        return ["the restored state differs from the live one; see the record's proof"]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from lastgood.checkpointers.registry import system_traits
+from lastgood.experiments.records.base import MachineLabel, Scale, Spec
 
-__all__ = ["SPEC_VERSION", "Parallel", "RunSpec", "Scale"]
+__all__ = ["SPEC_VERSION", "Parallel", "RunSpec"]
 
 SPEC_VERSION: Literal[1] = 1
-Scale = Literal["laptop", "gpu", "paper"]
 Parallel = Literal["none", "ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"]
 """How several ranks train one model: data-parallel copies, each rank a shard of every parameter, DeepSpeed's ZeRO with
 optimizer states, gradients too, or parameters too partitioned, or DeepSpeed's pipeline with a stage on each rank."""
@@ -24,16 +22,17 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
 """It becomes the name of a folder."""
 
 
-class RunSpec(BaseModel):
+class RunSpec(Spec):
     """One measurement: workload, system, interval, repetition, and every knob resolved.
 
     Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
+    NOT_IN_CELL: ClassVar = {"repetition": True, "seed": True, "proof": True}
 
     spec_version: Literal[1] = SPEC_VERSION
-    machine: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    machine: MachineLabel
     scale: Scale
     workload: _Name
     workload_options: dict[str, Scalar] = Field(default_factory=dict)
@@ -79,21 +78,21 @@ class RunSpec(BaseModel):
             raise ValueError("kills are for runs over several ranks with checkpoints")
         return self
 
-    def canonical_json(self) -> str:
-        """One line of JSON with sorted keys: the argument of `lastgood run --spec`."""
-        return self._json(exclude=set())
+    @property
+    def panel(self) -> str:
+        """Of its workload."""
+        return self.workload
 
     @property
-    def cell_hash(self) -> str:
-        """Eight hex digits over everything but repetition, seed and proof."""
-        text = self._json(exclude={"repetition", "seed", "proof"})
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+    def over_ranks(self) -> bool:
+        """Whether several processes train together."""
+        return self.ranks > 1
 
     @property
     def variant(self) -> str:
         """Readable axes and the short hash, for instance ``n2-p2-c81f4a58`` or ``s100-c81f4a58``.
 
-        Of several ranks it begins with their number, ``w4-ddp-...``: the workflow makes those records by another rule.
+        Of several ranks it begins with their number, ``w4-ddp-...``.
         """
         ranks = [f"w{self.ranks}", self.parallel] if self.ranks > 1 else []
         ranks += [f"m{self.shadows}"] if self.shadows else []
@@ -123,12 +122,5 @@ class RunSpec(BaseModel):
         """The system's options, as its Options model takes them."""
         return dict(self.system_options)
 
-    def _json(self, exclude: set[str]) -> str:
-        """Canonical JSON. What came later is left out at its default: specs from before it keep their hash and text."""
-        fields = type(self).model_fields
-        exclude = exclude | {name for name in _CAME_LATER if getattr(self, name) == fields[name].default}
-        return json.dumps(self.model_dump(mode="json", exclude=exclude), sort_keys=True, separators=(",", ":"))
 
-
-_CAME_LATER = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
 _READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

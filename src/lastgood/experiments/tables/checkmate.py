@@ -32,7 +32,7 @@ def collect_checkmate_files(
     The panel on a shadow's updates has columns of its own.
     """
     if panel == OPTIMIZER_PANEL:
-        return collect_updates_files(figure, panel, paths, partial=partial, expected=expected)
+        return collect_updates_files(figure, panel, paths, ceilings_path, partial=partial, expected=expected)
     found = collect_files(figure, panel, paths, ceilings_path, partial=partial, expected=expected)
     if reference is None:
         return found

@@ -17,19 +17,14 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.formulas.goodput import IDEAL, goodput, lost_s
-from lastgood.experiments.records.goodput import (
-    GOODPUT_PATH_PARTS,
-    GoodputRecord,
-    GoodputSpec,
-    load_placed_goodput_record,
-)
+from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.columns import TidyRow
 from lastgood.experiments.tables.csv_text import csv_bytes, field_text
 from lastgood.experiments.tables.published import PublishedGain, load_gains
-from lastgood.experiments.tables.runs import collect, load_placed_record, run_name
+from lastgood.experiments.tables.runs import collect, run_name
 from lastgood.files import write_result
 
 __all__ = [
@@ -177,8 +172,8 @@ def collect_goodput_files(
     return collect_goodput(
         figure,
         panel,
-        [load_placed_record(path) for path in there if not _is_goodput(path)],
-        [load_placed_goodput_record(path) for path in there if _is_goodput(path)],
+        [RunRecord.load_placed(path) for path in there if not _is_goodput(path)],
+        [GoodputRecord.load_placed(path) for path in there if _is_goodput(path)],
         load_ceilings(ceilings_path),
         runs_expected=runs_expected,
         runs_missing=missing,
@@ -412,8 +407,7 @@ def _window_of(name: str, measured: Sequence[GoodputRecord], runs: Sequence[RunR
 
 
 def _is_goodput(path: Path) -> bool:
-    parts = path.absolute().parts[-GOODPUT_PATH_PARTS:]
-    return len(parts) == GOODPUT_PATH_PARTS and parts[2] == "goodput"
+    return path.absolute().parts[-6:-5] == ("goodput",)
 
 
 def _name(path: Path) -> str:

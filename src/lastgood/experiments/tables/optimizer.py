@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.records.optimizer import OptimizerRecord, load_placed_optimizer_record
+from lastgood.experiments.records.optimizer import OptimizerRecord
 from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.experiments.tables.csv_text import csv_bytes, field_text
 from lastgood.files import write_result
@@ -87,16 +87,26 @@ class CollectedUpdates:
 
 
 def collect_updates_files(
-    figure: str, panel: str, paths: Sequence[Path], *, partial: bool = False, expected: int | None = None
+    figure: str,
+    panel: str,
+    paths: Sequence[Path],
+    _ceilings: Path,
+    *,
+    partial: bool = False,
+    expected: int | None = None,
+    reference: Path | None = None,  # noqa: ARG001 - as for other kinds
 ) -> CollectedUpdates:
-    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error."""
+    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
+
+    Neither ceilings nor published numbers stand beside updates.
+    """
     there = [path for path in paths if path.exists()]
     missing = ["/".join(path.parts[-4:]) for path in paths if not path.exists()]
     wanted = max(len(paths), expected or 0)
     if not there or (len(there) < wanted and not partial):
         named = f": {', '.join(missing)}" if missing else ""
         raise LastgoodError(f"{figure} {panel}: {len(there)} of {wanted} run records are there{named}")
-    records = [load_placed_optimizer_record(path) for path in there]
+    records = [OptimizerRecord.load_placed(path) for path in there]
     return collect_updates(figure, panel, records, runs_expected=wanted, runs_missing=missing)
 
 
@@ -122,7 +132,7 @@ def collect_updates(
                     panel=panel,
                     machine=spec.machine,
                     scale=spec.scale,
-                    workload=spec.workload,
+                    workload=spec.panel,
                     system=CHECKMATE,
                     repetition=spec.repetition,
                     model=spec.model,

@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import THROUGHPUT, FigureAxes
-from lastgood.experiments.records.run import RunRecord, WhereRun
+from lastgood.experiments.records.base import WhereRun
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_rank
 
 __all__ = ["record_order", "refuse_mixtures", "shared_notes"]

@@ -15,7 +15,8 @@ from typing import Any
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.formulas.bound import throughput_bound
-from lastgood.experiments.records.run import Clocks, Counts, Proof, RunRecord, ShadowFacts, WhereRun
+from lastgood.experiments.records.base import WhereRun
+from lastgood.experiments.records.run import Clocks, Counts, Proof, RunRecord, ShadowFacts
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.columns import TidyRow
 from lastgood.experiments.tables.published import Published

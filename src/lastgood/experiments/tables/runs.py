@@ -17,7 +17,7 @@ from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.figures.axes import THROUGHPUT, FigureAxes
 from lastgood.experiments.figures.registry import figure_kind
-from lastgood.experiments.records.run import RunRecord, load_record
+from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.csv_text import csv_bytes, field_text
@@ -27,7 +27,7 @@ from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_
 from lastgood.experiments.tables.wide import wide_table
 from lastgood.files import write_result
 
-__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "load_placed_record", "run_name"]
+__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "run_name"]
 
 _PATH_PARTS = 7
 """Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
@@ -51,21 +51,6 @@ class Collected:
         write_result(out_wide, csv_bytes(self.wide))
         lines = [[field_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
         write_result(out_tidy, csv_bytes([list(TIDY_COLUMNS), *lines]))
-
-
-def load_placed_record(path: Path) -> RunRecord:
-    """Load a record and check that it lies where its spec says.
-
-    Raises LastgoodError where it does not: the file was moved or edited, or belongs to another version of the settings.
-    """
-    record = load_record(path)
-    expected = record.spec.record_path()
-    if path.absolute().parts[-_PATH_PARTS:] != expected.parts:
-        raise LastgoodError(
-            f"{path}: this record's settings belong at .../{expected}; it was moved or edited, or the settings' hash "
-            "changed; remove it and run again"
-        )
-    return record
 
 
 def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
@@ -107,7 +92,7 @@ def collect_files(
             f"{figure} {panel}: {len(there)} of {runs_expected} run records are there{named}; run what is missing, "
             "or use --partial"
         )
-    records = [load_placed_record(path) for path in there]
+    records = [RunRecord.load_placed(path) for path in there]
     return collect(
         figure,
         panel,
