@@ -26,11 +26,11 @@ def configure(*entries: str) -> Any:
     return parse_config(ROOT / "config" / "laptop.yaml", parse_overrides([*entries, "machine=testbox"]))[0]
 
 
-def test_the_plan_holds_one_run_a_repetition_that_shares_no_rule_with_runs() -> None:
+def test_the_plan_holds_one_run_a_repetition_in_a_panel_of_its_own() -> None:
     config = configure("checkmate={repetitions: 2, optimizer: {threads: [1, 2, 4], model: vgg11}}")
     specs = [spec for spec in plan_figure(config, "checkmate") if isinstance(spec, OptimizerSpec)]
     assert [spec.repetition for spec in specs] == [0, 1]
-    assert {(spec.model, spec.threads, spec.workload) for spec in specs} == {("vgg11", (1, 2, 4), "optimizer")}
+    assert {(spec.model, spec.threads, spec.panel) for spec in specs} == {("vgg11", (1, 2, 4), "optimizer")}
     records = plan_workflow(config).records["checkmate", "optimizer"]
     assert len(records) == 2
     for path in records:
@@ -100,14 +100,14 @@ def test_a_lacking_run_is_an_error_unless_partial(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_updates_are_timed_for_real(tmp_path: Path) -> None:
     spec = spec_of(model="resnet50", optimizer="sgd", threads=(1,), shadows=(1, 2), updates=2)
-    record = execute_optimizer(spec, tmp_path, lambda _: None)
+    record = execute_optimizer(spec, tmp_path, tmp_path, tmp_path, lambda _: None)
     assert [(point.threads, point.shadows, len(point.update_s)) for point in record.points] == [(1, 1, 2), (1, 2, 2)]
     assert record.parameters == 25_557_032
 
 
 def test_a_benchmark_that_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
     with pytest.raises(LastgoodError, match=r"`lastgood optbench` failed: .*--model lenet: unknown"):
-        execute_optimizer(spec_of(model="lenet", shadows=(2,)), tmp_path, lambda _: None)
+        execute_optimizer(spec_of(model="lenet", shadows=(2,)), tmp_path, tmp_path, tmp_path, lambda _: None)
 
 
 def test_the_picture_has_a_line_for_each_number_of_shadows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from collections import UserString
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -28,6 +29,10 @@ SUBMITS = (
     and workflow.resource_settings.nodes is not None
     and workflow.resource_settings.cores in (None, 1)
 )
+# A site's copy of profiles/slurm would lose its settings for these rules unseen.
+replaced = {"run", "ranks", "goodput", "optimizers"} & set(workflow.resource_settings.overwrite_resources or {})
+if workflow.is_main_process and replaced:
+    sys.exit(f"set-resources of {', '.join(sorted(replaced))}: these rules are one now; write `measure` in their place")
 
 
 def read_configuration():
@@ -71,7 +76,7 @@ PANEL_ENDINGS = (".csv", "_wide.csv", ".pdf", ".png", ".svg")
 
 
 def record_of(wildcards):
-    """The record file that the wildcards of rule `run` stand for."""
+    """The record file that the wildcards of rule `measure` stand for."""
     return f"{RESULTS}/{wildcards.machine}/{wildcards.scale}/{wildcards.cell}/r{wildcards.repetition}.json"
 
 
@@ -84,10 +89,16 @@ def spec_of(wildcards):
     return PLAN.specs[record]
 
 
+def matters(to_this_run, text):
+    """A parameter. Snakemake makes again what had another text, and does not look into a UserString."""
+    return text if to_this_run else UserString(text)
+
+
 def hosts_of(wildcards):
     """Options of `lastgood run` for a run over several nodes: where they are. No part of the run's settings."""
-    sections = {figure: getattr(CONFIG, figure) for figure in ("fig8e", "fig8f", "checkmate")}
-    section = next(sections[figure] for (figure, _), records in PLAN.records.items() if record_of(wildcards) in records)
+    section = PLAN.hosts.get(record_of(wildcards))
+    if section is None:
+        return matters(False, "")
     given = (("--hostfile", section.hostfile), ("--ssh-config", section.ssh_config), ("--rate", section.rate))
     return " ".join(f"{option} {shlex.quote(value)}" for option, value in given if value is not None)
 
@@ -103,9 +114,9 @@ def prepared_data_of(wildcards):
 
 
 def prepared_data_of_spec(spec):
-    """The prepared data that a run reads; none where the user gave a path."""
-    kind = workload_data_kind(spec.workload)
-    return [] if spec.data or kind is None else [ancient(f"{DATA}/{kind}.ready")]
+    """The prepared data that a run reads; none if the user gave a path, or if nothing is trained."""
+    kind = None if spec.data or spec.workload is None else workload_data_kind(spec.workload)
+    return [] if kind is None else [ancient(f"{DATA}/{kind}.ready")]
 
 
 def records_of(figure, model):

@@ -47,5 +47,5 @@ rule test_simple:
     message:
         "smoke test: train, save, restore in a new process, compare to the bit (log: {log})"
     shell:
-        "exec lastgood run --check --end-with $PPID --spec {params.spec:q} --out {params.record:q}"
-        " --data-dir {params.data:q} --scratch {params.scratch:q} 2> {log:q}"
+        "exec lastgood run --check --spec {params.spec:q} --out {params.record:q} --data-dir {params.data:q}"
+        " --scratch {params.scratch:q} --end-with $PPID 2> {log:q}"

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+import typer
+
 from lastgood.cli import (
     advise,
     ceilings,
@@ -16,14 +18,12 @@ from lastgood.cli import (
     data,
     doctor,
     export,
-    goodput,
     hosts,
     inspect,
     launch,
     netbench,
     offset,
     optbench,
-    optimizers,
     plan,
     plot,
     provision,
@@ -38,7 +38,7 @@ from lastgood.cli import (
     verify,
 )
 from lastgood.cli._app import App
-from lastgood.errors import LastgoodError
+from lastgood.errors import ConfigError, LastgoodError
 from lastgood.extras import why_missing
 
 __all__ = ["app", "main"]
@@ -72,13 +72,26 @@ app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
-app.add_typer(goodput.app, name="goodput")
 app.add_typer(hosts.app, name="hosts")
-app.add_typer(optimizers.app, name="optimizers")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
 app.add_typer(storage.app, name="storage")
 app.add_typer(trace.app, name="trace")
+
+_REPLACED = {"goodput": "run", "optimizers": "run"}
+"""Commands of earlier versions, and what to call now."""
+
+
+def _replaced(context: typer.Context) -> None:
+    name = str(context.info_name)
+    raise ConfigError(
+        f"`lastgood {name}` is replaced: call `lastgood {_REPLACED[name]}` with the same --spec and --out"
+    )
+
+
+for _name in _REPLACED:
+    _any = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(_name, hidden=True, add_help_option=False, context_settings=_any)(_replaced)
 
 
 def main() -> None:
@@ -102,7 +115,7 @@ def main() -> None:
 
 
 def _command() -> str:
-    """The command that was called, as in ``plot`` or ``goodput run``."""
+    """The command that was called, as in ``plot`` or ``data prepare``."""
     words = sys.argv[1:3]
     groups = {group.name for group in app.registered_groups}
     return " ".join(words if groups & set(words[:1]) else words[:1])

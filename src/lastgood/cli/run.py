@@ -1,9 +1,9 @@
-"""`lastgood run`: one measurement, one record."""
+"""`lastgood run`: one measurement of any kind, one record."""
 
 from __future__ import annotations
 
+import re
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,16 +13,13 @@ import typer
 from lastgood.cli._output import console, emit_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lastgood.experiments.records.run import RunRecord
-    from lastgood.experiments.records.spec import RunSpec
+    from lastgood.experiments.services.place import RankHosts
 
 __all__ = ["run"]
 
 
 def run(
-    spec: Annotated[str, typer.Option(help="The run as one line of JSON; `lastgood plan FIGURE --json` prints them.")],
+    spec: Annotated[str, typer.Option(help="The run as one line of JSON; `lastgood plan FIGURE --json` prints it.")],
     out: Annotated[
         Path,
         typer.Option(
@@ -58,58 +55,38 @@ def run(
 ) -> None:
     """Measure one run and write its record, which appears whole or not at all.
 
+    Its spec says which kind it is: a run, a goodput run (a training that is killed and restarts), updates of shadows.
     Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to
     the hosts of a hostfile. The logs of one that fails stay beside its record, in r0.logs for r0.json, until the next.
     """
     from lastgood.errors import ConfigError
-    from lastgood.experiments.records.spec import RunSpec
-    from lastgood.experiments.runs.execute import execute
+    from lastgood.experiments.records.kinds import parse_spec
     from lastgood.experiments.runs.logs import logs_beside
     from lastgood.processes import die_with_parent
-    from lastgood.text import parse_model
-    from lastgood.units import MIB
 
     if end_with is not None:
         die_with_parent(end_with)
-    command = [
-        "lastgood",
-        "run",
-        "--spec",
-        spec,
-        "--out",
-        str(out),
-        "--data-dir",
-        str(data_dir),
-        "--scratch",
-        str(scratch),
-    ]
-    if timeline is not None:
-        command += ["--timeline", str(timeline)]
-    for option, value in (("--hostfile", hostfile), ("--ssh-config", ssh_config), ("--rate", rate)):
-        command += [] if value is None else [option, str(value)]
-    command += [] if how == "ssh" else ["--how", how]
-    sys.stderr.write(shlex.join(command) + "\n")
-    chosen = parse_model(RunSpec, spec, "--spec: not a run", most_bytes=MIB)
-    # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
+    # Without the parent's process: the line is there to be called again.
+    sys.stderr.write(re.sub(r" --end-with[ =]\d+", "", shlex.join(["lastgood", *sys.argv[1:]])) + "\n")
+    kind, chosen = parse_spec(spec, "--spec")
+    title = chosen.title()
+    given = {"check": check or None, "timeline": timeline, "hosts": _hosts(hostfile, ssh_config, how, rate)}
+    options = {name: value for name, value in given.items() if value is not None}
+    if unknown := options.keys() - kind.options:
+        names = ", ".join(_OPTIONS[name] for name in sorted(unknown))
+        raise ConfigError(f"{names}: {title} is {kind.name}, which has no such option; leave it out")
+    options.pop("check", None)
 
-    def report(stage: str) -> None:
-        console.print(f"{chosen.title()}: {stage}", markup=False)
+    def report(text: str) -> None:
+        # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
+        console.print(f"{title}: {text}", markup=False)
 
-    if chosen.ranks > 1:
-        record = _over_ranks(
-            chosen, data_dir, scratch, logs_beside(out), report, timeline, hostfile, ssh_config, how, rate
-        )
-    elif hostfile is not None:
-        raise ConfigError(f"--hostfile: {chosen.title()} has one rank; leave it out")
-    else:
-        record = execute(chosen, data_dir, scratch, logs_beside(out), report, timeline)
+    record = kind.function("execute")(chosen, data_dir, scratch, logs_beside(out), report, **options)
     record.write(out)
-    clocks = record.clocks
-    proof = "" if record.proof is None else f", restore {'proved' if record.proof.equal else 'NOT EQUAL'}"
-    console.print(
-        f"{chosen.title()}: {clocks.iterations_per_s:.3g} iterations/s, "
-        f"{record.counts.durable} durable checkpoints{proof}, {record.wall_s:.0f} s in all"
-    )
+    report(record.summary())
+    for mark in record.marks():
+        # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
+        console.print(f"{title}: {mark}", style="red", markup=False)
     if as_json:
         emit_json(record.model_dump(mode="json"))
     if check:
@@ -120,37 +97,19 @@ def run(
         print_verdict(out, record, faults)
         if faults:
             raise typer.Exit(1)
-    if record.proof is not None and not record.proof.equal:
-        # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
-        console.print(f"[red]{chosen.title()}: the restored state differs from the live one; see the record's proof")
 
 
-def _over_ranks(
-    spec: RunSpec,
-    data_dir: Path,
-    scratch: Path,
-    logs: Path,
-    report: Callable[[str], None],
-    timeline: Path | None,
-    hostfile: Path | None,
-    ssh_config: Path | None,
-    how: str,
-    rate: str | None,
-) -> RunRecord:
+_OPTIONS = {"check": "--check", "timeline": "--timeline", "hosts": "--hostfile, --ssh-config, --how or --rate"}
+
+
+def _hosts(hostfile: Path | None, ssh_config: Path | None, how: str, rate: str | None) -> RankHosts | None:
+    """What the user says about hosts; None if nothing."""
+    if (hostfile, ssh_config, how, rate) == (None, None, "ssh", None):
+        return None
     from lastgood.cluster.launch.order import HOWS
     from lastgood.errors import ConfigError
-    from lastgood.experiments.multirank.execute import execute_ranks
     from lastgood.experiments.services.place import RankHosts
 
-    if timeline is not None:
-        raise ConfigError("--timeline is for runs of one rank")
     if how not in HOWS:
         raise ConfigError(f"--how {how}: unknown; known: {', '.join(HOWS)}")
-
-    def stop(number: int, _: object) -> None:
-        # As an exception, so that ranks on other hosts, and a testbed, end with this.
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    return execute_ranks(spec, data_dir, scratch, logs, report, RankHosts(hostfile, ssh_config, how, rate))
+    return RankHosts(hostfile, ssh_config, how, rate)

@@ -22,7 +22,7 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.progress import Board
 from lastgood.workloads.data.prepare import prepare_dataset
 
-COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "goodput", "run"]
+COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 SYSTEMS = ("sync", "checkfreq", "gpm", "gemini", "pccheck")
 DRIVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "goodput_driver.py")]
 

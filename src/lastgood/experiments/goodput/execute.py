@@ -37,8 +37,7 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path
 
     Checkpoints live in a folder of their own below `scratch`, which is removed at the end. `report` is told each stage.
     Raises LastgoodError, naming what failed; nothing is left behind then but logs of the system's own processes (peers,
-    shadows), in `logs`. A restore that gives back something else
-    than was saved is no error but a fault in the record.
+    shadows), in `logs`. A restore that gives back something else than was saved is no error but a fault in the record.
     """
     with take_turn(spec.run, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
         report("importing torch")

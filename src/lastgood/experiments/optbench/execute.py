@@ -47,7 +47,9 @@ class _Answer(BaseModel):
     rows: list[_Row]
 
 
-def execute_optimizer(spec: OptimizerSpec, scratch: Path, report: Callable[[str], None]) -> OptimizerRecord:
+def execute_optimizer(
+    spec: OptimizerSpec, _data_dir: Path, scratch: Path, _logs: Path, report: Callable[[str], None]
+) -> OptimizerRecord:
     """Time all points of `spec` and return the record. Several shadows work at the same time.
 
     `optbench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the

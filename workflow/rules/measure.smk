@@ -1,7 +1,7 @@
-"""One measured goodput run: one process and the lives that it starts, one record. It measures itself: no benchmark."""
+"""One measurement of any kind: one command, one record. It measures itself: no benchmark, which would stop it to look."""
 
 
-rule goodput:
+rule measure:
     input:
         prepared_data_of,
     output:
@@ -9,12 +9,13 @@ rule goodput:
     params:
         spec=lambda wildcards: spec_of(wildcards).canonical_json(),
         title=lambda wildcards: spec_of(wildcards).title(),
-        data=DATA,
-        scratch=SCRATCH,
+        data=lambda wildcards: matters(spec_of(wildcards).workload, DATA),
+        scratch=lambda wildcards: matters(spec_of(wildcards).workload, SCRATCH),
+        hosts=hosts_of,
     wildcard_constraints:
         machine="[^/]+",
         scale="[^/]+",
-        cell="goodput/[^/]+/[^/]+/f[0-9]+/[^/]+",
+        cell="[^/]+(/[^/]+)+",
         repetition="[0-9]+",
     resources:
         machine=1,
@@ -26,5 +27,5 @@ rule goodput:
     message:
         "measure {params.title} (log: {log})"
     shell:
-        "exec lastgood goodput run --end-with $PPID --spec {params.spec:q} --out {output:q} --data-dir {params.data:q}"
-        " --scratch {params.scratch:q} > {log:q} 2>&1"
+        "exec lastgood run --spec {params.spec:q} --out {output:q} --data-dir {params.data:q} --scratch {params.scratch:q}"
+        " {params.hosts} --end-with $PPID > {log:q} 2>&1"
