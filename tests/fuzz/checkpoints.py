@@ -349,7 +349,7 @@ def _directory(system: str) -> list[Any]:
 
 
 def _changed_directory(rng: random.Random, thing: Any) -> Any:
-    from lastgood.checkpointers.directories.store import MANIFEST
+    from lastgood.checkpointers.directories.manifest import MANIFEST
 
     files = dict(thing)
     names = [name for name in files if name not in ("", MANIFEST)]
@@ -368,7 +368,7 @@ def _changed_directory(rng: random.Random, thing: Any) -> Any:
 
 
 def _put_directory(system: str, thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.directories import store as directories
+    from lastgood.checkpointers.directories import manifest as directories
     from lastgood.checkpointers.registry import checkpointer_class
 
     checkpoint = folder / "job" / thing[""].decode()

@@ -109,7 +109,7 @@ def _mark(thing: Any, folder: Path) -> Prepared:
     change=tree_or_bits,
 )
 def _manifest(thing: Any, folder: Path) -> Prepared:
-    from lastgood.checkpointers.directories import store as directories
+    from lastgood.checkpointers.directories import manifest as directories
 
     text = text_of(thing).replace(b"lastgood-directory", directories._FORMAT.encode())
     (folder / "a").write_bytes(b"hello")

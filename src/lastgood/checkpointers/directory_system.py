@@ -19,8 +19,10 @@ from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.directories.local import LocalStore
+from lastgood.checkpointers.directories.manifest import check_files
 from lastgood.checkpointers.directories.named_state import live_tensors
-from lastgood.checkpointers.directories.store import CheckpointDirectories, check_files
+from lastgood.checkpointers.directories.store import CheckpointStore, Draft
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys
@@ -64,7 +66,7 @@ class DirectorySystem(Checkpointer):
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
-        self._directories = CheckpointDirectories(self.directory, self.options.keep, self.readable_by)
+        self._store: CheckpointStore = LocalStore(self.directory, self.options.keep, self.readable_by)
         self._flight: Flight | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
@@ -72,10 +74,10 @@ class DirectorySystem(Checkpointer):
     # -- what a system does --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any] | None:
-        """Copy the tensors and let the library write them into `temporary`, an empty directory.
+    def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any] | None:
+        """Copy the tensors and let the library write them into `draft`: by streams, or into its folder.
 
-        Returns what tells of the end of it, or None if it is done, the files flushed and the manifest written.
+        Returns what tells of the end of it, or None if it is done, and the draft sealed.
         """
 
     @abstractmethod
@@ -85,8 +87,9 @@ class DirectorySystem(Checkpointer):
         Raises CorruptCheckpoint.
         """
 
-    def _seal(self, temporary: Path, step: int) -> None:
-        """Called in a thread when the library is done: flush what it has not flushed, write the manifest."""
+    def _seal(self, draft: Draft) -> None:
+        """Called in a thread when the library is done: seal the draft, unless that is done where it was written."""
+        draft.seal()
 
     def _stop(self, flight: Flight) -> None:
         """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
@@ -99,21 +102,20 @@ class DirectorySystem(Checkpointer):
 
     def _start(self) -> None:
         self._flat()  # refuses what cannot be stored to the bit before the first step, as every system does
-        self._directories.prepare()
+        self._store.prepare()
 
     def _save(self, event: CheckpointEvent) -> None:
         """Wait for the checkpoint before; then let the library copy the state and write it."""
-        temporary = self._directories.temporary(event.step)
+        draft = self._store.begin(event.step)
         try:
             self.drain()
             self._refuse_late()
-            self._directories.make(temporary)
-            future = self._take(event, live_tensors(self._flat()), temporary)
+            future = self._take(live_tensors(self._flat()), draft)
             event.copied_s = time.perf_counter()
             if future is None:
-                self._commit(event, temporary)
+                self._commit(event, draft)
                 return
-            flight = Flight(self.name, event, temporary, future, self._keep_and_limit.limit_s, self._land)
+            flight = Flight(self.name, event, draft, future, self._keep_and_limit.limit_s, self._land)
             try:
                 flight.start()
             except BaseException:
@@ -122,13 +124,13 @@ class DirectorySystem(Checkpointer):
             self._flight = flight
         except BaseException as error:
             cause = self._explained(error)
-            self._directories.give_up(temporary)
+            self._store.give_up(draft)
             if cause is error or not isinstance(cause, Exception):
                 raise  # perhaps Ctrl-C and its like
             raise cause from error
 
-    def _commit(self, event: CheckpointEvent, temporary: Path) -> None:
-        event.bytes_written = self._directories.commit(temporary, event.step)
+    def _commit(self, event: CheckpointEvent, draft: Draft) -> None:
+        event.bytes_written = self._store.commit(draft)
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 
@@ -136,11 +138,11 @@ class DirectorySystem(Checkpointer):
         """Called in the flight's thread when the library is done, or took too long."""
         try:
             flight.result()
-            self._seal(flight.temporary, flight.event.step)
-            self._commit(flight.event, flight.temporary)
+            self._seal(flight.draft)
+            self._commit(flight.event, flight.draft)
         except BaseException as error:  # this thread has no caller: the event and the log carry the failure
             self._end_late(flight)
-            self._directories.give_up(flight.temporary)
+            self._store.give_up(flight.draft)
             self._fail(flight.event, self._explained(error))
 
     def _end_late(self, flight: Flight) -> None:
@@ -183,11 +185,11 @@ class DirectorySystem(Checkpointer):
     # -- restoring -----------------------------------------------------------------------------------------------------
 
     def _place_of(self, step: int) -> Path:
-        return next((path for _, found, path in self._directories.found() if found == step), self.directory)
+        return next((Path(found.where) for found in self._store.found() if found.step == step), self.directory)
 
     def latest(self) -> int | None:
         """The newest checkpoint's step."""
-        return next((step for _, step, _ in self._directories.found()), None)
+        return next((found.step for found in self._store.found()), None)
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest checkpoint whose checksums hold (or that of `step`) into `state`.
@@ -196,23 +198,24 @@ class DirectorySystem(Checkpointer):
         NoCheckpoint, CorruptCheckpoint (there are some, and none is whole), MismatchError.
         """
         self.drain()
-        known = self._directories.found()
+        known = self._store.found()
         refused = []
-        for _, candidate, path in known:
-            if step is not None and candidate != step:
+        for candidate in known:
+            if step is not None and candidate.step != step:
                 continue
             try:
-                tree, objects = self._read(path, check_files(path, candidate))
+                with self._store.local_folder(candidate) as folder:
+                    tree, objects = self._read(folder, check_files(folder, candidate.step))
             except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 refused.append(str(error))
                 continue
-            apply_tree(state, tree, str(path), objects)
-            return candidate
+            apply_tree(state, tree, candidate.where, objects)
+            return candidate.step
         if refused:
             raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}")
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        steps = [found for _, found, _ in known]
+        steps = [found.step for found in known]
         raise NoCheckpoint(f"{self.directory}: no {asked}; checkpoints of steps {steps or 'none'}")
 
 
@@ -243,14 +246,14 @@ class Flight(threading.Thread):
         self,
         system: str,
         event: CheckpointEvent,
-        temporary: Path,
+        draft: Draft,
         future: Future[Any],
         limit_s: float,
         landed: Callable[[Flight], None],
     ) -> None:
         super().__init__(name=f"{system}-commit-{event.step}")
         self.event = event
-        self.temporary = temporary
+        self.draft = draft
         self.future = future
         self._limit_s = limit_s
         self._landed = landed

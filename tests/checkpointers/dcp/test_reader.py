@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from lastgood import _native
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.dcp.system import TorchDCP
-from lastgood.checkpointers.directories.store import MANIFEST, CheckpointDirectories, manifest_text
+from lastgood.checkpointers.directories.local import LocalStore
+from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.errors import CorruptCheckpoint, LastgoodError
 from tests.checkpointers.support.pickle_craft import ORDERED, call, named, of, storage, tensor, torch_file
 
@@ -32,7 +34,7 @@ def saved(tmp_path_factory):
             value.fill_(float(step))
         checkpointer.save(step)
     checkpointer.close()
-    (_, _, newest), (_, _, older) = CheckpointDirectories(directory, 2).found()
+    newest, older = (Path(one.where) for one in LocalStore(directory, 2).found())
     metadata = pickle.loads((newest / ".metadata").read_bytes())
     return directory, newest, older, metadata
 

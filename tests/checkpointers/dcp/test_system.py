@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.dcp.system import TorchDCP
+from lastgood.checkpointers.directories.local import LocalStore
+from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, stored_tensors
-from lastgood.checkpointers.directories.store import MANIFEST, CheckpointDirectories, manifest_text
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import temporary_beside
 from lastgood.state import flatten, state_digest
@@ -72,7 +73,7 @@ def saved_steps(checkpointer, training, count):
 
 
 def newest(directory):
-    return CheckpointDirectories(directory, 2).found()[0][2]
+    return Path(LocalStore(directory, 2).found()[0].where)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,7 +95,7 @@ def test_every_mode_restores_to_the_bit_though_training_went_on(mode, threads, o
     assert TorchDCP(tmp_path).restore(fresh.state) == 4
     assert fresh.digest() == digests[4]
     assert fresh.model[3].weight is fresh.model[0].weight
-    assert [step for _, step, _ in CheckpointDirectories(tmp_path, 2).found()] == [4, 3]
+    assert [one.step for one in LocalStore(tmp_path, 2).found()] == [4, 3]
     assert not list(tmp_path.glob("*.lastgood-tmp"))
 
 
@@ -220,8 +221,7 @@ def test_every_file_is_flushed_before_it_is_synced(opened, tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", note)
     saved_steps(checkpointer, training, 1)
     for path in newest(tmp_path).iterdir():
-        name = ".metadata.tmp" if path.name == ".metadata" else path.name
-        assert sizes[name] == path.stat().st_size
+        assert sizes[path.name] == path.stat().st_size
 
 
 # -- faults 2 and 3: mixtures, flipped bits, cut files -----------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_files_of_two_checkpoints_are_never_mixed(opened, tmp_path):
     training = SmallTraining(8)
     checkpointer = opened(tmp_path, training.state, mode="sync")
     saved_steps(checkpointer, training, 2)
-    (_, _, new), (_, _, old) = CheckpointDirectories(tmp_path, 2).found()
+    new, old = (Path(one.where) for one in LocalStore(tmp_path, 2).found())
     (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
     assert TorchDCP(tmp_path).restore(SmallTraining(8, seed=1).state) == 1
     (new / "__0_0.distcp").unlink()
@@ -272,7 +272,7 @@ def test_where_nothing_is_whole_a_restore_says_so_and_does_not_begin_anew(opened
     training = SmallTraining(8)
     checkpointer = opened(tmp_path, training.state, mode="sync")
     saved_steps(checkpointer, training, 2)
-    for _, _, path in CheckpointDirectories(tmp_path, 2).found():
+    for path in (Path(one.where) for one in LocalStore(tmp_path, 2).found()):
         flip(path / "__0_0.distcp")
     with pytest.raises(CorruptCheckpoint, match=r"no checkpoint can be read.*step-2.*step-1"):
         TorchDCP(tmp_path).restore(SmallTraining(8).state)
@@ -403,7 +403,7 @@ def test_a_name_that_cannot_be_made_durable_is_taken_back(opened, tmp_path, monk
     training = SmallTraining(8)
     checkpointer = opened(tmp_path, training.state, mode="sync")
     digests = saved_steps(checkpointer, training, 2)
-    from lastgood.checkpointers.directories import store as directories
+    from lastgood.checkpointers.directories import local as directories
 
     original = directories.sync_directory
 
@@ -419,7 +419,7 @@ def test_a_name_that_cannot_be_made_durable_is_taken_back(opened, tmp_path, monk
     fresh = SmallTraining(8, seed=1)
     assert TorchDCP(tmp_path).restore(fresh.state) == 2
     assert fresh.digest() == digests[2]
-    assert [step for _, step, _ in CheckpointDirectories(tmp_path, 2).found()] == [2, 1]
+    assert [one.step for one in LocalStore(tmp_path, 2).found()] == [2, 1]
 
 
 # -- fault 11: DCP hangs, or its process is dead -----------------------------------------------------------------------

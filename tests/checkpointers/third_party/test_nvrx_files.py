@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lastgood import _native
+from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, live_tensors
-from lastgood.checkpointers.directories.store import MANIFEST, manifest_text
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.third_party.nvrx import _FILE
 from lastgood.state import flatten

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lastgood import _native
+from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.checkpointers.directories.named_state import live_tensors
-from lastgood.checkpointers.directories.store import MANIFEST, manifest_text
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
 from lastgood.errors import CorruptCheckpoint, LastgoodError

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import BaseOptions, CheckpointEvent
+from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
+from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
@@ -26,8 +27,6 @@ from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
     import torch
-
-    from lastgood.checkpointers.dcp.torch_io import ManifestWriter
 else:
     torch = lazy_module("torch")
 
@@ -71,7 +70,6 @@ class TorchDCP(DirectorySystem):
         assert isinstance(self.options, DCPOptions)
         self.knobs = self.options
         self._stager: Any = None
-        self._writer: ManifestWriter | None = None
         self._helper: _Helper | None = None
 
     def _start(self) -> None:
@@ -83,17 +81,17 @@ class TorchDCP(DirectorySystem):
             # change at any moment of the first saves.
             torch.cuda.init()
 
-    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any] | None:
+    def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any] | None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-        from lastgood.checkpointers.dcp.torch_io import ManifestWriter
+        from lastgood.checkpointers.dcp.torch_io import DraftWriter
 
-        self._writer = ManifestWriter(temporary, event.step, self.knobs.writer_threads)
+        writer = DraftWriter(draft, self.knobs.writer_threads)
         devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
         if self.knobs.mode == "sync":
             # DCP's threads read on streams of their own, which do not wait for the training's.
             synchronize(tensors)
-            save(tensors, storage_writer=self._writer, no_dist=True)
+            save(tensors, storage_writer=writer, no_dist=True)
             return None
         if self._stager is None:
             self._stager = _stager(devices, pinned=self.knobs.pinned, shared=self._helper is not None)
@@ -106,16 +104,17 @@ class TorchDCP(DirectorySystem):
             # A stager that works at once gives a plain future.
             future: Any = async_save(
                 tensors,
-                storage_writer=self._writer,
+                storage_writer=writer,
                 async_stager=self._stager,
                 async_checkpointer_type=kind,
                 no_dist=True,
             )
         return future  # type: ignore[no-any-return]
 
+    def _seal(self, draft: Draft) -> None:
+        """The writer has done it, perhaps in another process."""
+
     def _stop(self, flight: Flight) -> None:
-        if self._writer is not None:
-            self._writer.give_up()
         if self._helper is not None and (self._helper.dead or not flight.future.done()):
             self._helper.end(0)
 

@@ -2,8 +2,8 @@
 
 What DCP's FileSystemWriter leaves out, in torch 2.9 to 2.14, and this one adds: an error in any but the first of its
 threads fails the save (DCP prints it and commits the rest); the file is flushed before it is synced (DCP up to 2.11
-syncs first, and the last bytes reach the disk later); a manifest with lengths and checksums. What it writes is
-read by dcp_reader.py.
+syncs first, and the last bytes reach the disk later); a manifest with lengths and checksums. It writes through
+streams of a draft, so to any store. What it writes is read by reader.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,12 +24,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lastgood import _native
-from lastgood.checkpointers.directories.store import MANIFEST, manifest_text
+from lastgood.checkpointers.directories.store import Draft, SummedStream
 from lastgood.errors import StorageError
 from lastgood.files import storage_error
 
-__all__ = ["KeptStager", "ManifestWriter", "first_cause"]
+__all__ = ["DraftWriter", "KeptStager", "first_cause"]
 
 # Each process saves a state of its own here, and DCP's threads would say each time that this is so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -71,47 +69,15 @@ class KeptStager(DefaultStager):
         self._kept.end()
 
 
-class _SummedFile(io.BufferedWriter):
-    """A new file that keeps count of its bytes and their CRC32C while they are written."""
+class _DraftFiles(FileSystem):
+    """DCP's view of a draft: its files are streams of the draft, and failures are not lost.
 
-    def __init__(self, path: Path, owner: _SummedFiles) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self.nbytes = 0
-        self.checksum = 0
-        self.failure: OSError | None = None
-        """What the operating system refused; torch.save makes a RuntimeError of it that says less."""
-        self._owner = owner
+    DCP writes its metadata under a temporary name and renames it; the draft as a whole is temporary here.
+    """
 
-    def write(self, data: Any) -> int:
-        """Write all of `data`."""
-        self._owner.check()
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        self.checksum = _native.crc32c(data, self.checksum)
-        self.nbytes += written
-        return written
-
-    def fileno(self) -> int:
-        """The descriptor, with all bytes written handed to it: DCP asks for it only to sync."""
-        self.flush()
-        return super().fileno()
-
-
-class _SummedFiles(FileSystem):
-    """DCP's view of the file system, with files that are summed, and failures that are not lost."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[int, int]] = {}
+    def __init__(self, draft: Draft) -> None:
         self.failures: list[Exception] = []
-        self.given_up = False
-
-    def check(self) -> None:
-        """Raise StorageError if nobody waits for these files any more."""
-        if self.given_up:
-            raise StorageError("given up while it was being written")
+        self._draft = draft
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -119,13 +85,11 @@ class _SummedFiles(FileSystem):
         path = Path(path)
         if mode != "wb":
             raise ValueError(f"{path}: opened with mode {mode}, not for a new file")
-        stream: _SummedFile | None = None
+        stream: SummedStream | None = None
         try:
-            self.check()
-            stream = _SummedFile(path, self)
+            stream = self._draft.create(path.name.removesuffix(".tmp"))
             yield stream
             stream.close()
-            self.files[path.name] = (stream.nbytes, stream.checksum)
         except Exception as error:
             cause = (stream and stream.failure) or error
             self.failures.append(storage_error(cause, path, "writing") if isinstance(cause, OSError) else cause)
@@ -133,23 +97,30 @@ class _SummedFiles(FileSystem):
                 raise
         finally:
             if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+                stream.discard()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """The draft makes what it needs."""
+        del path
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """A draft begins empty."""
+        del path
+        return False
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """The file has its final name."""
+        del path, new_path
 
 
-class ManifestWriter(FileSystemWriter):
-    """FileSystemWriter that fails when a part of it fails, and writes a manifest last. One for each checkpoint."""
+class DraftWriter(FileSystemWriter):
+    """FileSystemWriter that fails when a part of it fails, and seals the draft last. One for each checkpoint."""
 
-    def __init__(self, path: Path, step: int, threads: int) -> None:
-        super().__init__(path, sync_files=True, thread_count=threads)
-        self._directory = path
-        self._step = step
-        self._files = _SummedFiles()
+    def __init__(self, draft: Draft, threads: int) -> None:
+        super().__init__(draft.where, sync_files=False, thread_count=threads)  # streams of a draft do it
+        self._draft = draft
+        self._files = _DraftFiles(draft)
         self.fs = self._files
-
-    def give_up(self) -> None:
-        """Make the next write fail. Works in the process that writes."""
-        self._files.given_up = True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write all files. Raises StorageError if one of DCP's threads could not."""
@@ -161,15 +132,10 @@ class ManifestWriter(FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write DCP's metadata and the manifest."""
+        """Write DCP's metadata, and seal."""
         super().finish(metadata, results)
         self._raise_failure()
-        files = dict(self._files.files)
-        files[".metadata"] = files.pop(".metadata.tmp")
-        with self._files.create_stream(self._directory / MANIFEST, "wb") as stream:
-            stream.write(manifest_text(self._step, files))
-            os.fsync(stream.fileno())
-        self._raise_failure()
+        self._draft.seal()
 
     def _raise_failure(self) -> None:
         if self._files.failures:

@@ -1,214 +1,242 @@
-"""A directory of checkpoints that are directories, each of which appears whole and durable or not at all.
+"""The border between systems that write a checkpoint as several files, and what keeps those files.
 
-Libraries that write a checkpoint as several files write into the final directory, sync no directory, and store no
-checksums. Here each is written under a temporary name, with a *manifest* beside the library's files: length and CRC32C
-of every file. Needs no torch.
+A system opens a *draft*, lets a library write files into it, seals it, and commits it. A checkpoint exists when it is
+committed, and not before. Implementations: `local` (a folder of a file system), `memory` (this process; for tests and
+notebooks). An object store fits as well: nothing here renames, syncs or overwrites, a draft may be sealed by several
+processes before one of them commits, and the commit can be one small object that is written last.
+
+Needs no torch.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import contextlib
+import io
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Protocol
 
 from lastgood import _native
+from lastgood.checkpointers.directories.manifest import MANIFEST, MOST_MANIFEST_BYTES, parse_manifest
 from lastgood.errors import CorruptCheckpoint, StorageError
-from lastgood.files import (
-    ReadableBy,
-    entries_of,
-    make_directory,
-    open_new,
-    open_regular,
-    read_bounded,
-    remove_temporary_files,
-    remove_tree,
-    storage_error,
-    sync_directory,
-    temporary_beside,
-)
-from lastgood.storage.files import flush_file
-from lastgood.text import is_whole, parse_json
 
-__all__ = ["MANIFEST", "CheckpointDirectories", "check_files", "manifest_text", "seal_files"]
+__all__ = ["CheckpointStore", "Draft", "StoredCheckpoint", "SummedStream", "check_name", "staged"]
 
-_log = logging.getLogger("lastgood")
-
-MANIFEST = "lastgood-manifest.json"
-_FORMAT = "lastgood-directory-1"
-_NAME = re.compile(r"checkpoint-(\d{8,18})-step-(\d{1,18})")
-_OLDER_TEMPORARY = re.compile(r"(step-\d+-[0-9a-f]{32}|checkpoint-\d{8,18}-step-\d{1,18})\.tmp")
-_MOST_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
 
 
-class CheckpointDirectories:
-    """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP/`` in one directory, the newest with the highest sequence."""
+@dataclass(frozen=True, order=True)
+class StoredCheckpoint:
+    """A committed checkpoint.
 
-    def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
-        self.directory = directory
-        self.keep = keep
-        self._readable_by = readable_by
+    The newest has the highest sequence: after a return to an earlier step, the steps of the incarnation that was given
+    up are older, though their numbers are higher.
+    """
+
+    sequence: int
+    step: int
+    where: str
+    """For people, and for the store that listed it: a path or a URL."""
+
+    @property
+    def name(self) -> str:
+        """Its name among those of one store."""
+        return f"checkpoint-{self.sequence:08d}-step-{self.step}"
+
+
+class CheckpointStore(Protocol):
+    """Keeps the newest committed checkpoints of one job (or of one rank that has a place of its own).
+
+    One process writes at a time (the caller holds the job's lock); any process may list and read meanwhile. A name that
+    a store has given is never given again, so that whatever a dead process still sends cannot reach a later checkpoint.
+    All methods raise StorageError, which says what failed, where and what to do.
+    """
 
     def prepare(self) -> None:
-        """Remove what a killed process left half-written. Only under the directory's lock. Raises StorageError."""
-        try:
-            make_directory(self.directory, self._readable_by.directory_mode)
-            remove_temporary_files(self.directory, _OLDER_TEMPORARY)
-        except OSError as error:
-            raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
+        """Called once, under the job's lock, before the first `begin`: remove drafts that a killed process left.
 
-    def temporary(self, step: int) -> Path:
-        """A name for a checkpoint that is being written, which nothing that a killed process left still writes to."""
-        return temporary_beside(self.directory / f"step-{step}")
-
-    def make(self, temporary: Path) -> None:
-        """Make the directory that a library writes into; until `commit` only its owner sees it. Raises OSError."""
-        temporary.mkdir(0o700)
-
-    def commit(self, temporary: Path, step: int) -> int:
-        """Make a written checkpoint durable and give it its name; then drop all but the newest `keep`.
-
-        Every file in it must be flushed already. Returns its bytes. Raises StorageError; the older checkpoints stay.
+        Removes nothing that was committed, and nothing that this store has not written.
         """
-        sequence = max((known for known, _, _ in self.found()), default=0) + 1
-        final = self.directory / f"checkpoint-{sequence:08d}-step-{step}"
+
+    def begin(self, step: int) -> Draft:
+        """Open a temporary checkpoint of `step`. Touches no storage; the draft does, when it is first written to.
+
+        A crash from here to `commit` leaves a draft, which no `found` lists and the next `prepare` removes.
+        """
+
+    def commit(self, draft: Draft) -> int:
+        """Called once, when the draft is sealed: make it the newest checkpoint; returns its bytes.
+
+        When this returns, the checkpoint survives a power cut, if the store is durable. It appears to all readers in
+        one moment and with all its files: a crash anywhere in here leaves either a draft or the checkpoint. If it
+        raises, the checkpoint is not there, and the older ones are. After that, all but the newest that the store is
+        to keep are removed; what cannot be removed is logged and removed later. Refuses a draft that is not sealed.
+        """
+
+    def give_up(self, draft: Draft) -> None:
+        """Called when a save failed, perhaps while a library still writes: remove the draft. Never raises.
+
+        What is written to the draft later fails, or goes nowhere. May be called twice.
+        """
+
+    def found(self) -> list[StoredCheckpoint]:
+        """All committed checkpoints, newest first; none if the place is not there. Says nothing of their content."""
+
+    def read(self, checkpoint: StoredCheckpoint, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        """Bytes of one file of a checkpoint that `found` listed, from `begin` on: `nbytes` of them, or all.
+
+        Fewer if the file ends before that. The content is whatever lies there: only `parse_manifest` and the checksums
+        say whether it is what was written. A checkpoint that was removed meanwhile raises StorageError.
+        """
+
+    def local_folder(self, checkpoint: StoredCheckpoint) -> contextlib.AbstractContextManager[Path]:
+        """A folder of this machine with a checkpoint's files, to read until the context ends; nobody may write there.
+
+        The files are not checked: that is `check_files`, which a caller runs before any library reads them.
+        """
+
+
+class Draft(ABC):
+    """A checkpoint that is being written. Files come by `create`, or lie in `folder`, or both.
+
+    Several threads may write different files at once. It goes to another process by pickle if its store can be reached
+    from there; whoever writes there must seal there as well, since the sums of streams are not sent back.
+    """
+
+    def __init__(self, step: int, where: str) -> None:
+        self.step = step
+        self.where = where
+        """Where it is written, for messages."""
+        self.given_up = False
+        self._sums: dict[str, tuple[int, int]] = {}
+        """Bytes and CRC32C of files that came by `create` and are complete."""
+
+    def create(self, name: str) -> SummedStream:
+        """A new file of the checkpoint, by its relative path with "/". Its bytes are summed while they are written.
+
+        It belongs to the checkpoint once it is closed without an error, and is as durable then as the store makes it.
+        In a ``with`` that an exception leaves, it is dropped. Raises OSError (FileExistsError for a name that is
+        there), StorageError for a draft that was given up, ValueError for a name that leads elsewhere.
+        """
+        check_name(name)
+        self.refuse_given_up()
+        return SummedStream(self._open(name), self, lambda stream: self._complete(name, stream))
+
+    @abstractmethod
+    def folder(self) -> Path:
+        """A folder of this machine, for libraries that write files by themselves. Made at the first call.
+
+        What lies there when `seal` is called belongs to the checkpoint, with all subfolders. The library need not
+        flush. Raises StorageError, OSError.
+        """
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Called once, when all files are complete: make them durable, and write the manifest.
+
+        Files from `folder` are read back for their checksums. What is written to the draft later makes the checkpoint
+        one that cannot be read. Raises StorageError, CorruptCheckpoint for a file that cannot be read back.
+        """
+
+    @abstractmethod
+    def _open(self, name: str) -> io.RawIOBase:
+        """Make a file. Raises OSError."""
+
+    def _complete(self, name: str, stream: SummedStream) -> None:
+        """Called by a stream that is being closed, with its bytes handed over: make them durable. Raises OSError."""
+        self._sums[name] = (stream.nbytes, stream.checksum)
+
+    def refuse_given_up(self) -> None:
+        """Raise StorageError if nobody waits for these files any more."""
+        if self.given_up:
+            raise StorageError("given up while it was being written")
+
+
+class SummedStream(io.BufferedWriter):
+    """A new file of a draft that keeps count of its bytes and their CRC32C while they are written."""
+
+    def __init__(self, raw: io.RawIOBase, draft: Draft, complete: Callable[[SummedStream], None]) -> None:
+        super().__init__(raw)
+        self.nbytes = 0
+        self.checksum = 0
+        self.failure: OSError | None = None
+        """What the operating system refused; torch.save makes a RuntimeError of it that says less."""
+        self._draft = draft
+        self._on_close = complete
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Raises OSError; StorageError once the draft was given up."""
+        self._draft.refuse_given_up()
         try:
-            written = 0
-            for path in _files_in(temporary).values():
-                written += path.stat().st_size
-                path.chmod(self._readable_by.file_mode)
-            for path in (one for one in temporary.rglob("*") if one.is_dir()):
-                path.chmod(self._readable_by.directory_mode)
-            temporary.chmod(self._readable_by.directory_mode)
-            sync_directory(temporary)
-            temporary.rename(final)
+            written = super().write(data)
         except OSError as error:
-            raise storage_error(error, final, "committing a checkpoint") from error
-        try:
-            sync_directory(self.directory)
-        except OSError as error:
-            # Under this name it would be taken for one whose name is durable.
-            remove_tree(final)
-            raise storage_error(error, self.directory, "flushing a checkpoint's name") from error
-        self._drop_old()
+            self.failure = self.failure or error
+            raise
+        self.checksum = _native.crc32c(data, self.checksum)
+        self.nbytes += written
         return written
 
-    def give_up(self, temporary: Path) -> None:
-        """Remove what a failed save wrote."""
-        remove_tree(temporary)
+    def close(self) -> None:
+        """Hand over the bytes and make them durable; then the file belongs to the draft. Raises OSError."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            self._on_close(self)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self.raw.close()
 
-    def found(self) -> list[tuple[int, int, Path]]:
-        """Sequence, step and path of every checkpoint, newest first. Raises StorageError."""
-        matches = ((_NAME.fullmatch(path.name), path) for path in entries_of(self.directory))
-        return sorted(((int(match[1]), int(match[2]), path) for match, path in matches if match), reverse=True)
+    def discard(self) -> None:
+        """Close it; it does not belong to the draft."""
+        self.raw.close()
 
-    def _drop_old(self) -> None:
-        for _, _, old in self.found()[self.keep :]:
-            doomed = temporary_beside(old)
-            try:
-                old.rename(doomed)  # a kill half-way must not leave a checkpoint that lacks files
-            except OSError as error:
-                _log.warning("%s: cannot remove an old checkpoint: %s", old, error)
-            else:
-                remove_tree(doomed)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
-
-def manifest_text(step: int, files: Mapping[str, tuple[int, int]]) -> bytes:
-    """The manifest of a checkpoint: name to (bytes, CRC32C) of its files, with a checksum of its own behind it."""
-    document = {"format": _FORMAT, "step": step, "files": {name: list(files[name]) for name in sorted(files)}}
-    text = json.dumps(document, indent=1).encode()
-    return text + _ending(text)
-
-
-def _ending(text: bytes) -> bytes:
-    return f"\n{_native.crc32c(text):08x}\n".encode()
-
-
-_ENDING_BYTES = 10
+    def __del__(self) -> None:
+        # The base class would close a stream that was forgotten, and half a file would count as one.
+        self.discard()
 
 
-def seal_files(checkpoint: Path, step: int) -> None:
-    """Flush every file that a library wrote and did not flush, and its directories; then write the manifest.
+def check_name(name: str) -> None:
+    """Raise ValueError for what is no relative path of a file inside a checkpoint, or is the manifest's."""
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & set(parts) or "\0" in name or name == MANIFEST:
+        raise ValueError(f"{name!r} is no name for a file of a checkpoint")
 
-    The checksums are those of the files as they are read back, mostly from the page cache. Raises StorageError.
+
+@contextlib.contextmanager
+def staged(store: CheckpointStore, checkpoint: StoredCheckpoint) -> Iterator[Path]:
+    """`CheckpointStore.local_folder` for a store elsewhere: a copy of the files that the manifest names.
+
+    It needs their bytes on the disk of temporary files. Raises CorruptCheckpoint, StorageError.
     """
-    files = {name: (path.stat().st_size, _checksum(path)) for name, path in _files_in(checkpoint).items()}
-    for name in files:
-        flush_file(checkpoint / name)
-    path = checkpoint / MANIFEST
-    try:
-        for directory in (path for path in checkpoint.rglob("*") if path.is_dir()):
-            sync_directory(directory)
-        with open(open_new(path), "wb") as file:  # noqa: PTH123 - of a descriptor
-            file.write(manifest_text(step, files))
-    except OSError as error:
-        raise storage_error(error, path, "writing") from error
-    flush_file(path)
-
-
-def check_files(checkpoint: Path, step: int) -> int:
-    """Read every file of a checkpoint and compare lengths and checksums; returns their bytes.
-
-    Raises CorruptCheckpoint, naming the file and both sides.
-    """
-    files = _read_manifest(checkpoint, step)
-    found = _files_in(checkpoint).keys() - {MANIFEST}
-    if found != files.keys():
-        raise CorruptCheckpoint(
-            f"{checkpoint}: holds {sorted(found - files.keys()) or 'nothing'} beyond its manifest and lacks "
-            f"{sorted(files.keys() - found) or 'nothing'} of it"
-        )
-    for name, (nbytes, checksum) in files.items():
-        path = checkpoint / name
-        if path.stat().st_size != nbytes:
-            raise CorruptCheckpoint(f"{path}: {path.stat().st_size} bytes, and the manifest says {nbytes}")
-        actual = _checksum(path)
-        if actual != checksum:
-            raise CorruptCheckpoint(f"{path}: checksum {actual:08x}, and the manifest says {checksum:08x}")
-    return sum(nbytes for nbytes, _ in files.values())
-
-
-def _read_manifest(checkpoint: Path, step: int) -> dict[str, tuple[int, int]]:
-    path = checkpoint / MANIFEST
-    try:
-        content = read_bounded(path, _MOST_MANIFEST_BYTES, too_large=CorruptCheckpoint)
-        text = content[:-_ENDING_BYTES]
-        if content != text + _ending(text):
-            raise CorruptCheckpoint(f"{path}: its checksum does not hold")
-        document: Any = parse_json(text, str(path), most_bytes=_MOST_MANIFEST_BYTES)
-        if document["format"] != _FORMAT or document["step"] != step:
-            raise CorruptCheckpoint(f"{path}: of {document['format']}, step {document['step']}; not of step {step}")
-        files = {str(name): (nbytes, checksum) for name, (nbytes, checksum) in document["files"].items()}
-        if not all(is_whole(nbytes, 0, 1 << 63) and is_whole(crc, 0, (1 << 32) - 1) for nbytes, crc in files.values()):
-            raise ValueError("a file's length or checksum is none")
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror}; the checkpoint has no manifest") from error
-    except StorageError as error:
-        raise CorruptCheckpoint(str(error)) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: is no manifest: {error!r}") from error
-    if any(name.startswith("/") or ".." in name.split("/") for name in files):
-        raise CorruptCheckpoint(f"{path}: names files outside its directory")
-    return files
-
-
-def _files_in(checkpoint: Path) -> dict[str, Path]:
-    """Every file below a checkpoint's directory, by its path there."""
-    return {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if not path.is_dir()}
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    memory = bytearray(_READ_BYTES)
-    try:
-        with open(open_regular(path), "rb", buffering=0) as file, memoryview(memory) as view:  # noqa: PTH123 - of a descriptor
-            while got := file.readinto(view):
-                checksum = _native.crc32c(view[:got], checksum)
-    except OSError as error:
-        raise CorruptCheckpoint(str(storage_error(error, path, "reading"))) from error
-    except StorageError as error:
-        raise CorruptCheckpoint(str(error)) from error
-    return checksum
+    content = store.read(checkpoint, MANIFEST, 0, MOST_MANIFEST_BYTES)
+    files = parse_manifest(content, f"{checkpoint.where}/{MANIFEST}", checkpoint.step)
+    with tempfile.TemporaryDirectory(prefix="lastgood-") as name:
+        folder = Path(name)
+        (folder / MANIFEST).write_bytes(content)
+        for file, (nbytes, _) in files.items():
+            path = folder / PurePosixPath(file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as copy:
+                for begin in range(0, nbytes, _READ_BYTES):
+                    piece = store.read(checkpoint, file, begin, min(_READ_BYTES, nbytes - begin))
+                    if not piece:
+                        raise CorruptCheckpoint(
+                            f"{checkpoint.where}/{file}: {begin} bytes, and the manifest says {nbytes}"
+                        )
+                    copy.write(piece)
+        yield folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lastgood.checkpointers.directories.store import CheckpointDirectories
+from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.rank_directory import rank_directories
 from lastgood.checkpointers.ranks.directories import job_of
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
@@ -68,11 +68,11 @@ def others_in(directory: Path) -> list[Found]:
         files = TorchFiles(directory, 1).steps()
         if files:
             found.append(Found(directory, "files of sync or checkfreq (checkpoint-*.pt)", tuple(files)))
-        folders = CheckpointDirectories(directory, 1).found()
+        folders = LocalStore(directory, 1).found()
         if folders:
-            kinds = {_library(path) for _, _, path in folders}
+            kinds = {_library(Path(one.where)) for one in folders}
             what = f"folders of {' and '.join(sorted(kinds))} (checkpoint-*-step-*/)"
-            found.append(Found(directory, what, tuple(step for _, step, _ in folders)))
+            found.append(Found(directory, what, tuple(one.step for one in folders)))
         in_shadows = _in_shadows(directory)
         return found if in_shadows is None else [*found, in_shadows]
     except OSError as error:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
-from lastgood.checkpointers.directories.store import seal_files
+from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, in_thread, synchronize
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.checkpointers.traits import Traits
@@ -63,7 +62,7 @@ class ResiliencyExtension(DirectorySystem):
             return "the package nvidia-resiliency-ext is not installed; pip install nvidia-resiliency-ext"
         return None
 
-    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any]:
+    def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any]:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
             AsyncCallsQueue,
             AsyncRequest,
@@ -71,6 +70,7 @@ class ResiliencyExtension(DirectorySystem):
         )
         from nvidia_resiliency_ext.checkpointing.utils import preload_tensors
 
+        place = draft.folder()
         # What is on the host already, the library would hand over as it is, to be changed by training meanwhile.
         staged = {name: tensor if tensor.is_cuda else tensor.clone() for name, tensor in tensors.items()}
         staged = preload_tensors(staged)
@@ -83,15 +83,15 @@ class ResiliencyExtension(DirectorySystem):
             unsent = self._unsent = []
             caller.queue._on_queue_feeder_error = lambda error, _request: unsent.append(error)
         queue, unsent = self._queue, self._unsent
-        request = AsyncRequest(_write_in_worker, (staged, str(temporary), os.getpid()), [])
+        request = AsyncRequest(_write_in_worker, (staged, str(place), os.getpid()), [])
         queue.schedule_async_request(request)
-        return in_thread(lambda: _wait(queue, unsent, temporary), f"nvrx-wait-{event.step}")
+        return in_thread(lambda: _wait(queue, unsent, place), f"nvrx-wait-{draft.step}")
 
-    def _seal(self, temporary: Path, step: int) -> None:
-        failure = temporary / _FAILURE
+    def _seal(self, draft: Draft) -> None:
+        failure = draft.folder() / _FAILURE
         if failure.exists():
             raise StorageError(failure.read_text(encoding="utf-8"))
-        seal_files(temporary, step)
+        super()._seal(draft)
 
     def _stop(self, flight: Flight) -> None:
         caller = None if self._queue is None else self._queue.persistent_caller

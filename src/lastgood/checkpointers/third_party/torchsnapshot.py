@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
-from lastgood.checkpointers.directories.store import seal_files
+from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
 from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
 from lastgood.checkpointers.traits import Traits
@@ -45,20 +44,17 @@ class TorchSnapshot(DirectorySystem):
             return "the package torchsnapshot is not installed; pip install torchsnapshot"
         return None
 
-    def _take(self, event: CheckpointEvent, tensors: dict[str, torch.Tensor], temporary: Path) -> Future[Any]:
+    def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any]:
         from torchsnapshot import Snapshot, StateDict
 
         synchronize(tensors)
-        pending = Snapshot.async_take(path=str(temporary), app_state={_KEY: StateDict(**tensors)})
-        return in_thread(pending.wait, f"torchsnapshot-wait-{event.step}")
+        pending = Snapshot.async_take(path=str(draft.folder()), app_state={_KEY: StateDict(**tensors)})
+        return in_thread(pending.wait, f"torchsnapshot-wait-{draft.step}")
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, RuntimeError):  # the traceback of its thread as a text; its last line says what happened
             return StorageError(f"{self.directory}: torchsnapshot failed: {str(error).strip().splitlines()[-1]}")
         return error
-
-    def _seal(self, temporary: Path, step: int) -> None:
-        seal_files(temporary, step)
 
     def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:
         stored = StoredSnapshot(checkpoint, nbytes, _KEY)
