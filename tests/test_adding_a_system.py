@@ -19,13 +19,14 @@ PAGE = (ROOT / "docs" / "adding-a-system.md").read_text()
 OTHERS = """
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer
 from lastgood.checkpointers.traits import Traits
+from lastgood.sinks import Sink
 
 class Bare(SyncCheckpointer):
     name = "bare"
 
 class Clash(SyncCheckpointer):
     name = "clash"
-    traits = Traits(label="Clash", colour="#0072b2", order=90, safe_in="memory", safe_words="in the moon")
+    traits = Traits(label="Clash", colour="#0072b2", order=90, safe_in=Sink.MEMORY, safe_words="in the moon")
 """
 """A system that declares nothing, and one with PCcheck's colour."""
 

@@ -11,13 +11,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-__all__ = ["LAST", "CostModel", "Helper", "LossFormula", "RanksWrite", "SafeIn", "Traits", "traits_of_class"]
+from lastgood.sinks import Sink
+
+__all__ = ["LAST", "CostModel", "Helper", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
 
 LAST: Final = 1000
 """The order of a system that declares none: after all that do."""
-
-SafeIn = Literal["disk", "memory"]
-"""Where a checkpoint is once it is durable: flushed to a disk of the machine, or in the memory of other processes."""
 
 RanksWrite = Literal["nobody", "first", "each", "peers", "shadows"]
 """Whose state is written if several ranks train together.
@@ -46,13 +45,13 @@ class CostModel:
     """Whether training stands still until the checkpoint is durable. If not, the copy overlaps with training."""
     takes: Literal["write", "slower", "both"]
     """The seconds that one takes: those of the write alone, the longer one of copy and write, or both together."""
-    over: Literal["disk", "network"] = "disk"
-    """Where the write goes. With ``network`` the copies are in peers' memory: a job that loses both begins again."""
+    over: Literal[Sink.DISK, Sink.LINK] = Sink.DISK
+    """Where the write goes. With ``LINK`` the copies are in peers' memory: a job that loses both begins again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a system is. Raises ValueError for a colour that is not ``#RRGGBB``."""
+    """What a system is. Raises ValueError for a colour that is not ``#RRGGBB``, and a `safe_in` that is no Sink."""
 
     label: str = ""
     """Its name in print; the registry's name if empty."""
@@ -60,7 +59,7 @@ class Traits:
     """Its colour in figures, ``#RRGGBB``; None, or one that another system of a figure has: one that is free."""
     order: int = LAST
     """Its place in figures, tables and reports: lower ones first, systems of one order by name."""
-    safe_in: SafeIn | None = None
+    safe_in: Sink | None = None
     """Where a durable checkpoint is; None: captions say that it is durable by its own word."""
     safe_words: str = ""
     """Where that is in a caption, after "it is", for a system that is not safe on a disk: ``in its peers' memory``."""
@@ -81,6 +80,8 @@ class Traits:
     def __post_init__(self) -> None:
         if self.colour is not None and not re.fullmatch(r"#[0-9A-Fa-f]{6}", self.colour):
             raise ValueError(f"a system's colour is written as #RRGGBB, not {self.colour!r}")
+        if self.safe_in is not None and not isinstance(self.safe_in, Sink):
+            raise ValueError(f"a system is safe in a Sink, as Sink.DISK, not in {self.safe_in!r}")
 
     @property
     def hides_copy(self) -> bool:

@@ -12,6 +12,7 @@ from pydantic import Field
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
+from lastgood.sinks import Sink
 from lastgood.state import apply_tree, stateful_paths
 
 __all__ = ["SyncCheckpointer", "SyncOptions"]
@@ -35,7 +36,7 @@ class SyncCheckpointer(Checkpointer):
     traits: ClassVar[Traits] = Traits(
         colour="#606060",
         order=10,
-        safe_in="disk",
+        safe_in=Sink.DISK,
         ranks_write="first",
         cost=CostModel(waits=True, takes="write"),
         loss="half_interval",

@@ -26,6 +26,7 @@ from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.locks import finishes_beside
+from lastgood.sinks import Sink
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class CheckFreq(Checkpointer):
         label="CheckFreq",
         colour="#E69F00",
         order=20,
-        safe_in="disk",
+        safe_in=Sink.DISK,
         ranks_write="first",
         cost=CostModel(waits=False, takes="both"),
     )

@@ -35,6 +35,7 @@ from lastgood.gradients.tap.step import StepTap
 from lastgood.gradients.trainer.parameters import Tracked
 from lastgood.gradients.trainer.step_parts import Part
 from lastgood.gradients.trainer.updates import Update
+from lastgood.sinks import Sink
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class Checkmate(Checkpointer):
         label="Checkmate",
         colour="#009E73",
         order=60,
-        safe_in="memory",
+        safe_in=Sink.MEMORY,
         safe_words="in its shadows' memory",
         ranks_write="shadows",
         helper="shadows",

@@ -23,6 +23,7 @@ from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
+from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class TorchDCP(DirectorySystem):
         label="PyTorch DCP",
         colour="#F0E442",
         order=50,
-        safe_in="disk",
+        safe_in=Sink.DISK,
         ranks_write="first",
     )
     Options: ClassVar[type[BaseOptions]] = DCPOptions

@@ -33,6 +33,7 @@ from lastgood.checkpointers.ranks.exchange import Together, address_for_peers
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
+from lastgood.sinks import Sink
 from lastgood.state import FlatState, Layout, apply_tree, stateful_paths, unflatten
 from lastgood.state.compare import Keys
 from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
@@ -126,10 +127,10 @@ class Gemini(Checkpointer):
         label="Gemini",
         colour="#CC79A7",
         order=40,
-        safe_in="memory",
+        safe_in=Sink.MEMORY,
         safe_words="in its peers' memory",
         ranks_write="peers",
-        cost=CostModel(waits=False, takes="slower", over="network"),
+        cost=CostModel(waits=False, takes="slower", over=Sink.LINK),
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
 

@@ -41,6 +41,7 @@ from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError
 from lastgood.notices import told_if_slow
+from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.units import MIB
@@ -86,7 +87,7 @@ class GPM(Checkpointer):
         label="GPM",
         colour="#56B4E9",
         order=30,
-        safe_in="disk",
+        safe_in=Sink.DISK,
         maps_storage=True,
         cost=CostModel(waits=True, takes="slower"),
         loss="half_interval",

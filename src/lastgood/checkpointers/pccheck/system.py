@@ -34,6 +34,7 @@ from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTim
 from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
 from lastgood.locks import finishes_beside
 from lastgood.notices import told_if_slow
+from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.world import world_of_torch
@@ -70,7 +71,7 @@ class PCcheck(Checkpointer):
         label="PCcheck",
         colour="#0072B2",
         order=80,
-        safe_in="disk",
+        safe_in=Sink.DISK,
         ranks_write="each",
         cost=CostModel(waits=False, takes="slower"),
         loss="half_interval_and_writes",

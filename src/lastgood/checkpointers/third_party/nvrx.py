@@ -25,6 +25,7 @@ from lastgood.checkpointers.directory_system import DirectoryOptions, DirectoryS
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
+from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ResiliencyExtension(DirectorySystem):
     traits: ClassVar[Traits] = Traits(
         colour="#603000",
         order=110,
-        safe_in="disk",
+        safe_in=Sink.DISK,
     )
 
     def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:

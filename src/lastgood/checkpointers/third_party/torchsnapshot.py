@@ -17,6 +17,7 @@ from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, 
 from lastgood.checkpointers.third_party.torchsnapshot_reader import StoredSnapshot
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import StorageError
+from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class TorchSnapshot(DirectorySystem):
     traits: ClassVar[Traits] = Traits(
         colour="#001890",
         order=120,
-        safe_in="disk",
+        safe_in=Sink.DISK,
     )
 
     @classmethod

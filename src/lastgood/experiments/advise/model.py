@@ -28,6 +28,7 @@ import numpy as np
 from lastgood.checkpointers.registry import BASELINE, all_traits, system_traits
 from lastgood.errors import ConfigError
 from lastgood.experiments.formulas.goodput import goodput, lost_s
+from lastgood.sinks import Sink
 
 __all__ = [
     "ONE_NODE",
@@ -182,7 +183,7 @@ def hide_share(cells: Sequence[Cell]) -> float:
 def copies_in_peers(system: str) -> bool:
     """Whether the only copies of the state are in the memory of two nodes, so that it needs two."""
     cost = system_traits(system).cost
-    return cost is not None and cost.over == "network"
+    return cost is not None and cost.over is Sink.LINK
 
 
 def model_costs(rates: Rates, question: Question) -> tuple[dict[str, Costs], list[str]]:
@@ -201,7 +202,7 @@ def model_costs(rates: Rates, question: Question) -> tuple[dict[str, Costs], lis
         if model is None:
             continue
         write, load = 1 / rates.write, 1 / (rates.read or rates.write)
-        if model.over == "network":
+        if model.over is Sink.LINK:
             if question.nodes < 2:
                 notes.append(f"{name} is left out: {ONE_NODE}")
                 continue

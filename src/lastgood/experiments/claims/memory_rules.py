@@ -9,6 +9,7 @@ from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.claims.evidence import Evidence
 from lastgood.experiments.claims.outcome import Outcome, Published, judge, not_testable
 from lastgood.experiments.systems.labels import system_label
+from lastgood.sinks import Sink
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["device_memory", "host_memory", "storage"]
@@ -37,7 +38,7 @@ def host_memory(published: Published, others: list[Published], evidence: Evidenc
     accepted = f"{max(low, 0):g} to {high:g} states"
     workload, problem = _largest(evidence, published.system)
     devices = set(evidence.runs["device"]) if "device" in evidence.runs.columns else set()
-    if system_traits(published.system).safe_in == "memory":
+    if system_traits(published.system).safe_in is Sink.MEMORY:
         problem = "the copy is in another process, and peak_rss_bytes is of the training process"
     elif system_traits(published.system).maps_storage and devices == {"cpu"}:
         problem = "on the CPU the mapped file itself is resident memory of the process"

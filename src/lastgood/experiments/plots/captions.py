@@ -10,6 +10,7 @@ import pandas as pd
 from lastgood.checkpointers.registry import BASELINE, system_traits
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.sinks import Sink
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
 __all__ = [
@@ -282,7 +283,7 @@ def _durable(systems: Iterable[str]) -> str:
     elsewhere = [
         f"{system_traits(system).safe_words or 'durable by its own word'} under {system_label(system)}"
         for system in shown
-        if system_traits(system).safe_in != "disk"
+        if system_traits(system).safe_in is not Sink.DISK
     ]
     if shown and len(elsewhere) == len(shown):
         return " or ".join(elsewhere)
@@ -296,7 +297,7 @@ def _not_bounded(frame: pd.DataFrame) -> str:
 
 
 def _in_memory(system: str) -> bool:
-    return system_traits(system).safe_in == "memory"
+    return system_traits(system).safe_in is Sink.MEMORY
 
 
 def _may_pass(frame: pd.DataFrame) -> str:
