@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lastgood.errors import ConfigError, StorageError
+from lastgood.locations import Location
 from lastgood.units import format_bytes
 
 __all__ = [
@@ -54,7 +55,6 @@ TEMPORARY_SUFFIX = ".lastgood-tmp"
 _MOST_STEM_BYTES = 200
 """Of a name, in a temporary one: file systems take 255 bytes in all."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.lastgood-tmp", re.DOTALL)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISDIR, "a directory"),
@@ -94,12 +94,7 @@ def readers_of(readable_by: ReadableBy | str, whose: str) -> ReadableBy:
 
 def local_path(path: Path | str) -> Path:
     """`path` as it is from here on, wherever the process goes (`os.chdir`). Raises ConfigError for a URL."""
-    if _URL.match(os.fspath(path)):
-        raise ConfigError(
-            f"{path}: is a URL, and Lastgood reads and writes file systems only; name a directory of this machine (a "
-            "bucket can be mounted as one)"
-        )
-    return Path(path).absolute()
+    return Location.parse(path).path
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:

@@ -44,6 +44,7 @@ from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
+from lastgood.locations import Location
 from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
 from lastgood.state.optimizers import optimizers_beneath
@@ -157,7 +158,7 @@ class Checkpointer(ABC):
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Path | str | Location,
         options: BaseOptions | None = None,
         *,
         interval_steps: int | None = None,
@@ -178,7 +179,8 @@ class Checkpointer(ABC):
             )
         if max_unsaved_s is not None and not max_unsaved_s > 0:
             raise ConfigError(f"{self.name}: max_unsaved_s must be a number of seconds above 0: {max_unsaved_s}")
-        self.directory = local_path(directory)
+        self.location = Location.parse(directory)
+        self.directory = self.location.path
         self.interval_steps = interval_steps
         self.readable_by = readers_of(readable_by, self.name)
         self._lock = FileLock(

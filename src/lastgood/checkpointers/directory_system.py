@@ -19,11 +19,12 @@ from pydantic import Field
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.directories.manifest import check_files
 from lastgood.checkpointers.directories.named_state import live_tensors
-from lastgood.checkpointers.directories.store import CheckpointStore, Draft
+from lastgood.checkpointers.directories.store import Draft
+from lastgood.checkpointers.directories.stores import open_store
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.locations import Location
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys
 
@@ -62,11 +63,11 @@ class DirectorySystem(Checkpointer):
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = DirectoryOptions
 
-    def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
-        self._store: CheckpointStore = LocalStore(self.directory, self.options.keep, self.readable_by)
+        self._store = open_store(self.location, self.options.keep, self.readable_by)
         self._flight: Flight | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""

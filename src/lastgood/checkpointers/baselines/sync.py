@@ -12,6 +12,7 @@ from pydantic import Field
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
+from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state import apply_tree, stateful_paths
 
@@ -44,7 +45,7 @@ class SyncCheckpointer(Checkpointer):
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = SyncOptions
 
-    def __init__(self, directory: Path | str, options: SyncOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: SyncOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, SyncOptions)
         self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)

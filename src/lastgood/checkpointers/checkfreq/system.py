@@ -25,6 +25,7 @@ from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import ConfigError, WaitTimeout
+from lastgood.locations import Location
 from lastgood.locks import finishes_beside
 from lastgood.sinks import Sink
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
@@ -74,7 +75,7 @@ class CheckFreq(Checkpointer):
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
 
-    def __init__(self, directory: Path | str, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, CheckFreqOptions)
         self._budget = self.options.overhead_budget

@@ -35,6 +35,7 @@ from lastgood.gradients.tap.step import StepTap
 from lastgood.gradients.trainer.parameters import Tracked
 from lastgood.gradients.trainer.step_parts import Part
 from lastgood.gradients.trainer.updates import Update
+from lastgood.locations import Location
 from lastgood.sinks import Sink
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Checkmate(Checkpointer):
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Path | str | Location,
         options: CheckmateOptions | None = None,
         *,
         interval_steps: int | None = None,

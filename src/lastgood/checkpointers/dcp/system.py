@@ -23,6 +23,7 @@ from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
+from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
 
@@ -66,7 +67,7 @@ class TorchDCP(DirectorySystem):
     )
     Options: ClassVar[type[BaseOptions]] = DCPOptions
 
-    def __init__(self, directory: Path | str, options: DCPOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: DCPOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, DCPOptions)
         self.knobs = self.options

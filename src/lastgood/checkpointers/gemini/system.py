@@ -33,6 +33,7 @@ from lastgood.checkpointers.ranks.exchange import Together, address_for_peers
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
+from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state import FlatState, Layout, apply_tree, stateful_paths, unflatten
 from lastgood.state.compare import Keys
@@ -134,7 +135,7 @@ class Gemini(Checkpointer):
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
 
-    def __init__(self, directory: Path | str, options: GeminiOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: GeminiOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, GeminiOptions)
         self._knobs: GeminiOptions = self.options

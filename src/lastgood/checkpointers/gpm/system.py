@@ -40,6 +40,7 @@ from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError
+from lastgood.locations import Location
 from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
 from lastgood.state import FlatState
@@ -94,7 +95,7 @@ class GPM(Checkpointer):
     )
     Options: ClassVar[type[BaseOptions]] = GPMOptions
 
-    def __init__(self, directory: Path | str, options: GPMOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: GPMOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, GPMOptions)
         self.knobs = self.options

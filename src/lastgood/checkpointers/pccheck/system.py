@@ -32,6 +32,7 @@ from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
+from lastgood.locations import Location
 from lastgood.locks import finishes_beside
 from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
@@ -78,7 +79,7 @@ class PCcheck(Checkpointer):
     )
     Options: ClassVar[type[BaseOptions]] = PCcheckOptions
 
-    def __init__(self, directory: Path | str, options: PCcheckOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: PCcheckOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         assert isinstance(self.options, PCcheckOptions)
         self.knobs = self.options

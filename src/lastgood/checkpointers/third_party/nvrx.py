@@ -25,6 +25,7 @@ from lastgood.checkpointers.directory_system import DirectoryOptions, DirectoryS
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
+from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
 
@@ -51,7 +52,7 @@ class ResiliencyExtension(DirectorySystem):
         safe_in=Sink.DISK,
     )
 
-    def __init__(self, directory: Path | str, options: DirectoryOptions | None = None, **knobs: Any) -> None:
+    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **knobs: Any) -> None:
         super().__init__(directory, options, **knobs)
         self._queue: Any = None
         self._unsent: list[BaseException] = []
