@@ -136,7 +136,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from training_state import LinearTraining
 
-    from lastgood.checkpointers.base import Outcome
+    from lastgood.checkpointers.events import Outcome
     from lastgood.checkpointers.registry import checkpointer_class
     from lastgood.state import flatten
 

@@ -133,7 +133,7 @@ def _restore_against_fio(
     import torch
     from training_state import LinearTraining
 
-    from lastgood.checkpointers.base import Outcome
+    from lastgood.checkpointers.events import Outcome
     from lastgood.checkpointers.registry import checkpointer_class
     from lastgood.state import flatten, state_digest
 

@@ -21,8 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.errors import NoCheckpoint, StorageError, WaitTimeout
 from lastgood.state import flatten
 from lastgood.units import MIB

@@ -15,7 +15,8 @@ import psutil
 import yaml
 from plain_loop import PlainLoop, PlainLoopOptions
 
-from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError
 from lastgood.state import flatten

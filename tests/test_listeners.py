@@ -23,7 +23,7 @@ from lastgood.cluster.launch.lifelines import Board
 from lastgood.cluster.launch.order import launch_proof
 from lastgood.errors import WaitTimeout
 from lastgood.experiments.ceilings.network_peer import PeerClient, PeerServer
-from lastgood.gradients.protocol.client import Asker
+from lastgood.gradients.protocol.client import ShadowClient
 from lastgood.gradients.shadow.core import ShadowCore
 from lastgood.gradients.shadow.metrics import MetricsServer
 from lastgood.gradients.shadow.service import ShadowService
@@ -74,7 +74,7 @@ def shadow(_: Path) -> Iterator[tuple[int, Enter]]:
     service = ShadowService(ShadowSettings(0, 1), TOKEN, listener)
 
     def enter() -> None:
-        with Asker(f"127.0.0.1:{port}", TOKEN, WAIT_S) as asker:
+        with ShadowClient(f"127.0.0.1:{port}", TOKEN, WAIT_S) as asker:
             asker.status()
 
     with running(service.run, service.stop):

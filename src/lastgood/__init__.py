@@ -6,8 +6,8 @@ The names below are imported at their first use; ``import lastgood`` itself need
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from lastgood import _moved
+from lastgood._lazy import lazy_names
 
 _HOMES = {
     "CheckFreq": "lastgood.checkpointers.checkfreq.system",
@@ -28,9 +28,6 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+_moved.install()

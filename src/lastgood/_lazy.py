@@ -1,4 +1,4 @@
-"""Heavy modules that are imported at their first use.
+"""Heavy modules, and names that a package offers, that are imported at their first use.
 
 torch costs seconds to import. Configuration, planning and the command line need the names, options and METHOD versions
 of checkpointers and workloads, but no torch; so modules on those paths write::
@@ -7,15 +7,19 @@ of checkpointers and workloads, but no torch; so modules on those paths write::
         import torch
     else:
         torch = lazy_module("torch")
+
+and a package that offers names of modules which need torch keeps a table of them for `lazy_names`, and a stub
+(``__init__.pyi``) for type checkers.
 """
 
 from __future__ import annotations
 
 import importlib
 import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["lazy_module"]
+__all__ = ["lazy_module", "lazy_names"]
 
 
 class _LazyModule(types.ModuleType):
@@ -30,3 +34,14 @@ class _LazyModule(types.ModuleType):
 def lazy_module(name: str) -> types.ModuleType:
     """Return a stand-in that imports module `name` when an attribute of it is first asked for."""
     return _LazyModule(name)
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package that offers names of other modules; `homes` has each name's module."""
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return find

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint
 from lastgood.experiments.formulas.bound import Bound
 from lastgood.state import flatten

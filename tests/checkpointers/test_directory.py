@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.base import Checkpointer, Outcome
+from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.checkmate.system import Checkmate
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import ConfigError, LockHeld, StorageError
 from lastgood.storage import SlotStore

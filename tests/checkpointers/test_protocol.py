@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from lastgood.checkpointers import base
-from lastgood.checkpointers.base import BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.copies.host import CopyFence
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 from lastgood.storage import SlotWrite

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lastgood.checkpointers import save_health
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.save_health import SaveHealth
 from lastgood.errors import CheckpointError, ConfigError, StorageError

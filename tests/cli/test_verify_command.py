@@ -18,8 +18,8 @@ from lastgood.cli import app
 from lastgood.cli.export import export
 from lastgood.cli.verify import verify
 from lastgood.errors import LastgoodError, NoGoodCheckpoint
+from lastgood.gradients.layout.entries import Entry, Saved
 from lastgood.gradients.layout.layout import plan_layout
-from lastgood.gradients.protocol.messages import Entry, Saved
 from lastgood.gradients.shadow.spill_store import SpillCopy, SpillStore
 from lastgood.state import state_digest
 from lastgood.storage import Verdict, VerdictBook

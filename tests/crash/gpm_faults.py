@@ -13,7 +13,7 @@ import torch
 from fault_tools import EIO, ENOSPC, FOR_EVER, fault, fill, mount, own_mounts, run_scenarios, small_disk
 from pccheck_faults import CHUNK, WIDTH, Log, SmallTraining
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gpm.system import GPM, GPMOptions
 from lastgood.errors import StorageError
 

@@ -15,7 +15,9 @@ import torch
 from fault_tools import ANY, EIO, ENOSPC, FOR_EVER, SHORT, fault, fill, mount, own_mounts, run_scenarios, small_disk
 from small_training import SmallTraining
 
-from lastgood.checkpointers.base import BaseOptions, Checkpointer, Outcome
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.events import Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
 from lastgood.errors import CorruptCheckpoint, StorageError
 

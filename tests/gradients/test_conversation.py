@@ -24,9 +24,10 @@ from hypothesis.stateful import (
 
 from lastgood.errors import CheckpointError
 from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
-from lastgood.gradients.protocol.messages import Absent, Refused, Side, Step, Welcome
+from lastgood.gradients.protocol.messages import Absent, Refused, Step, Welcome
 from tests.gradients.support.simulated_shadow import BUCKETS, JOB, LAYOUT, RANKS, SHADOWS, SLOTS, Shadow
 
 OWNER = {0: 0, 1: 0, 2: 1, 3: 1}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, StateError
 from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations import deepspeed_objects, deepspeed_saves

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from small_training import SmallTraining
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
 from lastgood.checkpointers.gemini.system import Gemini
 from lastgood.errors import NoCheckpoint

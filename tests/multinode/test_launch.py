@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import Hostfile, parse_hostfile
-from lastgood.cluster.launch.launch import launch
+from lastgood.cluster.launch.job import launch
 from lastgood.cluster.launch.order import How
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.testbed import Testbed

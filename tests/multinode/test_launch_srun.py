@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lastgood.cluster.hostfile import parse_hostfile
-from lastgood.cluster.launch.launch import launch
+from lastgood.cluster.launch.job import launch
 from lastgood.errors import LaunchError
 from lastgood.ports import free_ports
 from tests.multinode.slurm_cluster import SlurmCluster

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lastgood import PCcheck
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from tests.checkpointers.support.wrapped_optimizers import Forwarding
 from tests.suggestions.following import advice, follows, refusal
 
@@ -230,17 +230,17 @@ def test_a_lock_of_this_very_process(tmp_path):
 @follows("as attach({}={}.optimizer)")
 def test_an_optimizer_that_wraps_another_under_checkmate():
     optimizer = Forwarding(torch.optim.SGD(MODEL.parameters()))
-    message = refusal(lambda: Tracked({"model": MODEL, "optimizer": optimizer}))
-    Tracked({"model": MODEL, **call_of(message, optimizer=optimizer)})
+    message = refusal(lambda: TrackedParameters({"model": MODEL, "optimizer": optimizer}))
+    TrackedParameters({"model": MODEL, **call_of(message, optimizer=optimizer)})
 
 
 @follows("[p for p in model.parameters()")
 def test_frozen_parameters_under_checkmate():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    message = refusal(lambda: Tracked({"model": model, "optimizer": torch.optim.SGD(model.parameters())}))
+    message = refusal(lambda: TrackedParameters({"model": model, "optimizer": torch.optim.SGD(model.parameters())}))
     parameters = eval(advice(message, r"\[p for .*\]"), {"model": model})
-    Tracked({"model": model, "optimizer": torch.optim.SGD(parameters)})
+    TrackedParameters({"model": model, "optimizer": torch.optim.SGD(parameters)})
 
 
 @follows("{}: {}; name a step, restore with good_only=False, or move the directory")

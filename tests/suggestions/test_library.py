@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import check_shadows, read_token
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.gradients.shadow.launch_env import find_place

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lastgood import PCcheck
 from lastgood.checkpointers.agreement.address import check_control, find_address
-from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.ranks.replicated import StoreExchange
 from lastgood.ports import free_ports
 from tests.suggestions.following import advice, follows, refusal
@@ -91,9 +91,9 @@ def test_ranks_that_hold_the_same(group, tmp_path):
     checkpointer.close()
 
 
-@follows('gemini: peers="own" needs torch.distributed', 'with peers="own" they must be the same')
+@follows("the exchange between ranks needs torch.distributed")
 def test_machines_of_gemini(group):
-    refusal(lambda: Together(0, 1, 10.0))
+    refusal(lambda: RankExchange("gemini", 0, 1, 10.0))
     group()
-    refusal(lambda: Together(1, 2, 10.0))
-    assert Together(0, 1, 10.0).tell("a") == ["a"]
+    refusal(lambda: RankExchange("gemini", 1, 2, 10.0))
+    assert RankExchange("gemini", 0, 1, 10.0).tell("a") == ["a"]

@@ -19,31 +19,26 @@ counts and saves.
 
 from __future__ import annotations
 
-import difflib
-import enum
 import logging
 import os
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
 from lastgood.checkpointers.recovery.beginnings import Beginnings
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
-from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
-from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
+from lastgood.files import ReadableBy, make_directory, readers_of, storage_error
 from lastgood.locations import Location
 from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
@@ -61,7 +56,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["DEFAULT_TIMEOUT_S", "BaseOptions", "CheckpointEvent", "Checkpointer", "Outcome"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Checkpointer"]
 
 _log = logging.getLogger("lastgood")
 
@@ -69,67 +64,6 @@ _ABANDON_S = 2.0
 """For checkpoints that an ending process has given up to let go of their files."""
 DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
-
-
-class Outcome(str, enum.Enum):
-    """What became of a checkpoint that was asked for."""
-
-    PENDING = "pending"
-    DURABLE = "durable"
-    SUPERSEDED = "superseded"
-    """Written in full, but a newer one was durable first."""
-    FAILED = "failed"
-    SKIPPED = "skipped"
-    """Not started: the pressure rule said to skip."""
-
-    def __str__(self) -> str:
-        # Python 3.10 and 3.11 would print it differently, and neither as documents name it.
-        return self.value
-
-
-@dataclass
-class CheckpointEvent:
-    """The life of one checkpoint; times are `time.perf_counter()` seconds of the training process."""
-
-    step: int
-    requested_s: float
-    copied_s: float | None = None
-    """When the last byte of it had left the live tensors."""
-    finished_s: float | None = None
-    """When it was as safe as the system makes it (or had failed)."""
-    outcome: Outcome = Outcome.PENDING
-    bytes_written: int = 0
-    error: str | None = None
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
-    """What the system knows of its parts: name, begin and end, on the same clock. Those of one checkpoint follow each
-    other: ``wait`` (for checkpoints before it), then what storage does (``write``, ``flush``, ``commit``)."""
-
-
-class BaseOptions(BaseModel):
-    """Base of every system's knobs: unknown keys and wrong types are refused, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path_options: ClassVar[tuple[str, ...]] = ()
-    """Names of those that are paths: a checkpointer takes relative ones from where the process is when it is made."""
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """Disk space that this system needs at once for a state of `state_bytes`."""
-        return 2 * state_bytes
-
-    def host_bytes(self, state_bytes: int) -> int:
-        """Host memory that this system needs beside the training's own, for a state of `state_bytes`."""
-        del state_bytes
-        return 0
-
-
-def _problem(found: Any, known: list[str]) -> str:
-    """One thing that options' validation found, and what may be meant by a name that there is none of."""
-    name = ".".join(map(str, found["loc"]))
-    if found["type"] != "extra_forbidden":
-        return f"{name}: {found['msg']}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{name}: there is no such option" + (f"; did you mean {close[0]}?" if close else "")
 
 
 class Checkpointer(ABC):
@@ -166,19 +100,8 @@ class Checkpointer(ABC):
         max_unsaved_s: float | None = None,
         **knobs: Any,
     ) -> None:
-        if options is not None and knobs:
-            values = ", ".join(f"{name}={value!r}" for name, value in sorted(knobs.items()))
-            raise ConfigError(
-                f"{self.name}: give either an object of options or single ones, not both; put all into one, as "
-                f"{type(self).__name__}.Options({values})"
-            )
-        if interval_steps is not None and interval_steps < 0:
-            raise ConfigError(
-                f"{self.name}: interval_steps must not be negative: {interval_steps}; with interval_steps=0 only "
-                "save(step) saves"
-            )
-        if max_unsaved_s is not None and not max_unsaved_s > 0:
-            raise ConfigError(f"{self.name}: max_unsaved_s must be a number of seconds above 0: {max_unsaved_s}")
+        self.options = made_options(self, directory, options, knobs)
+        check_when_to_save(self.name, interval_steps, max_unsaved_s)
         self.location = Location.parse(directory)
         self.directory = self.location.path
         self.interval_steps = interval_steps
@@ -189,24 +112,12 @@ class Checkpointer(ABC):
             shared_with_forks=False,
             mode=self.readable_by.file_mode,
         )
-        if options is not None and not isinstance(options, self.Options):
-            kind = type(self).__name__
-            meant = (
-                f"; an interval is given by name, as {kind}({str(directory)!r}, interval_steps={options})"
-                if isinstance(options, int)
-                else f"; make them with {kind}.Options()"
-            )
-            raise ConfigError(f"{self.name}: options are {type(options).__name__}, not {self.Options.__name__}{meant}")
-        options = self._validated(knobs) if options is None else options
-        given = {name: getattr(options, name) for name in options.path_options}
-        absolute = {name: str(local_path(path)) for name, path in given.items() if path is not None}
-        self.options = options.model_copy(update=absolute) if absolute else options
         self.events: list[CheckpointEvent] = []
         self.events_kept: int | None = 100
         """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
         self._state: Mapping[str, Any] | None = None
-        self._hooks = UpdateHooks()
         self._steps = UpdateSteps()
+        self._hooks = UpdateHooks(self, self._steps, DEFAULT_TIMEOUT_S)
         self._tried = b""
         """Digest of the newest layout that was tried."""
         self._health = SaveHealth(self.name, max_unsaved_s)
@@ -226,15 +137,6 @@ class Checkpointer(ABC):
         Figures leave such a system out and say so; it is an error only where it is asked for by itself.
         """
         return None
-
-    @classmethod
-    def _validated(cls, knobs: dict[str, Any]) -> BaseOptions:
-        try:
-            return cls.Options.model_validate(knobs)
-        except ValidationError as error:
-            known = ["interval_steps", "readable_by", "max_unsaved_s", *cls.Options.model_fields]
-            what = "; ".join(_problem(item, known) for item in error.errors())
-            raise ConfigError(f"{cls.name}: {what} (options: {', '.join(known)})") from error
 
     # -- in a user's own loop --------------------------------------------------------------------------------------
 
@@ -321,14 +223,7 @@ class Checkpointer(ABC):
         self._compare_beginnings()
         number = attachment.step_finished()
         saves = self._due(number)
-        if attachment.trained.loses_gradients(self._hooks.updates, saves=saves):
-            _log.warning(
-                "%s: the checkpoint of step %d lies between two optimizer steps: gradients accumulated since the last "
-                "one are in no checkpoint, and a restart goes on without them; call step() of the checkpointer once "
-                "after each optimizer.step(), not after each micro-batch",
-                self.name,
-                number,
-            )
+        attachment.tell_lost_gradients(self.name, number, self._hooks.updates, saves=saves)
         if saves:
             self.save(number)
         if loss is not None:
@@ -461,12 +356,13 @@ class Checkpointer(ABC):
             raise CheckpointError(f"{self.name}: start() was called twice; close() the first training before a second")
         self._state = state
         self._process = os.getpid()
+        self._hooks.begin()
         self._tried = b""
         self._health.begin()
         # One that is dropped without close() leaves no hook in an optimizer that lives on.
         weakref.finalize(self, remove_all, self._hooks.handles).atexit = False
         try:
-            self._hook_optimizers()
+            self._hooks.see(self._optimizers())
             self._hold_directory()
             self._start()
         except BaseException:
@@ -477,7 +373,6 @@ class Checkpointer(ABC):
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
         self._hooks.remove()
-        self._hooks = UpdateHooks(stall_s=self._hooks.stall_s, device_waits=self._hooks.device_waits)
         self._state = None
         self._attachment = None
         self._beginnings = None
@@ -534,7 +429,7 @@ class Checkpointer(ABC):
         self.events.append(event)
         if self.events_kept is not None:
             del self.events[: -self.events_kept]
-        self._hook_optimizers()
+        self._hooks.see(self._optimizers())
         return event
 
     def _flat(self, *, spread: bool = False) -> FlatState:
@@ -549,13 +444,6 @@ class Checkpointer(ABC):
             try_layout(self.state, flat)
             self._tried = digest
         return flat
-
-    def _hook_optimizers(self) -> None:
-        """See the steps of optimizers that are not seen yet: a mapping may be given another one after `start`."""
-        for optimizer in self._optimizers():
-            if not any(optimizer is known for known in self._hooks.optimizers):
-                self._hooks.handles += see_steps(optimizer, self._step_begins, self._step_ends)
-                self._hooks.optimizers.append(optimizer)
 
     def _optimizers(self) -> list[Any]:
         """All that the state holds now, also in containers and in a user's own objects."""
@@ -572,28 +460,6 @@ class Checkpointer(ABC):
         event.error = f"{type(error).__name__}: {error}"
         event.outcome = Outcome.FAILED  # last: whoever sees it in another thread may ask why
         self._health.failed(event, f"{type(error).__name__} {getattr(error, 'errno', None)}", self.events)
-
-    def _step_begins(self, optimizer: Any, frame: FrameType) -> None:
-        if os.getpid() != self._process:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise CheckpointError(
-                f"{self.name}: an optimizer step is being captured into a CUDA graph, and replays run no hooks; "
-                "capture before start(), and call before_update() yourself before each replay"
-            )
-        self._hooks.updates += 1
-        before = time.perf_counter()
-        self._steps.begin(optimizer, frame, DEFAULT_TIMEOUT_S)
-        try:
-            self.before_update()
-        except BaseException:
-            self._steps.end(optimizer)  # nothing was changed
-            raise
-        self._hooks.waited(before, time.perf_counter())
-
-    def _step_ends(self, optimizer: Any) -> None:
-        if os.getpid() == self._process:
-            self._steps.end(optimizer)
 
     # -- what a system does ----------------------------------------------------------------------------------------
 

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.directories.manifest import check_files
 from lastgood.checkpointers.directories.named_state import live_tensors
 from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directories.stores import open_store
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.locations import Location
 from lastgood.state import apply_tree
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["DirectoryOptions", "DirectorySystem", "Flight", "in_thread", "synchronize"]
+__all__ = ["DirectoryOptions", "DirectorySystem", "LibrarySave", "in_thread", "synchronize"]
 
 _log = logging.getLogger("lastgood")
 
@@ -68,7 +70,7 @@ class DirectorySystem(Checkpointer):
         assert isinstance(self.options, DirectoryOptions)
         self._keep_and_limit = self.options
         self._store = open_store(self.location, self.options.keep, self.readable_by)
-        self._flight: Flight | None = None
+        self._flight: LibrarySave | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
 
@@ -92,7 +94,7 @@ class DirectorySystem(Checkpointer):
         """Called in a thread when the library is done: seal the draft, unless that is done where it was written."""
         draft.seal()
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: LibrarySave) -> None:
         """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -116,7 +118,7 @@ class DirectorySystem(Checkpointer):
             if future is None:
                 self._commit(event, draft)
                 return
-            flight = Flight(self.name, event, draft, future, self._keep_and_limit.limit_s, self._land)
+            flight = LibrarySave(self.name, event, draft, future, self._keep_and_limit.limit_s, self._land)
             try:
                 flight.start()
             except BaseException:
@@ -135,7 +137,7 @@ class DirectorySystem(Checkpointer):
         event.finished_s = time.perf_counter()
         event.outcome = Outcome.DURABLE
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: LibrarySave) -> None:
         """Called in the flight's thread when the library is done, or took too long."""
         try:
             flight.result()
@@ -146,7 +148,7 @@ class DirectorySystem(Checkpointer):
             self._store.give_up(flight.draft)
             self._fail(flight.event, self._explained(error))
 
-    def _end_late(self, flight: Flight) -> None:
+    def _end_late(self, flight: LibrarySave) -> None:
         self._stop(flight)
         self._late = flight.future
 
@@ -240,7 +242,7 @@ def in_thread(wait: Callable[[], object], name: str) -> Future[Any]:
     return future
 
 
-class Flight(threading.Thread):
+class LibrarySave(threading.Thread):
     """Waits for one save of a library, for a bounded time, and then calls `landed`."""
 
     def __init__(
@@ -250,7 +252,7 @@ class Flight(threading.Thread):
         draft: Draft,
         future: Future[Any],
         limit_s: float,
-        landed: Callable[[Flight], None],
+        landed: Callable[[LibrarySave], None],
     ) -> None:
         super().__init__(name=f"{system}-commit-{event.step}")
         self.event = event

@@ -7,13 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError
 from lastgood.units import format_seconds
-
-if TYPE_CHECKING:
-    from lastgood.checkpointers.base import CheckpointEvent
 
 __all__ = ["SaveHealth", "SaveStatus"]
 
@@ -105,7 +102,7 @@ class SaveHealth:
 
     def _status(self, events: Sequence[CheckpointEvent]) -> SaveStatus:
         for event in reversed(events):
-            if event.outcome.value == "durable" and event.finished_s is not None:
+            if event.outcome is Outcome.DURABLE and event.finished_s is not None:
                 if event.finished_s > self._since_s:
                     self._since_s, self._newest_step = event.finished_s, event.step
                     self._failed, self._error = 0, ""

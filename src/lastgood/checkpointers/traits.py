@@ -28,8 +28,9 @@ the next exchange of gradients. ``each``: every rank writes its own, and they ag
 ``shadows``: every rank sends its part of the gradients to shadows; the system then has `watch`, which takes the loss.
 """
 
-Helper = Literal["shadows"]
-"""Processes beside the training that a run must start before it: a configured number of shadows."""
+Helper = Literal["shadows", "peers"]
+"""Processes beside the training that a run must start before it: a configured number of shadows, or, for a run over
+several ranks, a peer of Gemini's on every host."""
 
 LossFormula = Literal["interval", "half_interval", "half_interval_and_writes"]
 """What a failure costs, by the formulas of PCcheck's artefact (experiments/formulas/goodput.py): the interval (one

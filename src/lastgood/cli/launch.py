@@ -42,7 +42,7 @@ def launch(
     import sys
 
     from lastgood.cluster.hostfile import read_hostfile
-    from lastgood.cluster.launch.launch import launch as run
+    from lastgood.cluster.launch.job import launch as run
     from lastgood.cluster.launch.order import HOWS
     from lastgood.cluster.ssh.remote import Remote, SshOptions
     from lastgood.errors import ConfigError

@@ -107,7 +107,7 @@ def _on_nodes(
     import sys
 
     from lastgood.cluster.hostfile import read_hostfile
-    from lastgood.cluster.launch.launch import launch
+    from lastgood.cluster.launch.job import launch
     from lastgood.cluster.ssh.remote import Remote, SshOptions
     from lastgood.errors import LaunchError
     from lastgood.experiments.optbench.bench import BenchResult

@@ -164,10 +164,10 @@ _COLUMNS = ("shadow", "address", "epoch", "applied", "holds", "newest step", "du
 
 
 def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
-    from lastgood.gradients.protocol.client import Asker, ask_all
+    from lastgood.gradients.protocol.client import ShadowClient, ask_all
     from lastgood.tokens import read_token
 
-    return ask_all(shadows, read_token(token_file), _ASK_S, Asker.status)
+    return ask_all(shadows, read_token(token_file), _ASK_S, ShadowClient.status)
 
 
 def _overall(shadows: list[str], answers: list[Status | LastgoodError]) -> dict[str, Any]:

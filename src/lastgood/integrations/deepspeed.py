@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.bounds import Refused
-from lastgood.checkpointers.base import CheckpointEvent
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.slots.contents import read_tree
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lastgood._lazy import lazy_module
 from lastgood._native import ChunkPool
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.files import (
     ReadableBy,

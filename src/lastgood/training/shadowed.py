@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate.system import Checkmate
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint
 from lastgood.gradients.shadow.launch_env import TrainerPlace
 from lastgood.training.loop import TrainingLoop

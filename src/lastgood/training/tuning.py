@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
 from lastgood.checkpointers.pccheck.tuning_file import SlowdownCheck, Tuning, choose, shortest_interval
 from lastgood.errors import CheckpointError, ConfigError

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lastgood import PCcheck
 from lastgood.checkpointers.attach.data_cursor import CountedLoader
-from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import (
     CheckpointError,

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkfreq.policy import DEFAULT_BUDGET, Profile, choose_interval
 from lastgood.checkpointers.checkfreq.system import CheckFreq
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import ConfigError
 from tests.checkpointers.support.small_training import SmallTraining
 

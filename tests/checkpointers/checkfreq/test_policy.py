@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.checkfreq.budget import PLAIN_ITERATIONS, WARM_UP_ITERATIONS, BudgetKeeper
 from lastgood.checkpointers.checkfreq.policy import PROFILE_WINDOWS, IntervalTuner, Profile, Window, choose_interval
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import ConfigError
 
 BUDGET = 0.035

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.checkmate.system import Checkmate
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint, StateError
 from lastgood.gradients.conductor.conductor import Conductor
 from lastgood.gradients.link.gradient_stream import GradientStream
@@ -92,7 +92,7 @@ def test_a_seed_that_cannot_be_copied_fails_no_save_and_comes_later(make, monkey
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 1)
-    life = checkpointer._life
+    life = checkpointer._incarnation
     copies = []
     copy = type(life).copy_bucket
 
@@ -154,10 +154,10 @@ def test_a_restore_of_what_nobody_holds_costs_a_running_training_nothing(make):
     checkpointer = make()
     checkpointer.start(training.state)
     steps(training, checkpointer, 3)
-    life = checkpointer._life
+    life = checkpointer._incarnation
     with pytest.raises(NoCheckpoint, match="step 99"):
         checkpointer.restore(training.state, step=99)
-    assert checkpointer._life is life and checkpointer.latest() == 3
+    assert checkpointer._incarnation is life and checkpointer.latest() == 3
     steps(training, checkpointer, 1)
     checkpointer.drain(WAIT_S)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 4
@@ -205,7 +205,7 @@ def test_the_last_step_is_made_whole_in_drain_where_all_others_have_no_room_left
     checkpointer.start(training.state)
     steps(training, checkpointer, 2)
     checkpointer.drain(WAIT_S)
-    conductor = checkpointer._life.conductor
+    conductor = checkpointer._incarnation.conductor
     send, heard, late = GradientStream.send, Conductor.heard, []
 
     def lose_some(stream, iteration, spans, address, **how):

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.checkmate import incarnation as checkmate_life
+from lastgood.checkpointers.checkmate import incarnation
 from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.recovery import checkmate_job
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, NotedJob, Promises, note_job, noted_job
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
@@ -332,8 +332,8 @@ def test_a_life_that_cannot_begin_leaves_no_thread(make, monkeypatch):
 
     # No GPU is here: the mover's own thread needs none.
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(checkmate_life, "_mover_for", mover_for)
-    monkeypatch.setattr(checkmate_life, "_seed_first", refuse)
+    monkeypatch.setattr(incarnation, "_mover_for", mover_for)
+    monkeypatch.setattr(incarnation, "_seed_first", refuse)
     before = set(threading.enumerate())  # those of an earlier test may still be ending
     with pytest.raises(CheckpointError, match="were not taken"):
         make().start(SmallTraining().state)

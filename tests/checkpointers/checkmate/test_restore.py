@@ -11,8 +11,9 @@ from lastgood.checkpointers.checkmate import restore as checkmate_restore
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError, NoCheckpoint
+from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.protocol import client as asking
-from lastgood.gradients.protocol.messages import Saved, Status
+from lastgood.gradients.protocol.messages import Status
 from lastgood.gradients.shadow.spill_store import SpillStore
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.gradients.support.fault_training import Life, ranks_in_threads, restore_afresh
@@ -115,7 +116,7 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
         checkpointer.save(1)
         checkpointer.drain(120)
         deadline = time.monotonic() + 60
-        while checkpointer._life.conductor.spilled is None:
+        while checkpointer._incarnation.conductor.spilled is None:
             assert time.monotonic() < deadline, "waited 60 s for the spill"
             time.sleep(0.01)
         checkpointer.close()
@@ -126,7 +127,7 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
         read(*arguments)
 
     monkeypatch.setattr(SpillStore, "read", slowly)
-    monkeypatch.setattr(checkmate_restore, "_READING_BYTES_PER_S", 1e4)
+    monkeypatch.setattr(checkmate_restore, "_SLOWEST_READ_BYTES_PER_S", 1e4)
     with shadow_threads(tmp_path, 2, spill_directory=spills) as shadows:
         fresh = SmallTraining(seed=1)
         assert Checkmate(tmp_path / "job", **knobs_of(tmp_path, shadows, timeout_s=2.0)).restore(fresh.state) == 1

@@ -18,7 +18,7 @@ from lastgood.checkpointers.checkmate.ring import check_ring
 from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
 from lastgood.errors import ConfigError
 from lastgood.gradients.tap.ring import RingTap
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from tests.checkpointers.support.checkmate_shadows import Shadows
@@ -286,7 +286,7 @@ class TapOf(RingTap):
 
 def tracked_of(device="cpu", dtype=torch.float32):
     model = torch.nn.Linear(3, 2, device=device, dtype=dtype)
-    return Tracked({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    return TrackedParameters({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
 
 
 def test_what_goes_together_is_taken():

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copies import copy_check
 from lastgood.checkpointers.copies import host as snapshot
 from lastgood.checkpointers.copies.copy_check import CopyCheck, Sample
 from lastgood.checkpointers.copies.host import HostSnapshot
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck.flight import Flight
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import NoCheckpoint, StateError, WaitTimeout

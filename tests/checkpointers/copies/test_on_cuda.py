@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copies.copy_check import CopyCheck
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import NoCheckpoint
 from lastgood.ports import free_ports

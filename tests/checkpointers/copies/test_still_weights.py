@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copies import host as snapshot
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck import flight as pccheck_flight
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.state import state_digest

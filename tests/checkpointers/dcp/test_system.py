@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.dcp.system import TorchDCP
 from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, stored_tensors
+from lastgood.checkpointers.events import Outcome
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.files import temporary_beside
 from lastgood.state import flatten, state_digest

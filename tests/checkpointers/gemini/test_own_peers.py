@@ -9,12 +9,11 @@ import signal
 import pytest
 import torch
 
-from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.address_file import Address, address_for_peers
 from lastgood.checkpointers.gemini.partition import Network
 from lastgood.checkpointers.gemini.peer_client import Outgoing, Peers, PeerSettings
 from lastgood.checkpointers.gemini.system import Gemini, GeminiOptions
 from lastgood.checkpointers.gemini.traffic import Traffic
-from lastgood.checkpointers.ranks.exchange import address_for_peers
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from tests.checkpointers.support.peer_processes import kill_peer, peers_below, peers_end_with_the_test
 from tests.checkpointers.support.small_training import SmallTraining
@@ -128,11 +127,11 @@ def test_records_of_before_keep_their_names():
 
 
 class Ranks:
-    """In place of `Together`: this rank, and another one that holds what this one holds, or nothing."""
+    """In place of `RankExchange`: this rank, and another one that holds what this one holds, or nothing."""
 
     lost = False
 
-    def __init__(self, machine, machines, timeout_s):
+    def __init__(self, system, machine, machines, timeout_s):
         pass
 
     def tell(self, mine):
@@ -156,7 +155,7 @@ def attached(directory, saves=0, timeout_s=60.0):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    monkeypatch.setattr("lastgood.checkpointers.gemini.system.Together", Ranks)
+    monkeypatch.setattr("lastgood.checkpointers.gemini.system.RankExchange", Ranks)
     monkeypatch.setattr(Ranks, "lost", False)
     return Ranks
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gemini.address_file import Address
 from lastgood.checkpointers.gemini.partition import Network
 from lastgood.checkpointers.gemini.peer_client import Outgoing, PeerLink, Peers, PeerSettings

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood import _native
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.copies.chunks import stream_pieces
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gpm.copies import copy_through_pinned, store_from_host
 from lastgood.checkpointers.gpm.system import GPM
 from lastgood.errors import CorruptCheckpoint, WaitTimeout

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.errors import CheckpointError, StorageError, WaitTimeout
 from lastgood.storage import SlotStore

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import StateError
 from lastgood.state import Layout, flatten, state_digest, try_layout

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError, WaitTimeout

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.errors import ConfigError, StateError
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from tests.checkpointers.support.wrapped_optimizers import WRAPPERS, CountsUnderAName, Forwarding
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck", "dcp"]
@@ -175,8 +175,8 @@ def test_checkmate_asks_for_the_optimizer_beneath():
     model = torch.nn.Linear(2, 2)
     optimizer = Forwarding(torch.optim.SGD(model.parameters()))
     with pytest.raises(ConfigError, match=r"attach\(optim=optim.optimizer\)"):
-        Tracked({"model": model, "optim": optimizer})
-    assert Tracked({"model": model, "optim": optimizer.optimizer}).optimizer is optimizer.optimizer
+        TrackedParameters({"model": model, "optim": optimizer})
+    assert TrackedParameters({"model": model, "optim": optimizer.optimizer}).optimizer is optimizer.optimizer
 
 
 def test_a_copy_of_a_wrapper_steps_its_own_optimizer(tmp_path):

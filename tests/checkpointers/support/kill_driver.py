@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 from small_training import SmallTraining
 
-from lastgood.checkpointers.base import Outcome
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import NoCheckpoint
 from lastgood.processes import die_with_parent

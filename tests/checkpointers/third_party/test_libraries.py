@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lastgood.checkpointers.base import Checkpointer, Outcome
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.registry import checkpointer_class, why_unavailable
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.yaml_file import parse_overrides

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.multirank.kills import kill_moments, merge_lives
-from lastgood.experiments.multirank.results import LivedRank
+from lastgood.experiments.multirank.results import AfterKill
 from tests.experiments.support.specs import make_spec
 
 
@@ -52,9 +52,9 @@ def test_kills_need_ranks_and_checkpoints(change: dict[str, Any]) -> None:
         make_spec(**values)
 
 
-def lived(rank: int, reached: int, restored: int, **more: Any) -> LivedRank:
+def lived(rank: int, reached: int, restored: int, **more: Any) -> AfterKill:
     values = {"restore_s": 0.1 + rank, "losses_checked": 2, "losses_equal": True, "live": None, **more}
-    return LivedRank(
+    return AfterKill(
         token="t", rank=rank, host=f"vm{rank}", boot_id="k", reached_step=reached, restored_step=restored, **values
     )
 

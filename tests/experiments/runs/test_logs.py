@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.cluster.launch.launch import LOG_THERE
+from lastgood.cluster.launch.job import LOG_THERE
 from lastgood.cluster.ssh.remote import Completed, Remote
 from lastgood.errors import HostError, LaunchError
 from lastgood.experiments.runs.logs import (

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.baselines.none import NoCheckpointing
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.runs.timeline import Timeline, trace_events, write_timeline
 from lastgood.workloads.data.prepare import prepare_dataset

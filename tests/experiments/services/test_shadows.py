@@ -19,8 +19,9 @@ import pytest
 
 from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.services import shadows as rank_shadows
+from lastgood.experiments.services.registry import begin_meters, services_of, trainer_options
+from lastgood.experiments.services.service import run_services
 from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
-from lastgood.experiments.services.shadows import local_shadows
 from tests.experiments.support.specs import make_spec
 
 
@@ -39,7 +40,10 @@ def children() -> list[psutil.Process]:
 
 def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Path) -> None:
     said: list[str] = []
-    with local_shadows(spec_of(), tmp_path, said.append):
+    with (
+        pytest.raises(LastgoodError, match=r"shadow 1 on localhost has ended while the run went on: signal SIGKILL"),
+        run_services(services_of(spec_of()), tmp_path, said.append),
+    ):
         serving = children()
         assert len(serving) == 2 and "2 shadows" in said[0]
         checkpoints = tmp_path / "checkpoints"
@@ -47,23 +51,25 @@ def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Pat
         assert len(set(options["shadows"])) == 2
         token = Path(options["token_file"])
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) >= 32
-        meters = ShadowMeters.read(checkpoints, 2)
+        meters = ShadowMeters.read(checkpoints)
         facts = meters.used()
         assert [one.received_bytes for one in facts] == [0, 0]
         for one, process in zip(facts, serving, strict=True):
             used_by_now_s = sum(process.cpu_times()[:2])
             assert 0 <= one.cpu_s <= used_by_now_s and one.optimizer_s == 0 and one.peak_rss_bytes > 1 << 20
         serving[1].send_signal(signal.SIGKILL)
-        serving[1].wait(60)
+        os.waitid(os.P_PID, serving[1].pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(HostError, match=r"shadow at 127\.0\.0\.1:\d+: no metrics"):
             meters.used()
     assert not [process for process in serving if process.is_running()]
     with pytest.raises(HostError):
-        ShadowMeters.read(checkpoints, 2)
+        ShadowMeters.read(checkpoints)
 
 
 def test_a_run_without_shadows_asks_nobody(tmp_path: Path) -> None:
-    assert ShadowMeters.read(tmp_path, 0).used() == []
+    spec = make_spec()
+    assert services_of(spec) == [] and trainer_options(spec, tmp_path) == {}
+    assert begin_meters(spec, tmp_path)() == {}
 
 
 @pytest.mark.parametrize("answer", [b'a_total{shadow="1} 2\n', b"# TYPE a nothing\n", b"<html>\n"])
@@ -81,7 +87,7 @@ def test_another_service_at_a_shadows_address_is_said(tmp_path: Path, answer: by
         places = ShadowPlaces(hosts=["a"], addresses=["a:1"], metrics=[address], token_file="/t")
         places_path(tmp_path).write_text(places.model_dump_json())
         with pytest.raises(HostError, match=rf"shadow at {address}: tells no metrics"):
-            ShadowMeters.read(tmp_path, 1)
+            ShadowMeters.read(tmp_path)
         thread.join(60)
 
 
@@ -93,8 +99,11 @@ def test_a_run_whose_shadows_nobody_started_says_so(tmp_path: Path) -> None:
 def test_a_shadow_that_cannot_start_is_named_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_shadows, "_SERVE", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
     with (
-        pytest.raises(LastgoodError, match=r"shadow 0 has ended before it could be used: .*no such luck"),
-        local_shadows(spec_of(), tmp_path, lambda _: None),
+        pytest.raises(
+            LastgoodError,
+            match=r"(?s)shadow 0 on localhost has ended before it could be used: exit status 1; .*no such luck",
+        ),
+        run_services(services_of(spec_of()), tmp_path, lambda _: None),
     ):
         raise AssertionError("it came up")
     assert not places_path(tmp_path / "checkpoints").exists()
@@ -103,9 +112,11 @@ def test_a_shadow_that_cannot_start_is_named_with_its_words(tmp_path: Path, monk
 def test_shadows_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from lastgood.experiments.services.shadows import local_shadows\n"
+        "from lastgood.experiments.services.registry import services_of\n"
+        "from lastgood.experiments.services.service import run_services\n"
         "from lastgood.experiments.records.spec import RunSpec\n"
-        "with local_shadows(RunSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2]), print):\n"
+        "services = services_of(RunSpec.model_validate_json(sys.argv[1]))\n"
+        "with run_services(services, Path(sys.argv[2]), print):\n"
         "    print('up', flush=True); time.sleep(600)\n"
     )
     command = [sys.executable, "-c", script, spec_of(1).canonical_json(), str(tmp_path)]

@@ -15,8 +15,8 @@ from pathlib import Path
 import lying_systems
 
 from lastgood.checkpointers import registry
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.torch_files.files import plain_tree
 from lastgood.errors import LastgoodError
 from lastgood.experiments.goodput.execute import execute_goodput

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from lastgood.checkpointers import registry
-from lastgood.checkpointers.base import Outcome
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer
+from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.torch_files.files import plain_tree
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.execute import execute

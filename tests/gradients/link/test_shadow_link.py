@@ -5,12 +5,13 @@ import threading
 
 import torch
 
+from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.link import shadow_link as links
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity, ShadowLink, _again, _Outgoing
-from lastgood.gradients.protocol.client import Asker
-from lastgood.gradients.protocol.messages import Saved, Side, Step
+from lastgood.gradients.protocol.client import ShadowClient
+from lastgood.gradients.protocol.messages import Step
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.tokens import read_token
 from tests.gradients.support.shadow_processes import shadow_threads
@@ -46,7 +47,7 @@ def test_what_is_posted_still_goes_out_when_a_link_ends(tmp_path, monkeypatch):
     arrived = threading.Event()
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        with Asker(shadow.address, token, WAIT_S, JOB) as asker:
+        with ShadowClient(shadow.address, token, WAIT_S, JOB) as asker:
             asker.fence(1)
         receive = shadow.service._receive_side
 

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
-from lastgood.gradients.protocol.client import _scratch, check_set, choose, connect_shadow, signs_of_loss
-from lastgood.gradients.protocol.messages import CHUNK_BYTES, PROTOCOL_VERSION, Entry, Hello, Saved, Status
+from lastgood.gradients.layout.entries import Entry, Saved
+from lastgood.gradients.protocol.client import _scratch, check_set, choose, signs_of_loss
+from lastgood.gradients.protocol.connection import connect_shadow
+from lastgood.gradients.protocol.messages import CHUNK_BYTES, PROTOCOL_VERSION, Hello, Status
 from lastgood.wire.frames import Wire
 from tests.wire.answering import prove_peer
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.protocol.spills import SpillPlan, is_left_behind, retained
 from lastgood.gradients.shadow.spill_state import SpillState
 

@@ -10,7 +10,8 @@ import torch
 
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.layout.layout import plan_layout
-from lastgood.gradients.protocol.client import Asker, connect_shadow
+from lastgood.gradients.protocol.client import ShadowClient
+from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import Complete, Declare, Hello, Seeded, parse_message
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.tokens import read_token
@@ -23,7 +24,7 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
     """A rank that connected while another one seeded waited for seeds that had come before it was listened to."""
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        with Asker(shadow.address, token, 60.0, JOB) as asker:
+        with ShadowClient(shadow.address, token, 60.0, JOB) as asker:
             asker.fence(1)
         service = shadow.service
         welcome = service.core.welcome
@@ -61,7 +62,7 @@ def test_an_epoch_that_no_record_can_carry_is_refused(tmp_path):
         with pytest.raises(CheckpointError):
             wire.receive_message("an answer")
         wire.close()
-        with Asker(shadow.address, token, 60.0, JOB) as asker:
+        with ShadowClient(shadow.address, token, 60.0, JOB) as asker:
             assert asker.status().epoch == 0
             assert asker.fence((1 << 32) - 1).epoch == (1 << 32) - 1
 

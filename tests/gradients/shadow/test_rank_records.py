@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.gradients.protocol.messages import Side
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.shadow.rank_records import SideShelf
 from lastgood.gradients.shadow.spill_store import SideRecord
 

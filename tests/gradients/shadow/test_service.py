@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint
-from lastgood.gradients.protocol.client import Asker, ask_all, choose
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.protocol.client import ShadowClient, ask_all, choose
 from lastgood.processes import die_with_parent
 from lastgood.tokens import read_token
 from tests.gradients.support import scripted_trainer
@@ -129,7 +129,7 @@ def test_a_bucket_with_a_hole_is_reported_the_step_before_stays_and_a_seed_heals
     assert (torn.iteration, torn.buckets) == (2, (2,))
     trainer.wait_have(1, 2)
     assert not [one for one in trainer.of_kind(0, "have") if one.iteration >= 2]
-    statuses = ask_all(trainer.addresses, trainer.token, WAIT_S, Asker.status)
+    statuses = ask_all(trainer.addresses, trainer.token, WAIT_S, ShadowClient.status)
     assert choose(statuses).iteration == 1
     assert not statuses[0].whole
     # A seed heals; what follows is whole again, and what lies between is given back exactly.
@@ -173,7 +173,7 @@ def test_a_model_that_differs_is_found_and_is_not_given_back(folder, two):
     trainer.verify(0)
     diverged = trainer.wait(0, lambda one: one.kind == "diverged", "diverged")[0]
     assert (diverged.bucket, diverged.iteration) == (0, 1)
-    statuses = ask_all(trainer.addresses, trainer.token, WAIT_S, Asker.status)
+    statuses = ask_all(trainer.addresses, trainer.token, WAIT_S, ShadowClient.status)
     with pytest.raises(NoCheckpoint, match="wait for seeds"):
         choose(statuses)
     trainer.seed(0, 1)
@@ -194,7 +194,7 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
         trainer = trainer_of(tmp_path, two)
         trainer.iterate()
         two[1].kill()
-        answers = ask_all(trainer.addresses, trainer.token, 2.0, Asker.status)
+        answers = ask_all(trainer.addresses, trainer.token, 2.0, ShadowClient.status)
         assert isinstance(answers[1], CheckpointError)
         # Training goes on without it: what it held is not available, and nothing is given back.
         trainer.iteration += 1
@@ -204,7 +204,7 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
         fresh = ShadowThread(tmp_path, 1, 2)
         ends.callback(fresh.end)
         trainer.addresses[1] = fresh.address
-        with Asker(trainer.addresses[1], trainer.token, WAIT_S, JOB) as asker:
+        with ShadowClient(trainer.addresses[1], trainer.token, WAIT_S, JOB) as asker:
             assert asker.status().epoch < trainer.epoch
             asker.fence(trainer.epoch)
         trainer.heard[1].clear()
@@ -353,7 +353,7 @@ def test_another_job_is_refused_and_nothing_is_lost(folder, two):
 def test_a_wrong_token_and_garbage_are_refused_and_the_service_goes_on(folder, two):
     trainer = trainer_of(folder, two)
     with pytest.raises(MismatchError, match="token"):
-        Asker(trainer.addresses[0], b"x" * 32, WAIT_S)
+        ShadowClient(trainer.addresses[0], b"x" * 32, WAIT_S)
     ports = [two[0].described["port"], int(two[0].described["metrics"].rpartition(":")[2])]
     for port in ports:
         for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\0" * 100):
@@ -363,7 +363,7 @@ def test_a_wrong_token_and_garbage_are_refused_and_the_service_goes_on(folder, t
     trainer.close()
     deadline = time.monotonic() + WAIT_S
     refused = 0
-    with Asker(trainer.addresses[0], trainer.token, WAIT_S) as asker:
+    with ShadowClient(trainer.addresses[0], trainer.token, WAIT_S) as asker:
         while refused < 5:  # each is refused by a thread of its own
             assert time.monotonic() < deadline, f"{refused} of 5 were refused"
             refused = asker.status().refused.get("no proof of the token", 0)

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint
-from lastgood.gradients.protocol.messages import Complete, Saved, Step, parse_message
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.protocol.messages import Complete, Step, parse_message
 from lastgood.gradients.shadow.actions import Window
 from lastgood.gradients.shadow.state import ShadowState
 from lastgood.wire.records import MAX_ITERATION

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError
-from lastgood.gradients.protocol.client import Asker, choose
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.protocol.client import ShadowClient, choose
 from lastgood.gradients.shadow import core as shadow_core
 from lastgood.gradients.shadow.memory import ShadowMemory
 from lastgood.gradients.shadow.spill_store import SpillCopy
@@ -207,6 +207,6 @@ def test_a_connection_that_no_thread_can_be_had_for_is_refused_and_the_service_g
         monkeypatch.setattr(threading.Thread, "start", none_at_first)
         for _ in range(70):
             with pytest.raises(CheckpointError):
-                Asker(shadow.address, token, WAIT_S, JOB)
-        with Asker(shadow.address, token, WAIT_S, JOB) as asker:
+                ShadowClient(shadow.address, token, WAIT_S, JOB)
+        with ShadowClient(shadow.address, token, WAIT_S, JOB) as asker:
             assert asker.status().refused == {"too many connections": 70}

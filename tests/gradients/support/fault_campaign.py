@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint
-from lastgood.gradients.protocol.client import Asker, connect_shadow
+from lastgood.gradients.protocol.client import ShadowClient
+from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import GREETING, Hello
 from lastgood.gradients.switch.faults import FaultPlan
 from lastgood.ports import free_ports
@@ -277,7 +278,7 @@ class Bed:
                 one.sendall(chance.choice((b"", GREETING)) + chance.randbytes(chance.choice((1, 100, 5000))))
             return
         # One that knows the token, and an old epoch: it must not get a word in. It sends records all the same.
-        with Asker(address, TOKEN, _WAIT_S) as asker:
+        with ShadowClient(address, TOKEN, _WAIT_S) as asker:
             status = asker.status()
         if status.job is None or status.layout is None:
             return

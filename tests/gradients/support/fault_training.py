@@ -151,7 +151,7 @@ def ranks_in_threads() -> Iterator[None]:
     world = mock.Mock(side_effect=lambda: (_here.rank, RANKS))
     together = mock.Mock(side_effect=lambda rank, ranks: _here.meeting)
     with contextlib.ExitStack() as stack:
-        for module in ("checkmate_life", "checkmate_restore"):
+        for module in ("checkmate.incarnation", "checkmate.restore"):
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.world_of_torch", world))
             stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.ranks_together", together))
         stack.enter_context(mock.patch("lastgood.gradients.tap.bucket.torch", SimpleNamespace(distributed=distributed)))
@@ -286,7 +286,7 @@ class Life:
 
     def spilled(self) -> int:
         """The newest iteration that rank 0 knows to be spilled by all shadows."""
-        life = self.checkpointers[0]._life
+        life = self.checkpointers[0]._incarnation
         if life is None:
             return 0
         spilled = life.conductor.spilled
@@ -294,7 +294,7 @@ class Life:
 
     def crash(self, net: Net, rank: int | None) -> None:
         """Cut one rank or all of them off for good, and note what was said until then."""
-        life = self.checkpointers[0]._life
+        life = self.checkpointers[0]._incarnation
         assert life is not None
         self._note_floor()
         with life.conductor._changed:
@@ -306,7 +306,7 @@ class Life:
 
     def _note_floor(self) -> None:
         for checkpointer in self.checkpointers:
-            life = checkpointer._life
+            life = checkpointer._incarnation
             if life is not None:
                 with life.conductor._changed:
                     state = life.conductor._state

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from lastgood import _native
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.protocol import messages
-from lastgood.gradients.protocol.client import connect_shadow, fence, fetch, fetch_side
-from lastgood.gradients.protocol.messages import Complete, Declare, Hello, Seed, Side, Step, Verify
+from lastgood.gradients.protocol.client import fence, fetch, fetch_side
+from lastgood.gradients.protocol.connection import connect_shadow
+from lastgood.gradients.protocol.messages import Complete, Declare, Hello, Seed, Step, Verify
 from lastgood.gradients.protocol.payload import send_stream
 from lastgood.gradients.shadow.memory import tensor_bytes
 from lastgood.optim.rule import UpdateRule

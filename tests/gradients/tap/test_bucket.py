@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.link.gradient_stream import GradientStream
-from lastgood.gradients.tap.bucket import BucketTap, Session
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.tap.bucket import BucketTap, TapContext
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
 from tests.gradients.support.data_links import SETTINGS, connected
@@ -37,11 +37,11 @@ def test_memory_that_may_have_been_overwritten_while_it_was_sent_is_not_trusted(
     spec = OptimizerSpec.of(optimizer)
     layout = plan_layout([("p", (100,), "float32")], spec.to_data(), ranks=1, shadows=1)
     stream = GradientStream(layout, [link], 0, lambda: None)
-    tracked = Tracked(state)
+    tracked = TrackedParameters(state)
     notes = UpdateNotes(state, tracked, spec, reduced=True)
-    session = Session(stream, tracked, notes, 0, 1, "balanced", True, 100, None)
+    context = TapContext(stream, tracked, notes, 0, 1, "balanced", True, 100, None)
     tap = BucketTap()
-    tap.open(session)
+    tap.open(context)
     faults = []
     try:
         for _ in range(3):
@@ -54,7 +54,7 @@ def test_memory_that_may_have_been_overwritten_while_it_was_sent_is_not_trusted(
         link.close()
         far.close()
     if forward:
-        assert faults == [None] * 3 and session.borrow
+        assert faults == [None] * 3 and context.borrow
     else:
         assert faults[0] is None and faults[1] is not None and faults[2] is None, "once: they are copied from then on"
         assert "call the model itself" in faults[1] and "call the model itself" in caplog.text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.trainer import record_pieces as side_pieces
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.rank_record import Arrival, SideRecords, open_side, restored_tree
 from lastgood.state import check_tree, flatten
 
@@ -98,7 +98,7 @@ def a_model() -> torch.nn.Sequential:
 
 
 def records_of(state: dict[str, object]) -> SideRecords:
-    tracked = Tracked(state)
+    tracked = TrackedParameters(state)
     return SideRecords(state, tracked, plan_layout(tracked.declared(), OPTIMIZER, shadows=1, ranks=1), rank=0)
 
 
@@ -292,7 +292,7 @@ def test_a_torn_record_is_refused(harm: Callable[[bytes], bytes], words: str) ->
 def test_a_record_with_something_else_than_a_module_is_refused_by_name(other: object) -> None:
     model = torch.nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    tracked = Tracked(state)
+    tracked = TrackedParameters(state)
     tensors = {(index, "parameter"): torch.zeros_like(one) for index, one in enumerate(tracked.parameters)}
     groups = [{key: value for key, value in tracked.optimizer.param_groups[0].items() if key != "params"}]
     tree = restored_tree(state, tracked, {"model": other, "optimizer": groups}, tensors, "here")

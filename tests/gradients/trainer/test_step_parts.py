@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.tap.step import StepTap
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
 from lastgood.gradients.trainer.updates import Shares, UpdateNotes
 from lastgood.optim.dense import DenseOptimizer
@@ -82,7 +82,7 @@ class Training:
         numbers = [{"lr": 0.1 / (number + 1), "weight_decay": 0.1 * number} for number in range(len(sizes))]
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         self.optimizer = kind([{"params": one, **more} for one, more in zip(groups, numbers, strict=True)], **options)
-        self.tracked = Tracked({"optimizer": self.optimizer})
+        self.tracked = TrackedParameters({"optimizer": self.optimizer})
         self.parameters = self.tracked.parameters
         self.spec = OptimizerSpec.of(self.optimizer)
         count = len(self.parameters)

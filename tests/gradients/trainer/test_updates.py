@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.optim.spec import OptimizerSpec
 
@@ -17,7 +17,7 @@ def test_steps_are_counted_on_behind_one_that_cannot_be_told() -> None:
     optimizer = torch.optim.AdamW([parameter], fused=True)
     state = {"optimizer": optimizer}
     spec = replace(OptimizerSpec.of(optimizer), arithmetic="cuda")
-    notes = UpdateNotes(state, Tracked(state), spec, reduced=False)
+    notes = UpdateNotes(state, TrackedParameters(state), spec, reduced=False)
 
     def told(rate: float) -> int | str:
         parameter.grad = torch.ones(4)

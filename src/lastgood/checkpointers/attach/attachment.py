@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from lastgood.state import Checked, RngState, holds_its_values
 from lastgood.units import format_seconds
 
 __all__ = ["Attachment", "Progress"]
+
+_log = logging.getLogger("lastgood")
 
 _OWN_NAMES = ("data", "progress", "rng")
 
@@ -107,3 +110,14 @@ class Attachment:
             self.data.trained()
         self.progress.step += 1
         return self.progress.step
+
+    def tell_lost_gradients(self, system: str, step: int, updates: int, *, saves: bool) -> None:
+        """Warn if gradients are being accumulated while the checkpoint of `step` is made; `updates` as in Trained."""
+        if self.trained.loses_gradients(updates, saves=saves):
+            _log.warning(
+                "%s: the checkpoint of step %d lies between two optimizer steps: gradients accumulated since the last "
+                "one are in no checkpoint, and a restart goes on without them; call step() of the checkpointer once "
+                "after each optimizer.step(), not after each micro-batch",
+                system,
+                step,
+            )

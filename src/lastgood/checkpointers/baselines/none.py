@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import NoCheckpoint
 

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.locations import Location

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
 from lastgood.checkpointers.checkfreq.policy import IntervalTuner, Profile, Window
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 
 if TYPE_CHECKING:
     import torch

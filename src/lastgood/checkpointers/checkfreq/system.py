@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkfreq.budget import BudgetKeeper
 from lastgood.checkpointers.copies.host import HostSnapshot, host_buffer
 from lastgood.checkpointers.copies.still_weights import StillWeights
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import ConfigError, WaitTimeout

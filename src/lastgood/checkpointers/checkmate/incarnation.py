@@ -20,7 +20,7 @@ from lastgood.checkpointers.checkmate.restore import (
     read_token,
 )
 from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
-from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
 from lastgood.gradients.conductor.conductor import Conductor, Settings, Settled
@@ -29,11 +29,11 @@ from lastgood.gradients.layout.spans import Span, piece_of
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol import client as asking
-from lastgood.gradients.tap.bucket import BucketTap, Session
+from lastgood.gradients.tap.bucket import BucketTap, TapContext
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.gradients.tap.ring import RingTap
 from lastgood.gradients.tap.step import StepTap
-from lastgood.gradients.trainer.parameters import BucketCopy, Tracked
+from lastgood.gradients.trainer.parameters import BucketCopy, TrackedParameters
 from lastgood.gradients.trainer.rank_record import SideRecords
 from lastgood.gradients.trainer.updates import Shares, Update, UpdateNotes
 from lastgood.optim.probe import probed
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Life", "begin_life"]
+__all__ = ["Incarnation", "begin_incarnation"]
 
 _log = logging.getLogger("lastgood")
 
@@ -55,7 +55,7 @@ _SEEDING_BYTES_PER_S = 50e6
 
 
 @dataclass
-class Life:
+class Incarnation:
     """What belongs together from a start to an end."""
 
     job: str
@@ -63,7 +63,7 @@ class Life:
     layout: GradientLayout
     first: int
     """This rank's first parameter in the layout."""
-    tracked: Tracked
+    tracked: TrackedParameters
     conductor: Conductor
     stream: GradientStream
     notes: UpdateNotes
@@ -130,7 +130,7 @@ class Life:
         }
 
 
-def begin_life(
+def begin_incarnation(
     directory: Path,
     state: Mapping[str, Any],
     knobs: CheckmateOptions,
@@ -138,7 +138,7 @@ def begin_life(
     restored: Restored | None,
     close_open: Callable[[], None],
     settled: Settled,
-) -> Life:
+) -> Incarnation:
     """Join all shadows and give them what they lack. All ranks call it together.
 
     `tap` is the one that a hook of DDP has; without one gradients are taken at the optimizer's step. Raises ConfigError
@@ -149,7 +149,7 @@ def begin_life(
     token = read_token(knobs)
     rank, ranks = world_of_torch()
     together = ranks_together(rank, ranks)
-    tracked = Tracked(state)
+    tracked = TrackedParameters(state)
     buckets = _takes_buckets(knobs, tap, tracked)
     ring_tap = tap if isinstance(tap, RingTap) else None
     if ring_tap is not None:
@@ -177,7 +177,7 @@ def begin_life(
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
         mover = _mover_for(tracked, stream, knobs)
-        life = Life(
+        life = Incarnation(
             job,
             rank,
             layout,
@@ -203,12 +203,12 @@ def begin_life(
         if tap is not None and buckets:
             borrow = tap.owns_memory and knobs.policy == "block"
             look_every = knobs.verify_every or 100
-            session = Session(stream, tracked, notes, rank, ranks, knobs.cover, borrow, look_every, mover)
+            context = TapContext(stream, tracked, notes, rank, ranks, knobs.cover, borrow, look_every, mover)
             if ring_tap is not None:
                 # Only now: shadows take a switch's copies once the layout is declared.
-                ring_tap.join(session, open_ring(knobs, tracked, layout, token, job, epoch, rank))
+                ring_tap.join(context, open_ring(knobs, tracked, layout, token, job, epoch, rank))
             else:
-                tap.open(session)
+                tap.open(context)
     except BaseException:
         if mover is not None:
             mover.close()
@@ -217,7 +217,7 @@ def begin_life(
     return life
 
 
-def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: Tracked) -> bool:
+def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: TrackedParameters) -> bool:
     if knobs.tap in ("bucket", "ring") and tap is None:
         raise ConfigError(
             f'checkmate: tap="{knobs.tap}", and no hook is registered: call checkpointer.watch(model) with the '
@@ -230,10 +230,10 @@ def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: Trac
 
 
 def _layout_of_all(
-    tracked: Tracked,
+    tracked: TrackedParameters,
     spec: OptimizerSpec,
     knobs: CheckmateOptions,
-    together: Together | None,
+    together: RankExchange | None,
     rank: int,
     ranks: int,
     *,
@@ -280,7 +280,7 @@ def _identity(
     directory: Path,
     knobs: CheckmateOptions,
     token: bytes,
-    together: Together | None,
+    together: RankExchange | None,
     rank: int,
     restored: Restored | None,
 ) -> tuple[str, int, int]:
@@ -316,7 +316,7 @@ def _zeros_of(layout: GradientLayout, rank: int, ranks: int, knobs: CheckmateOpt
     return spans
 
 
-def _mover_for(tracked: Tracked, stream: GradientStream, knobs: CheckmateOptions) -> DeviceMover | None:
+def _mover_for(tracked: TrackedParameters, stream: GradientStream, knobs: CheckmateOptions) -> DeviceMover | None:
     devices = {parameter.device for parameter in tracked.parameters}
     if len(devices) != 1:
         raise ConfigError(f"checkmate: parameters lie on several devices: {sorted(map(str, devices))}")
@@ -329,7 +329,7 @@ def _mover_for(tracked: Tracked, stream: GradientStream, knobs: CheckmateOptions
     return mover
 
 
-def _seed_first(life: Life, knobs: CheckmateOptions, together: Together | None, *, verify: bool) -> None:
+def _seed_first(life: Incarnation, knobs: CheckmateOptions, together: RankExchange | None, *, verify: bool) -> None:
     """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
     conductor = life.conductor
     base = life.stream.iteration

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.gradients.layout.layout import BUCKET_BYTES
 from lastgood.gradients.layout.spans import Cover
 from lastgood.gradients.link.data_link import DataSettings

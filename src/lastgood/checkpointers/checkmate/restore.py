@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
-from lastgood.checkpointers.ranks.exchange import Together
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
 from lastgood.errors import (
     CheckpointError,
@@ -22,10 +22,11 @@ from lastgood.errors import (
     MismatchError,
     NoCheckpoint,
 )
+from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol import client as asking
-from lastgood.gradients.protocol.messages import Entry, Status
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.protocol.messages import Status
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.rank_record import SIDE_VERSIONS, open_side, restored_tree
 from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
@@ -50,12 +51,13 @@ __all__ = [
 
 _log = logging.getLogger("lastgood")
 
-_READING_BYTES_PER_S = 50e6
-"""A shadow may take as long as a disk of this speed needs before it gives anything back, beyond the usual limit."""
-_TIMES = 8
-"""Of a shadow's parameters: with three state tensors of each, all read twice (first it is checked)."""
-_LOOKS = 20
-"""At shadows of a training that goes on, until two of them show the same iteration."""
+_SLOWEST_READ_BYTES_PER_S = 50e6
+"""A restore waits for a shadow, beyond the usual timeout, as long as a disk of this speed needs."""
+_RESTORE_READ_FACTOR = 8
+"""Bytes read during a restore, as a multiple of a shadow's parameter bytes (parameters and 3 state tensors, read
+twice)."""
+_STATUS_POLLS = 20
+"""Status polls while training runs, until all shadows report the same iteration."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,9 @@ def read_token(knobs: CheckmateOptions) -> bytes:
     return read_token_file(Path(knobs.token_file))
 
 
-def ranks_together(rank: int, ranks: int) -> Together | None:
+def ranks_together(rank: int, ranks: int) -> RankExchange | None:
     """How ranks tell each other what rank 0 found; None for one alone. All of them call it together."""
-    return None if ranks == 1 else Together(rank, ranks, 600.0)
+    return None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
 
 
 def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
@@ -120,7 +122,7 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
 
 
 def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
-    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.Asker.status)
+    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.ShadowClient.status)
     failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
     if failures:
         raise CheckpointError("checkmate: " + "; ".join(failures))
@@ -145,14 +147,14 @@ def _choose(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | 
     iteration is applied anywhere, all hold it, so a second answer tells, unless all have moved on again.
     """
     before: list[Status] | None = None
-    looks = 0
+    polls = 0
     while True:
         statuses = _statuses(knobs, token)
-        looks += 1
+        polls += 1
         try:
             return asking.choose(statuses, step)
         except NoCheckpoint as error:
-            if looks <= _LOOKS and (before is None or _held(statuses) != _held(before)):
+            if polls <= _STATUS_POLLS and (before is None or _held(statuses) != _held(before)):
                 before = statuses
                 continue
             signs, anew = asking.signs_of_loss(statuses), []
@@ -208,7 +210,7 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
     return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
 
 
-def _all_do(part: Callable[[], None], together: Together | None, step: int) -> None:
+def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) -> None:
     """Do a part of a restore. Raises what this rank's raises, or CheckpointError for another rank's."""
     fault: LastgoodError | None = None
     try:
@@ -264,7 +266,9 @@ def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | No
     note_job(directory, job)
     layout = _layout_in(side.layout, f"step {choice.step}")
     most = max(layout.bytes_of(shadow) for shadow in range(layout.shadows))
-    return _Plan(job, epoch, choice, layout.ranks, knobs.timeout_s + _TIMES * most / _READING_BYTES_PER_S)
+    return _Plan(
+        job, epoch, choice, layout.ranks, knobs.timeout_s + _RESTORE_READ_FACTOR * most / _SLOWEST_READ_BYTES_PER_S
+    )
 
 
 def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayout:
@@ -286,7 +290,7 @@ class _Load:
         self._plan = plan
         self._rank = rank
         self._where = f"step {plan.choice.step} of the shadows"
-        self._tracked: Tracked
+        self._tracked: TrackedParameters
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._tree: dict[str, Any] = {}
@@ -294,7 +298,7 @@ class _Load:
     def fetch(self) -> None:
         """Get all of it, and change nothing. Raises MismatchError where the state is another one."""
         plan, knobs = self._plan, self._knobs
-        self._tracked = Tracked(self._state)
+        self._tracked = TrackedParameters(self._state)
         side, record = asking.fetch_side(
             knobs.shadows,
             self._token,

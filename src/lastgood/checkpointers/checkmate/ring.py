@@ -8,7 +8,7 @@ from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.errors import ConfigError
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.tap.ring import RingTap
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.wire.records import DType
 from lastgood.wire.ring import Cover
 from lastgood.wire.ring_comm import RingComm
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["check_ring", "open_ring"]
 
 
-def check_ring(knobs: CheckmateOptions, tracked: Tracked, tap: RingTap, ranks: int) -> None:
+def check_ring(knobs: CheckmateOptions, tracked: TrackedParameters, tap: RingTap, ranks: int) -> None:
     """Raises ConfigError, the same on all ranks, for what the ring cannot reduce, and for addresses that it lacks."""
     if ranks < 2:
         raise ConfigError('checkmate: tap="ring" needs two ranks or more; a single one has nothing to reduce')
@@ -46,7 +46,7 @@ def check_ring(knobs: CheckmateOptions, tracked: Tracked, tap: RingTap, ranks: i
 
 def open_ring(
     knobs: CheckmateOptions,
-    tracked: Tracked,
+    tracked: TrackedParameters,
     layout: GradientLayout,
     token: bytes,
     job: str,

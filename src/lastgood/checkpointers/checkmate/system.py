@@ -20,19 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
-from lastgood.checkpointers.checkmate.incarnation import Life, begin_life
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.checkmate.incarnation import Incarnation, begin_incarnation
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import Restored, check_held, find_newest, restore_together
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.checkmate_job import Promises
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.link.gradient_stream import GradientStream
-from lastgood.gradients.protocol.messages import Absent, Complete, Side, Step
+from lastgood.gradients.protocol.messages import Absent, Complete, Step
 from lastgood.gradients.tap.bucket import BucketTap
 from lastgood.gradients.tap.ring import RingTap
 from lastgood.gradients.tap.step import StepTap
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.step_parts import Part
 from lastgood.gradients.trainer.updates import Update
 from lastgood.locations import Location
@@ -90,7 +93,7 @@ class Checkmate(Checkpointer):
         self._knobs: CheckmateOptions = self.options
         self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
         self._hooked = False
-        self._life: Life | None = None
+        self._incarnation: Incarnation | None = None
         self._promises: Promises | None = None
         """On rank 0."""
         self._restored: Restored | None = None
@@ -127,10 +130,10 @@ class Checkmate(Checkpointer):
         """As torch.nn.utils.clip_grad_value_, over all parameters of the optimizer; shadows repeat it."""
         self._living().notes.clip_value(parameters, clip_value, **options)
 
-    def _living(self) -> Life:
-        if self._life is None:
+    def _living(self) -> Incarnation:
+        if self._incarnation is None:
             raise CheckpointError("checkmate: start(state) or attach(...) must be called first")
-        return self._life
+        return self._incarnation
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -142,10 +145,10 @@ class Checkmate(Checkpointer):
         return True
 
     def _start(self) -> None:
-        Tracked(self.state)  # what cannot be followed or stored is said first
+        TrackedParameters(self.state)  # what cannot be followed or stored is said first
         self._flat(spread=True)
         self._pending, self._saves = {}, 0
-        life = begin_life(
+        life = begin_incarnation(
             self.directory,
             self.state,
             self._knobs,
@@ -155,12 +158,12 @@ class Checkmate(Checkpointer):
             self._settled,
         )
         self._restored = None
-        self._life = life
+        self._incarnation = life
         self._promises = None if life.rank else Promises(self.directory, life.job, self.readable_by)
         self._seeds_from = life.stream.iteration
 
     def _close(self) -> None:
-        if self._life is None:
+        if self._incarnation is None:
             return
         try:
             with suppress(WaitTimeout):
@@ -169,7 +172,7 @@ class Checkmate(Checkpointer):
             self._end_life()
 
     def _end_life(self) -> None:
-        life, self._life = self._life, None
+        life, self._incarnation = self._incarnation, None
         self._tap.close()
         if life is not None:
             life.close()
@@ -181,7 +184,7 @@ class Checkmate(Checkpointer):
 
     def before_update(self) -> None:
         """Note what the optimizer's step will do; without a hook in DDP send its gradients now."""
-        life = self._life
+        life = self._incarnation
         if life is None:
             return
         stream = life.stream
@@ -193,7 +196,7 @@ class Checkmate(Checkpointer):
         stream.phase = "updated"
 
     @staticmethod
-    def _take_step(life: Life) -> Part:
+    def _take_step(life: Incarnation) -> Part:
         """Behind the hook's reduction: one step for each."""
         stream = life.stream
         twice = stream.phase == "updated"
@@ -209,7 +212,7 @@ class Checkmate(Checkpointer):
         return part
 
     @staticmethod
-    def _take_part(life: Life, tap: StepTap) -> Part:
+    def _take_part(life: Incarnation, tap: StepTap) -> Part:
         """Without a hook: one step for all parameters, or several of some. One that comes again begins an iteration."""
         part = life.notes.look()
         if life.stream.phase == "closed" or not life.notes.takes(part):
@@ -235,7 +238,7 @@ class Checkmate(Checkpointer):
         except Exception:  # neither does this
             _log.exception("checkmate: an iteration could not be closed")
 
-    def _close_iteration(self, life: Life, event: CheckpointEvent | None) -> None:
+    def _close_iteration(self, life: Incarnation, event: CheckpointEvent | None) -> None:
         stream, conductor = life.stream, life.conductor
         iteration, update = stream.iteration, Update(None)
         try:
@@ -292,7 +295,7 @@ class Checkmate(Checkpointer):
         if event is not None and trouble is not None:
             self._fail(event, trouble)
 
-    def _send_side(self, life: Life, event: CheckpointEvent, iteration: int) -> None:
+    def _send_side(self, life: Incarnation, event: CheckpointEvent, iteration: int) -> None:
         record, arrives = life.sides.take()
         event.copied_s = time.perf_counter()
         event.bytes_written = len(record)
@@ -301,20 +304,20 @@ class Checkmate(Checkpointer):
         side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
         life.conductor.side(side, record, arrives)
 
-    def _distrust(self, life: Life, iteration: int) -> None:
+    def _distrust(self, life: Incarnation, iteration: int) -> None:
         """Shadows have other gradients than the update used: give them the state itself, less and less often."""
         self._distrusted += 1
         life.conductor.distrust(life.layout.buckets_of, iteration)
         self._seeds_from = iteration + min(2**self._distrusted - 1, _DISTRUST_LIMIT)
 
-    def _seed(self, life: Life, iteration: int) -> None:
+    def _seed(self, life: Incarnation, iteration: int) -> None:
         """Copy some of the buckets that shadows want, as they are now."""
         if iteration < self._seeds_from:
             return
         if self._send_seeds(life, iteration) and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
             life.conductor.wait_seeded(self._knobs.behind_s)
 
-    def _send_seeds(self, life: Life, iteration: int) -> bool:
+    def _send_seeds(self, life: Incarnation, iteration: int) -> bool:
         """Whether any was wanted."""
         wanted = life.conductor.wanted_seeds(
             self._knobs.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
@@ -323,7 +326,7 @@ class Checkmate(Checkpointer):
             life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
         return bool(wanted)
 
-    def _verify(self, life: Life, iteration: int) -> None:
+    def _verify(self, life: Incarnation, iteration: int) -> None:
         """Let a shadow compare one of this rank's buckets, the next one each time."""
         every = self._knobs.verify_every
         if every and iteration % every == 0 and life.own_buckets:
@@ -380,7 +383,7 @@ class Checkmate(Checkpointer):
         deadline = time.monotonic() + timeout_s
         away_since: float | None = None
         while True:
-            life = self._life
+            life = self._incarnation
             with self._settling:
                 if not self._pending:
                     return
@@ -428,7 +431,7 @@ class Checkmate(Checkpointer):
         ever complete on all shadows); CorruptCheckpoint (one was, and none is any more); MismatchError for another
         world size or other parameters; CheckpointError for a shadow that cannot be reached; WaitTimeout.
         """
-        running = self._life is not None
+        running = self._incarnation is not None
         if running:
             self.drain()
             check_held(self.directory, self._knobs, step)  # before this life, and what shadows keep of it, ends for it
@@ -450,6 +453,6 @@ class Checkmate(Checkpointer):
             "policy": self._knobs.policy,
             "shadows": len(self._knobs.shadows),
         }
-        if self._life is not None:
-            facts |= self._life.facts()
+        if self._incarnation is not None:
+            facts |= self._incarnation.facts()
         return facts

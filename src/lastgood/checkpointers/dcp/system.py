@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import BaseOptions
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import Draft
-from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, synchronize
+from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, LibrarySave, synchronize
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.locations import Location
@@ -116,7 +116,7 @@ class TorchDCP(DirectorySystem):
     def _seal(self, draft: Draft) -> None:
         """The writer has done it, perhaps in another process."""
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: LibrarySave) -> None:
         if self._helper is not None and (self._helper.dead or not flight.future.done()):
             self._helper.end(0)
 

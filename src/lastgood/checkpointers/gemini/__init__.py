@@ -5,3 +5,14 @@
 where it may, a restore starts none, since a peer that begins now holds nothing. `traffic` fits the sending into the
 idle times of the network.
 """
+
+from lastgood._lazy import lazy_names
+
+_HOMES = {
+    "Gemini": "lastgood.checkpointers.gemini.system",
+    "GeminiOptions": "lastgood.checkpointers.gemini.system",
+    "marked_all_reduce": "lastgood.checkpointers.gemini.ddp_hook",
+}
+
+__all__ = list(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lastgood.errors import CorruptCheckpoint, StorageError
+from lastgood.errors import ConfigError, CorruptCheckpoint, StorageError
 from lastgood.files import open_new, read_bounded, temporary_beside
 from lastgood.text import is_whole, parse_json
 
-__all__ = ["Address"]
+__all__ = ["Address", "address_for_peers"]
 
 _MAX_ADDRESS_BYTES = 4096
 _MAX_PID = (1 << 31) - 1
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,23 @@ class Address:
 
     def __str__(self) -> str:
         return f"peer process {self.pid} at {self.host}:{self.port} ({self.path})"
+
+
+def address_for_peers(host: str) -> str:
+    """Where this machine's peer listens: `host`, or for loopback the own address of the way to MASTER_ADDR.
+
+    Raises ConfigError where there is no such way.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if host != _LOOPBACK or not master:
+        return host
+    try:
+        # Connecting a datagram socket sends nothing; it asks the kernel for the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"gemini: this machine has no IPv4 route to MASTER_ADDR={master}: {error}; give host=, the address "
+            "at which the other machines reach it"
+        ) from error

@@ -323,7 +323,10 @@ class Peer:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Become a peer: the caller's process ends with 0 as soon as the peer, a child of its own, can be reached."""
+    """Become a peer: the caller's process ends with 0 as soon as the peer, a child of its own, can be reached.
+
+    With ``--foreground`` the caller's process is the peer; its address file shows that it can be reached.
+    """
     parser = argparse.ArgumentParser(description="Keep checkpoints of other processes in memory.")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--machine", type=int, required=True)
@@ -332,22 +335,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-bytes", type=int, required=True)
     parser.add_argument("--idle-s", type=float, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
+    parser.add_argument("--foreground", action="store_true")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s peer %(process)d: %(message)s", level=logging.INFO, stream=sys.stderr)
     listener = open_listener(given.host)
-    reading, writing = os.pipe()
-    # Not the starter's child: a training that goes on need not wait for a peer that ends, nor leave it a zombie.
-    if os.fork():
-        os.close(writing)
-        return 0 if os.read(reading, 1) else 1
-    os.close(reading)
+    writing = None
+    if not given.foreground:
+        reading, writing = os.pipe()
+        # Not the starter's child: a training that goes on need not wait for a peer that ends, nor leave it a zombie.
+        if os.fork():
+            os.close(writing)
+            return 0 if os.read(reading, 1) else 1
+        os.close(reading)
     path = Address.path_of(given.directory.absolute(), given.machine, given.serial)
     os.chdir("/")
     address = Address(path, given.host, listener.getsockname()[1], secrets.token_bytes(32), os.getpid())
     address.write()
     peer = Peer(listener, address, given.limit_bytes, given.timeout_s)
-    os.write(writing, b".")
-    os.close(writing)
+    if writing is not None:
+        os.write(writing, b".")
+        os.close(writing)
     _log.info("machine %d, at %s:%d", given.machine, address.host, address.port)
     _log.info("ended: %s", peer.run(given.idle_s))
     logging.shutdown()

@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import HostSnapshot, PinnedMemory
 from lastgood.checkpointers.copies.still_weights import StillWeights
-from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.gemini.address_file import Address, address_for_peers
 from lastgood.checkpointers.gemini.partition import Network, partition
 from lastgood.checkpointers.gemini.peer_client import Held, Outgoing, PeerLink, Peers, PeerSettings
 from lastgood.checkpointers.gemini.placement import placement
 from lastgood.checkpointers.gemini.traffic import Traffic
-from lastgood.checkpointers.ranks.exchange import Together, address_for_peers
+from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
@@ -131,6 +133,7 @@ class Gemini(Checkpointer):
         safe_in=Sink.MEMORY,
         safe_words="in its peers' memory",
         ranks_write="peers",
+        helper="peers",
         cost=CostModel(waits=False, takes="slower", over=Sink.LINK),
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
@@ -153,7 +156,7 @@ class Gemini(Checkpointer):
         )
         self._holders = list(placement(given.machines, given.replicas)[given.machine][0 if own else 1 :])
         self._links: dict[int, tuple[PeerLink, Network]] = {}
-        self._together: Together | None = None
+        self._together: RankExchange | None = None
         self._unmarked = Traffic(1)
         """For what does not share the network with the training: to the own machine's peer, and before it begins."""
         self._sequence = 0
@@ -416,12 +419,12 @@ class Gemini(Checkpointer):
             return found
         return list(dict.fromkeys(one for theirs in together.tell(found) for one in theirs))
 
-    def _meet(self) -> Together | None:
+    def _meet(self) -> RankExchange | None:
         """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""
         if self._knobs.peers != "own" or self._together is not None:
             return self._together
         machine = self._knobs.machine
-        together = Together(machine, self._knobs.machines, DEFAULT_TIMEOUT_S)
+        together = RankExchange(self.name, machine, self._knobs.machines, DEFAULT_TIMEOUT_S)
         addresses: list[Address] = []
         fault = ""
         try:

@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, BaseOptions, Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.chunks import stream_pieces
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.gpm.copies import (
     Registrar,
     copy_through_pinned,
     store_from_devices,
     store_from_host,
 )
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits

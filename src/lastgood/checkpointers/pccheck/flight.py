@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lastgood._lazy import lazy_module
-from lastgood.checkpointers.base import CheckpointEvent
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, freeze
 from lastgood.checkpointers.copies.still_weights import StillBlocks
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:

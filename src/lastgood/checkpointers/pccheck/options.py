@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from lastgood.checkpointers.agreement.address import check_control
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S
-from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.ranks.directories import Buffers
 from lastgood.checkpointers.ranks.replicated import Declared
 from lastgood.units import MIB

@@ -1,16 +1,14 @@
-"""What the ranks of a job tell each other where each machine has a peer of its own: through torch.distributed.
+"""What the ranks of a job tell each other through torch.distributed, in systems that do not use the agreement.
 
-Peers keep the newest two checkpoints of a machine, and ranks are never equally far. So before one is overwritten, ranks
-say which all of them have (`Together.tell` in every save), and what is newer somewhere is forgotten there: no step is
-kept on one machine alone. A sequence number means the same save of the same life on all ranks, so that a step of a life
-that ended is never taken for the same step of another one.
+Gemini's peers keep the newest two checkpoints of a machine, and ranks are never equally far. So before one is
+overwritten, ranks say which all of them have (`RankExchange.tell` in every save), and what is newer somewhere is
+forgotten there: no step is kept on one machine alone. A sequence number means the same save of the same incarnation on
+all ranks, so that a step of one that ended is never taken for the same step of another.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
@@ -21,47 +19,29 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["Together", "address_for_peers"]
-
-_LOOPBACK = "127.0.0.1"
+__all__ = ["RankExchange"]
 
 
-def address_for_peers(host: str) -> str:
-    """Where this machine's peer listens: `host`, or for loopback the own address of the way to MASTER_ADDR.
-
-    Raises ConfigError where there is no such way.
-    """
-    master = os.environ.get("MASTER_ADDR", "")
-    if host != _LOOPBACK or not master:
-        return host
-    try:
-        # Connecting a datagram socket sends nothing; it asks the kernel for the route.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(
-            f"gemini: this machine has no IPv4 route to MASTER_ADDR={master}: {error}; give host=, the address "
-            "at which the other machines reach it"
-        ) from error
-
-
-class Together:
+class RankExchange:
     """The ranks of torch.distributed, one on each machine. Made by all of them together.
 
-    Raises ConfigError where it is not initialised, or has other ranks than machines.
+    `system` is the one that asks, for messages. Raises ConfigError if torch.distributed is not initialised, or has
+    other ranks than machines.
     """
 
-    def __init__(self, machine: int, machines: int, timeout_s: float) -> None:
+    def __init__(self, system: str, machine: int, machines: int, timeout_s: float) -> None:
         group = torch.distributed
         if not (group.is_available() and group.is_initialized()):
-            raise ConfigError('gemini: peers="own" needs torch.distributed, initialised before, with a rank a machine')
+            raise ConfigError(
+                f"{system}: the exchange between ranks needs torch.distributed; call "
+                "torch.distributed.init_process_group() before, with a rank a machine"
+            )
         if (group.get_rank(), group.get_world_size()) != (machine, machines):
             raise ConfigError(
-                f"gemini: this is rank {group.get_rank()} of {group.get_world_size()}, and machine {machine} of "
-                f'{machines}; with peers="own" they must be the same'
+                f"{system}: this is rank {group.get_rank()} of {group.get_world_size()}, and machine {machine} of "
+                f"{machines}; they must be the same"
             )
-        # Words go over the CPU's network whatever the gradients go over; no device has to wait for them.
+        # Messages go over the CPU's network whatever the gradients go over; no device has to wait for them.
         self._group: Any = group.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._machines = machines
 

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lastgood._lazy import lazy_module
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import Draft
-from lastgood.checkpointers.directory_system import DirectoryOptions, DirectorySystem, Flight, in_thread, synchronize
+from lastgood.checkpointers.directory_system import (
+    DirectoryOptions,
+    DirectorySystem,
+    LibrarySave,
+    in_thread,
+    synchronize,
+)
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -95,7 +101,7 @@ class ResiliencyExtension(DirectorySystem):
             raise StorageError(failure.read_text(encoding="utf-8"))
         super()._seal(draft)
 
-    def _stop(self, flight: Flight) -> None:
+    def _stop(self, flight: LibrarySave) -> None:
         caller = None if self._queue is None else self._queue.persistent_caller
         sound = flight.future.done() and flight.future.exception() is None
         if caller is not None and not (sound and _alive(caller)):

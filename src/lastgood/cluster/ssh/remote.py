@@ -271,12 +271,18 @@ class Remote:
         first = "".join(f"{line}\n" for line in (*settings, *lines)).encode()
         return RemoteProcess(host, process, log, silence_s, grace_s, self.options.connect_timeout_s, first)
 
-    def write_everywhere(self, hosts: Iterable[str], path: Path | str, content: bytes, timeout_s: float) -> None:
+    def write_everywhere(
+        self, hosts: Iterable[str], path: Path | str, content: bytes, timeout_s: float, *, keep: bool = False
+    ) -> None:
         """A file on each host, for this user's eyes alone, that appears complete. Hosts may share a disk.
+
+        With `keep` a file that is there stays as it is.
 
         Raises HostError for the first host where it cannot be written.
         """
         write = 'umask 077; mkdir -p -- "${1%/*}" && cat > "$1.$$.$2" && mv -- "$1.$$.$2" "$1"'
+        if keep:
+            write = f'[ -e "$1" ] || {{ {write}; }}'
         words = ["sh", "-c", write, "sh", str(path), secrets.token_hex(8)]
         for host, answer in self.run_everywhere(hosts, words, timeout_s, content).items():
             if not isinstance(answer, Completed) or answer.rc:

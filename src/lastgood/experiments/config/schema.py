@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.experiments.config.sections import (
     CheckmateSection,

@@ -7,7 +7,6 @@ and still knows.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Lif
 from lastgood.experiments.runs.children import SILENCE_S, hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.logs import keep_logs_of_failure
 from lastgood.experiments.runs.progress import Board
-from lastgood.experiments.services.shadows import local_shadows
+from lastgood.experiments.services.registry import services_of
+from lastgood.experiments.services.service import run_services
 
 __all__ = ["execute_goodput"]
 
@@ -42,8 +42,8 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path
     with take_turn(spec.run, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
         report("importing torch")
         import_before_fork(spec.run)
-        window = _Window(spec, turn.folder / "checkpoints", data_dir, report)
-        with local_shadows(spec.run, turn.folder, report) if spec.run.shadows else contextlib.nullcontext():
+        with run_services(services_of(spec.run), turn.folder, report) as services:
+            window = _Window(spec, turn.folder / "checkpoints", data_dir, services.watched(report))
             window.live_through()
         return window.record(turn.started_at, turn.began_s, turn.folder.parent)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lastgood.checkpointers.base import CheckpointEvent, Outcome
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.measure import build_planned, drain_checked, forget_cached_pages, scramble

@@ -21,7 +21,7 @@ from lastgood.experiments.multirank.capacity import check_room
 from lastgood.experiments.multirank.kills import kill_moments, merge_lives
 from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
 from lastgood.experiments.multirank.results import (
-    LivedRank,
+    AfterKill,
     MeasuredRank,
     RestoredRank,
     merge_clocks,
@@ -34,9 +34,9 @@ from lastgood.experiments.multirank.results import (
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.logs import Logs, fetch_logs, keep_logs_of_failure
-from lastgood.experiments.services.gemini_peers import peers_of_nodes
 from lastgood.experiments.services.place import Place, RankHosts, find_place
-from lastgood.experiments.services.shadows import shadows_of_run
+from lastgood.experiments.services.registry import services_of
+from lastgood.experiments.services.service import run_services
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed, why_not_over_ranks, writers_of
 from lastgood.text import parse_model, read_bytes
 
@@ -44,7 +44,7 @@ __all__ = ["execute_ranks"]
 
 Report = Callable[[str], None]
 Phase = Literal["measure", "live", "restore"]
-_Result = TypeVar("_Result", MeasuredRank, LivedRank, RestoredRank)
+_Result = TypeVar("_Result", MeasuredRank, AfterKill, RestoredRank)
 
 _PHASE_S: Final = 24 * 3600.0
 """For all ranks of one launch. A rank that hangs is found earlier, by the others' waits for it (`COLLECTIVE_S`)."""
@@ -83,24 +83,25 @@ class _Run:
         self.folder = folder
         self.place = place
         self.report = report
+        self._watched = report
+        """Checks the services too; only while they run."""
         self.writers = writers_of(spec.system, spec.parallel)
+        self.services = services_of(spec)
 
     def record(self, started_at: str, began: float) -> RunRecord:
         """All launches, and what they make together."""
         spec = self.spec
         restored: list[RestoredRank] = []
-        lives: list[list[LivedRank]] = []
+        lives: list[list[AfterKill]] = []
         moments = kill_moments(spec)
-        with (
-            peers_of_nodes(self.writers, self.place, self.folder, self.report),
-            shadows_of_run(spec, self.place, self.folder, self.report),
-        ):
+        with run_services(self.services, self.folder, self.report, self.place) as services:
+            self._watched = services.watched(self.report)
             measured = self._launch("measure", MeasuredRank, kill_after_steps=next(iter(moments), None))
             step_s = measured[0].clocks.elapsed_s / measured[0].clocks.measured_steps
             for life in range(1, spec.kills + 1):
                 after = moments[life] if life < spec.kills else None
-                lives.append(self._launch("live", LivedRank, life=life, kill_after_steps=after, step_s=step_s))
-            last: Sequence[MeasuredRank | LivedRank] = lives[-1] if lives else measured
+                lives.append(self._launch("live", AfterKill, life=life, kill_after_steps=after, step_s=step_s))
+            last: Sequence[MeasuredRank | AfterKill] = lives[-1] if lives else measured
             live = [one.live for one in last if one.live is not None]
             if len(live) == len(measured):
                 restored = self._launch("restore", RestoredRank)
@@ -142,12 +143,8 @@ class _Run:
         """Remove what the run left on hosts that do not share this machine's disk; hosts that fail are reported."""
         if self.place.remote is None:
             return
-        command = [
-            "rm",
-            "-rf",
-            "--",
-            *(str(self.folder / name) for name in ("checkpoints", "results", "ranks", "shadows")),
-        ]
+        left = ["checkpoints", "results", "ranks", *(service.directory for service in self.services)]
+        command = ["rm", "-rf", "--", *(str(self.folder / name) for name in left)]
         for host, answer in self.place.remote.run_everywhere(self.place.hosts.names, command, _FETCH_S).items():
             if isinstance(answer, HostError) or answer.rc:
                 self.report(f"{host}: {self.folder} may be left there: {answer}")
@@ -174,11 +171,11 @@ class _Run:
             boot_id=boot_id(),
             parent=os.getpid() if self.place.remote is None else None,
         )
-        self.report(f"{order.name}: starting {self.spec.ranks} ranks on {', '.join(self.place.hosts.names)}")
+        self._watched(f"{order.name}: starting {self.spec.ranks} ranks on {', '.join(self.place.hosts.names)}")
         program = [sys.executable, "-m", "lastgood.experiments.multirank.process", order.model_dump_json()]
         env = {"OMP_NUM_THREADS": str(self.spec.threads)}
         try:
-            self.place.start(program, env, self.folder / "ranks" / order.name, _PHASE_S, self.report)
+            self.place.start(program, env, self.folder / "ranks" / order.name, _PHASE_S, self._watched)
         except LaunchError:
             if kill_after_steps is None or not self._was_killed(token):
                 raise

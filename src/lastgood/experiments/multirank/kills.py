@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.multirank.results import LivedRank
+from lastgood.experiments.multirank.results import AfterKill
 from lastgood.experiments.records.run import Failure
 from lastgood.experiments.records.spec import RunSpec
 
@@ -30,7 +30,7 @@ def kill_moments(spec: RunSpec) -> list[float]:
     return [span + span * found.random() for _ in range(spec.kills)]
 
 
-def merge_lives(moments: Sequence[float], lives: Sequence[Sequence[LivedRank]]) -> list[Failure]:
+def merge_lives(moments: Sequence[float], lives: Sequence[Sequence[AfterKill]]) -> list[Failure]:
     """Each kill, from what every rank of the life behind it found.
 
     Lost is what the rank that had come furthest has to do again. Raises LastgoodError where ranks of one life restored

@@ -16,7 +16,8 @@ from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.records.spec import Parallel, RunSpec
-from lastgood.experiments.services.shadow_usage import ShadowMeters, shadow_options
+from lastgood.experiments.services.registry import begin_meters, trainer_options
+from lastgood.experiments.services.service import Meter
 from lastgood.experiments.systems.over_ranks import writers_of
 from lastgood.state import state_digest
 from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
@@ -120,16 +121,14 @@ class JoinedPart:
         kind = checkpointer_class(spec.system)
         if self._writers == "first" and self.rank != 0 and not self._restoring:
             return NoCheckpointing(checkpoints)
-        own: dict[str, Any] = {}
+        own = trainer_options(spec, checkpoints)
         if self._writers == "each":
-            own = {"rank": self.rank, "world_size": spec.ranks}
+            own |= {"rank": self.rank, "world_size": spec.ranks}
         elif self._writers == "apart":
             checkpoints = rank_directory(checkpoints, self.rank)
         elif self._writers == "peers":
             # They agree in each save: a kill between two ranks' saves must not leave them at unlike steps.
-            own = {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
-        elif self._writers == "shadows":
-            own = shadow_options(checkpoints)
+            own |= {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
         found.events_kept = None
         if self._writers == "shadows" and self._workload is not None:
@@ -177,9 +176,9 @@ class JoinedPart:
             for buffer in self._workload.model.buffers():
                 dist.broadcast(buffer, 0)
 
-    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
-        """Rank 0 tells for all."""
-        return ShadowMeters.read(checkpoints, self._spec.shadows if self.rank == 0 else 0)
+    def begin_meters(self, checkpoints: Path) -> Meter:
+        """Rank 0 reports for all."""
+        return begin_meters(self._spec, checkpoints) if self.rank == 0 else dict
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
         """All ranks restore; where rank 0 writes for all, the others are done with their systems then."""

@@ -16,7 +16,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
-from lastgood.experiments.multirank.results import LivedRank, LiveRank, MeasuredRank, RestoredRank
+from lastgood.experiments.multirank.results import AfterKill, MeasuredRank, ProofHalf, RestoredRank
 from lastgood.files import PRIVATE, write_result
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_model
@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> int:
     os._exit(0)
 
 
-def _leave(order: RankOrder, result: MeasuredRank | LivedRank | RestoredRank) -> None:
+def _leave(order: RankOrder, result: MeasuredRank | AfterKill | RestoredRank) -> None:
     path = result_path(Path(order.folder), order.name, result.rank)
     write_result(path, result.model_dump_json().encode(), mode=PRIVATE)
 
@@ -64,7 +64,7 @@ def _take_turn(order: RankOrder) -> None:
         machine_lock().acquire()
 
 
-def _do(order: RankOrder) -> MeasuredRank | LivedRank | RestoredRank:
+def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
     # numpy's OpenBLAS reads it at import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from lastgood.experiments.multirank.part import JoinedPart
@@ -102,8 +102,8 @@ def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
         counts=measured.counts,
         storage=measured.storage,
         notes=measured.notes,
-        shadows=measured.shadows,
-        live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
+        **measured.service_facts,
+        live=None if live is None else ProofHalf(step=live.step, digest=live.digest, next_losses=live.next_losses),
     )
 
 
@@ -118,7 +118,7 @@ def _onward(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> Onward:
     return onward
 
 
-def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> LivedRank:
+def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
     """Restores, and is killed again, or takes the live half of the proof where the spec asks for one."""
     from lastgood.experiments.multirank.lives import relive
     from lastgood.experiments.runs.measure import live_proof
@@ -127,14 +127,14 @@ def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> LivedRank:
     found = relive(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
     last = order.kill_after_steps is None
     live = live_proof(found.loop, part) if last and order.spec.proof else None
-    result = LivedRank(
+    result = AfterKill(
         **own,
         reached_step=found.reached_step,
         restored_step=found.restored_step,
         restore_s=found.restore_s,
         losses_checked=found.losses_checked,
         losses_equal=found.losses_equal,
-        live=None if live is None else LiveRank(step=live.step, digest=live.digest, next_losses=live.next_losses),
+        live=None if live is None else ProofHalf(step=live.step, digest=live.digest, next_losses=live.next_losses),
     )
     if not last:
         _leave(order, result)

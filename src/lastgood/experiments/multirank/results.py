@@ -28,9 +28,9 @@ from lastgood.experiments.systems.over_ranks import Writers
 from lastgood.models import FrozenModel
 
 __all__ = [
-    "LiveRank",
-    "LivedRank",
+    "AfterKill",
     "MeasuredRank",
+    "ProofHalf",
     "RestoredRank",
     "merge_clocks",
     "merge_counts",
@@ -52,7 +52,7 @@ class _Result(FrozenModel):
     """Of its kernel: hosts that share one share its disks."""
 
 
-class LiveRank(FrozenModel):
+class ProofHalf(FrozenModel):
     """The live half of a rank's proof."""
 
     step: int
@@ -71,7 +71,7 @@ class MeasuredRank(_Result):
     notes: list[str]
     shadows: list[ShadowFacts] = Field(default_factory=list)
     """Rank 0's view of them; the others have none."""
-    live: LiveRank | None
+    live: ProofHalf | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
         """Of one checkpoint; on a disk, without what alignment adds to it; to peers, what goes to other machines."""
@@ -84,8 +84,8 @@ class MeasuredRank(_Result):
         return each if writers == "shadows" else min(self.workload.state_bytes, each)
 
 
-class LivedRank(_Result):
-    """What a rank hands back behind a kill, once it has restored and taken a few steps."""
+class AfterKill(_Result):
+    """What a rank hands back after a kill, once it has restored and taken a few steps."""
 
     reached_step: int
     """The last step that this rank had finished before the kill."""
@@ -93,7 +93,7 @@ class LivedRank(_Result):
     restore_s: float
     losses_checked: int
     losses_equal: bool
-    live: LiveRank | None
+    live: ProofHalf | None
     """Of the last life, where the run also proves a restore."""
 
 
@@ -174,7 +174,7 @@ def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
     )
 
 
-def merge_proofs(live: Sequence[LiveRank], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
+def merge_proofs(live: Sequence[ProofHalf], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
     """One proof, which holds only where every rank's does, and whether each rank's does."""
     equal = [
         (one.step, one.digest, one.next_losses) == (back.step, back.digest, back.next_losses)

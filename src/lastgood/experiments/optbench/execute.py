@@ -26,7 +26,7 @@ __all__ = ["execute_optimizer"]
 
 _BENCH_S: Final = 30 * 3600.0
 """For all numbers of threads at one number of shadows, the wait for this machine's turn included."""
-_BENCH: Final = (sys.executable, "-c", "from lastgood.cli import main; main()", "optbench")
+_BENCH: Final = (sys.executable, "-m", "lastgood", "optbench")
 _POLL_S: Final = 0.1
 _END_S: Final = 60.0
 _MAX_BYTES: Final = 16 << 20

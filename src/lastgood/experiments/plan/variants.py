@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lastgood.checkpointers.base import BaseOptions
+from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import why_unavailable
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sections import NodesSection

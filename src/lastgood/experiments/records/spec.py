@@ -84,6 +84,11 @@ class RunSpec(Spec):
         return self.workload
 
     @property
+    def helpers(self) -> int:
+        """How many helper processes its service has: `shadows`, which keeps its name in records."""
+        return self.shadows
+
+    @property
     def over_ranks(self) -> bool:
         """Whether several processes train together."""
         return self.ranks > 1

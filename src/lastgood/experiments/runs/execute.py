@@ -6,7 +6,6 @@ child begins as an interpreter that has only imported. The restorer shares no me
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,8 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.children import call_in_child, import_before_fork
 from lastgood.experiments.runs.logs import keep_logs_of_failure
 from lastgood.experiments.runs.timeline import write_timeline
-from lastgood.experiments.services.shadows import local_shadows
+from lastgood.experiments.services.registry import services_of
+from lastgood.experiments.services.service import run_services
 
 __all__ = ["execute"]
 
@@ -50,8 +50,8 @@ def _execute(
 ) -> RunRecord:
     report("importing torch")
     import_before_fork(spec)
-    with local_shadows(spec, turn.folder, report) if spec.shadows else contextlib.nullcontext():
-        return _measure_and_prove(spec, data_dir, turn, report, timeline)
+    with run_services(services_of(spec), turn.folder, report) as services:
+        return _measure_and_prove(spec, data_dir, turn, services.watched(report), timeline)
 
 
 def _measure_and_prove(spec: RunSpec, data_dir: Path, turn: Turn, report: Report, timeline: Path | None) -> RunRecord:
@@ -90,5 +90,5 @@ def _measure_and_prove(spec: RunSpec, data_dir: Path, turn: Turn, report: Report
         storage=measured.storage,
         proof=proof,
         notes=measured.notes,
-        shadows=measured.shadows,
+        **measured.service_facts,
     )

@@ -18,7 +18,7 @@ from typing import Final
 
 from pydantic import Base64Bytes, TypeAdapter, ValidationError
 
-from lastgood.cluster.launch.launch import LOG_THERE
+from lastgood.cluster.launch.job import LOG_THERE
 from lastgood.cluster.ssh.remote import Completed, Remote
 from lastgood.errors import HostError, LastgoodError, StorageError
 from lastgood.files import open_log, open_regular

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from lastgood.checkpointers.base import Checkpointer, CheckpointEvent, Outcome
+from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, LastgoodError
-from lastgood.experiments.records.run import Clocks, Counts, Resources, ShadowFacts, WorkloadFacts
+from lastgood.experiments.records.run import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.part import Alone, Part
 from lastgood.experiments.runs.timeline import Timeline
@@ -86,7 +87,8 @@ class Measurement:
     counts: Counts
     storage: dict[str, Any]
     proof: LiveProof | None
-    shadows: list[ShadowFacts] = field(default_factory=list)
+    service_facts: Mapping[str, Any] = field(default_factory=dict)
+    """What services used, as fields of the record."""
     notes: list[str] = field(default_factory=list)
     timeline: Timeline | None = None
     """If it was asked for."""
@@ -133,7 +135,7 @@ def train_and_measure(
         if timeline:
             checkpointer.keep_update_waits()
         report(f"measuring, {spec.measured_steps} steps")
-        meters = part.shadow_meters(checkpoints)
+        used = part.begin_meters(checkpoints)
         part.meet()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
         segment = loop.train(spec.measured_steps)
@@ -167,7 +169,7 @@ def train_and_measure(
             counts=_counts(events),
             storage=checkpointer.storage_facts(),
             proof=None,
-            shadows=meters.used(),
+            service_facts=used(),
             timeline=None
             if not timeline
             else Timeline(

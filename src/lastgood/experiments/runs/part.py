@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.services.shadow_usage import ShadowMeters, shadow_options
+from lastgood.experiments.services.registry import begin_meters, trainer_options
+from lastgood.experiments.services.service import Meter
 from lastgood.workloads.base import Workload
 
 __all__ = ["Alone", "Part", "make_checkpointer"]
@@ -32,8 +33,8 @@ class Part(Protocol):
     def settle(self) -> None:
         """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
 
-    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
-        """What the run's shadows have used until now, as far as this process is the one to tell."""
+    def begin_meters(self, checkpoints: Path) -> Meter:
+        """Begin to count what the run's services use, if this process is the one to report it."""
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
         """What to train on with behind a restore by `reader`."""
@@ -64,9 +65,9 @@ class Alone:
     def settle(self) -> None:
         """There is nobody to differ from."""
 
-    def shadow_meters(self, checkpoints: Path) -> ShadowMeters:
-        """Of all shadows that it has."""
-        return ShadowMeters.read(checkpoints, self._spec.shadows)
+    def begin_meters(self, checkpoints: Path) -> Meter:
+        """Of all services that it has."""
+        return begin_meters(self._spec, checkpoints)
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
         """The one that restored."""
@@ -80,7 +81,7 @@ class Alone:
 def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
     """The system of `spec` in folder `checkpoints`; it keeps all its events."""
     kind = checkpointer_class(spec.system)
-    where = shadow_options(checkpoints) if spec.shadows else {}
-    checkpointer = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **where}))
+    knobs = {**spec.knobs(), **trainer_options(spec, checkpoints)}
+    checkpointer = kind(checkpoints, kind.Options.model_validate(knobs))
     checkpointer.events_kept = None
     return checkpointer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastgood.checkpointers.base import CheckpointEvent
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.files import write_result
 
 __all__ = ["Timeline", "trace_events", "write_timeline"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,22 +15,24 @@ from pathlib import Path
 from typing import IO, Final
 
 from lastgood.cluster.hostfile import Host, Hostfile, read_hostfile
-from lastgood.cluster.launch.launch import launch
+from lastgood.cluster.launch.job import launch
 from lastgood.cluster.launch.lifelines import was_killed
 from lastgood.cluster.launch.order import How
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.state import parse_rate
 from lastgood.cluster.testbed.testbed import Testbed
-from lastgood.errors import ConfigError, LaunchError
+from lastgood.errors import ConfigError, HostError, LaunchError
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import open_log, read_end
 from lastgood.ports import free_ports
 
-__all__ = ["Place", "RankHosts", "find_place"]
+__all__ = ["Place", "RankHosts", "find_place", "host_address"]
 
 _POLL_S: Final = 0.1
 _TAIL_BYTES: Final = 4096
 _END_S: Final = 60.0
+_COMMAND_S: Final = 60.0
+_LOOPBACK: Final = re.compile(r"127\.|::1$")
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,16 @@ def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -
         slots = spec.ranks // spec.nodes
         with Testbed.up(spec.nodes, name=f"r{os.getpid()}", rate=given.rate, slots=slots, guarded=True) as bed:
             yield Place(given.how, bed.hostfile, bed.remote(), rate)
+
+
+def host_address(remote: Remote, host: str) -> str:
+    """Where the other hosts reach it: where ssh reached it. Raises HostError for an address of that host alone."""
+    words = remote.run(host, ["sh", "-c", 'echo "$SSH_CONNECTION"'], _COMMAND_S).text.split()
+    if len(words) != 4 or _LOOPBACK.match(words[2]):
+        raise HostError(
+            f"{host}: ssh reaches it at {' '.join(words) or 'an unknown address'}, where other hosts do not"
+        )
+    return words[2]
 
 
 def _run_here(program: Sequence[str], env: Mapping[str, str], ranks: int, log_dir: Path, timeout_s: float) -> None:

@@ -58,21 +58,17 @@ def shadow_options(checkpoints: Path) -> dict[str, Any]:
 class ShadowMeters:
     """What each shadow had used at one moment; `used` tells what came on top since."""
 
-    places: ShadowPlaces | None
+    places: ShadowPlaces
     before: list[Mapping[str, float]]
 
     @classmethod
-    def read(cls, checkpoints: Path, shadows: int) -> ShadowMeters:
-        """Ask all of a run's shadows; with 0 of them, nobody. Raises HostError for one that does not answer."""
-        if not shadows:
-            return cls(None, [])
+    def read(cls, checkpoints: Path) -> ShadowMeters:
+        """Ask all of a run's shadows. Raises HostError for one that does not answer."""
         places = _places(checkpoints)
         return cls(places, [_metrics(address) for address in places.metrics])
 
     def used(self) -> list[ShadowFacts]:
         """Ask again. Raises HostError for a shadow that does not answer, or tells no such number."""
-        if self.places is None:
-            return []
         found = []
         for host, address, before in zip(self.places.hosts, self.places.metrics, self.before, strict=True):
             now = _metrics(address)
@@ -86,6 +82,10 @@ class ShadowMeters:
                 )
             )
         return found
+
+    def facts(self) -> dict[str, list[ShadowFacts]]:
+        """`used`, as the record names it."""
+        return {"shadows": self.used()}
 
 
 def _value(metrics: Mapping[str, float], name: str, address: str) -> float:

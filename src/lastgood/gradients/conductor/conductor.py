@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.conductor.state import ConductorState
+from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity, ShadowLink
 from lastgood.gradients.protocol.messages import (
@@ -27,10 +28,8 @@ from lastgood.gradients.protocol.messages import (
     Have,
     Message,
     Refused,
-    Saved,
     Seed,
     Seeded,
-    Side,
     Spilled,
     Step,
     Torn,

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.link.data_link import DataLink, DataSettings
-from lastgood.gradients.protocol.client import Asker, connect_shadow
+from lastgood.gradients.protocol.client import ShadowClient
+from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import (
     Absent,
     Complete,
@@ -26,7 +28,6 @@ from lastgood.gradients.protocol.messages import (
     Hello,
     Message,
     Refused,
-    Side,
     Step,
     Welcome,
     parse_message,
@@ -283,7 +284,7 @@ class ShadowLink:
     def _find_out(self, refused: MismatchError) -> None:
         """Why a hello was refused. Rank 0 lets a shadow that is new join this epoch."""
         mine = self._identity
-        with Asker(self.address, self._token, self._timeout_s, mine.job) as asker:
+        with ShadowClient(self.address, self._token, self._timeout_s, mine.job) as asker:
             epoch = asker.status().epoch
             if epoch > mine.epoch:
                 raise _FencedOffError(epoch) from refused

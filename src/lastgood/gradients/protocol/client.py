@@ -12,42 +12,29 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LastgoodError, MismatchError, NoCheckpoint
+from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError, NoCheckpoint
+from lastgood.gradients.layout.entries import Entry, Saved, Side
+from lastgood.gradients.protocol.connection import connect_shadow, expect
 from lastgood.gradients.protocol.messages import (
     CHUNK_BYTES,
-    GREETING,
-    MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    VERSION_ADVICE,
-    Entry,
     Fence,
     Fetch,
     FetchSide,
     Hello,
     Message,
-    Refused,
-    Saved,
-    Side,
     Status,
     StatusAsked,
     Tensors,
-    Welcome,
-    parse_message,
 )
 from lastgood.gradients.protocol.payload import receive_stream
-from lastgood.wire.frames import Wire, keep_alive, prove_trainer
-from lastgood.wire.gate import connect
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Asker", "Choice", "ask_all", "choose", "connect_shadow", "fence", "fetch", "fetch_side", "signs_of_loss"]
+__all__ = ["Choice", "ShadowClient", "ask_all", "choose", "fence", "fetch", "fetch_side", "signs_of_loss"]
 
-_CONNECT_S = 10.0
 _MAX_SIDE_BYTES = 1 << 34
 _MAX_TENSOR_BYTES = 1 << 44
-_OF_VERSION_1 = f"speaks version 1 of the shadows' protocol, this side version {PROTOCOL_VERSION}: {VERSION_ADVICE}"
-"""Of what refuses the greeting. From version 2 on a shadow takes that of other versions, and refuses the hello."""
 _Answer = TypeVar("_Answer", bound=Message)
 _Result = TypeVar("_Result")
 
@@ -70,31 +57,7 @@ class Choice:
         return self.saved.step
 
 
-def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -> tuple[Wire, Welcome]:
-    """Open a connection of any role.
-
-    Raises ConfigError for what is no HOST:PORT, CheckpointError where nobody listens, WaitTimeout, MismatchError where
-    the shadow does not know the token, speaks another version of the protocol, or refuses the hello.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{address!r} is no address of a shadow; it is HOST:PORT")
-    try:
-        connection = connect(host.strip("[]"), int(port), min(timeout_s, _CONNECT_S))
-    except OSError as error:
-        raise CheckpointError(f"the shadow at {address} cannot be reached: {error}") from error
-    keep_alive(connection)
-    wire = Wire(connection, f"the shadow at {address}", timeout_s, MAX_MESSAGE_BYTES)
-    try:
-        prove_trainer(wire, token, GREETING, unwelcome=_OF_VERSION_1)
-        wire.send_message(**hello.content())
-        return wire, _expect(wire, Welcome, "its welcome")
-    except BaseException:
-        wire.close()
-        raise
-
-
-class Asker:
+class ShadowClient:
     """One connection to one shadow, for one thread at a time. Use it as a context manager.
 
     Every method raises CheckpointError where the shadow refuses (in its own words), closes, or breaks the protocol, and
@@ -162,21 +125,21 @@ class Asker:
 
     def _ask(self, question: Message, answer: type[_Answer]) -> _Answer:
         self._wire.send_message(**question.content())
-        return _expect(self._wire, answer, f"its answer to {question.kind}")
+        return expect(self._wire, answer, f"its answer to {question.kind}")
 
 
 def ask_all(
     addresses: Sequence[str],
     token: bytes,
     timeout_s: float,
-    question: Callable[[Asker], _Result],
+    question: Callable[[ShadowClient], _Result],
     job: str | None = None,
 ) -> list[_Result | LastgoodError]:
     """Put a question to all shadows in parallel: each one's answer, or what went wrong with it, in their order."""
 
     def one(address: str) -> _Result | LastgoodError:
         try:
-            with Asker(address, token, timeout_s, job) as asker:
+            with ShadowClient(address, token, timeout_s, job) as asker:
                 return question(asker)
         except LastgoodError as error:
             return error
@@ -191,7 +154,7 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
     Raises CheckpointError, naming each shadow that cannot be reached or refuses; those that were fenced stay so, and a
     further call fences all anew. MismatchError where they are not the shadows of one training, in their order.
     """
-    before = _all_or_none(ask_all(addresses, token, timeout_s, Asker.status, job), addresses)
+    before = _all_or_none(ask_all(addresses, token, timeout_s, ShadowClient.status, job), addresses)
     check_set(before, addresses)
     known = [status.epoch for status in before]
     known += [saved.epoch for status in before for saved in (*status.durable, *status.memory)]
@@ -281,7 +244,7 @@ def fetch_side(
     addresses: Sequence[str], token: bytes, choice: Choice, *, job: str, epoch: int, rank: int, timeout_s: float
 ) -> tuple[Side, bytearray]:
     """A rank's side record, from the shadow that keeps it. Raises CheckpointError."""
-    with Asker(addresses[rank % len(addresses)], token, timeout_s, job) as asker:
+    with ShadowClient(addresses[rank % len(addresses)], token, timeout_s, job) as asker:
         return asker.fetch_side(choice, epoch, rank)
 
 
@@ -300,15 +263,6 @@ def _all_or_none(answers: Sequence[_Result | LastgoodError], addresses: Sequence
             f"{len(failures)} of {len(addresses)} shadows did not answer as they should: " + "; ".join(failures)
         )
     return [answer for answer in answers if not isinstance(answer, LastgoodError)]
-
-
-def _expect(wire: Wire, answer: type[_Answer], what: str) -> _Answer:
-    message = parse_message(wire.receive_message(what), wire.other)
-    if isinstance(message, Refused):
-        raise MismatchError(f"{wire.other} refuses: {message.why}")
-    if not isinstance(message, answer):
-        raise CorruptCheckpoint(f"{wire.other} answered with {message.kind}, waiting for {what}")
-    return message
 
 
 def _scratch(entry: Entry) -> list[memoryview]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lastgood.errors import CorruptCheckpoint
+from lastgood.gradients.layout.entries import Entry, FrozenModel, Iteration, Number, Saved, Side
 from lastgood.units import MIB
-from lastgood.wire.records import MAX_ITERATION
 
 __all__ = [
     "CHUNK_BYTES",
@@ -28,7 +28,6 @@ __all__ = [
     "Complete",
     "Declare",
     "Diverged",
-    "Entry",
     "Fence",
     "Fetch",
     "FetchSide",
@@ -36,10 +35,8 @@ __all__ = [
     "Hello",
     "Message",
     "Refused",
-    "Saved",
     "Seed",
     "Seeded",
-    "Side",
     "Spilled",
     "Status",
     "StatusAsked",
@@ -64,8 +61,6 @@ CHUNK_BYTES = 4 * MIB
 MAX_SPOILED = 64
 """So many spoiled iterations are told one by one; before them nothing is promised."""
 
-_Number = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Iteration = Annotated[int, Field(ge=0, lt=MAX_ITERATION)]
 _Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Of a request: as records carry it."""
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -73,40 +68,22 @@ _Job = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Text = Annotated[str, Field(max_length=10_000)]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    def content(self) -> dict[str, Any]:
-        """As `Wire.send_message` takes it."""
-        return self.model_dump(mode="json")
-
-
-class Saved(_Message):
-    """An iteration that a shadow could give back."""
-
-    kind: Literal["saved"] = "saved"
-    epoch: _Number
-    """In which it was made: what two lives of a training made under one number is not one thing."""
-    iteration: _Iteration
-    step: _Number
-
-
-class Seeded(_Message):
+class Seeded(FrozenModel):
     """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
 
     `whole`: no bucket of this shadow waits for one any more.
     """
 
     kind: Literal["seeded"] = "seeded"
-    bucket: _Number
-    iteration: _Iteration
+    bucket: Number
+    iteration: Iteration
     whole: bool
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(FrozenModel):
     """The first message of every connection, behind the proof."""
 
     kind: Literal["hello"] = "hello"
@@ -115,45 +92,45 @@ class Hello(_Message):
     job: _Job | None = None
     """None: whatever job the shadow has (an asker)."""
     epoch: _Epoch = 0
-    rank: _Number = 0
+    rank: Number = 0
     layout: _Digest | None = None
     """What `data` records refer to; must be the declared one."""
 
 
-class Welcome(_Message):
+class Welcome(FrozenModel):
     """The shadow's answer. Behind it a data connection carries records only."""
 
     kind: Literal["welcome"] = "welcome"
-    shadow: _Number
-    shadows: _Number
+    shadow: Number
+    shadows: Number
     job: _Job | None
-    epoch: _Number
+    epoch: Number
     layout: _Digest | None
-    gradient_slots: _Number
+    gradient_slots: Number
     """Iterations beyond the applied one that it can hold."""
-    unseeded: tuple[_Number, ...] = ()
+    unseeded: tuple[Number, ...] = ()
     """Its buckets that wait for a Seed, or for the rest of one."""
     seeds: tuple[Seeded, ...] = ()
     """The newest of each bucket that came in this epoch: who was away has not heard of them."""
     spills: tuple[Saved, ...] = ()
     """What lies on its disk."""
-    spilling: tuple[_Iteration, ...] = ()
+    spilling: tuple[Iteration, ...] = ()
     """Iterations that it was asked to spill, and will say Spilled of."""
 
 
-class Refused(_Message):
+class Refused(FrozenModel):
     """Why a request, or a whole connection, is refused; the connection is closed behind it if it was a hello."""
 
     kind: Literal["refused"] = "refused"
     why: _Text
-    fenced: _Number | None = None
+    fenced: Number | None = None
     """The epoch of another life of the job that has taken over; the last word to a trainer that it fenced off."""
 
 
 # -- from rank 0 -------------------------------------------------------------------------------------------------------
 
 
-class Declare(_Message):
+class Declare(FrozenModel):
     """The layout of this epoch. Answered by Welcome, or Refused.
 
     `adopt` is the iteration that the shadow must stand at, with the same layout, to keep its state; the epoch's first
@@ -163,21 +140,21 @@ class Declare(_Message):
 
     kind: Literal["declare"] = "declare"
     layout: dict[str, Any]
-    adopt: _Iteration | None
+    adopt: Iteration | None
 
 
-class Step(_Message):
+class Step(FrozenModel):
     """What one iteration needs beside gradients; behind the update, before the next iteration's first record."""
 
     kind: Literal["step"] = "step"
-    iteration: _Iteration
+    iteration: Iteration
     rule: dict[str, Any] | None
     """What `optim.UpdateRule` writes; None: nothing was applied (a skipped step)."""
     saved: bool
     """Whether the training saved here: then side records of all ranks belong to it, and it can be given back."""
-    step: _Number | None
+    step: Number | None
     """The training's own number of the saved step."""
-    absent: tuple[_Number, ...] = ()
+    absent: tuple[Number, ...] = ()
     """Parameters that had no gradient, and that the optimizer left alone; zeros stand for them in records."""
     void: bool = False
     """The update did not use the gradients that were sent: they count as lost, and all buckets want a Seed."""
@@ -192,19 +169,19 @@ class Step(_Message):
     """With `spill`: the newest spill that all shadows hold. It stays; all other ones may be overwritten from now on."""
 
 
-class Complete(_Message):
+class Complete(FrozenModel):
     """Every shadow has all of every iteration up to this one: apply. Shadows tell it to all control connections.
 
     The newest one says all: a rank that was away when others were said hears it once it is back.
     """
 
     kind: Literal["complete"] = "complete"
-    iteration: _Iteration
-    lost: tuple[_Number, ...] = ()
+    iteration: Iteration
+    lost: tuple[Number, ...] = ()
     """Shadows that are not waited for any more: nothing can be given back from memory until they are whole."""
-    floor: _Iteration = 0
+    floor: Iteration = 0
     """Nothing before this iteration is promised: a shadow was seeded behind it, or it was complete without one."""
-    spoiled: Annotated[tuple[_Iteration, ...], Field(max_length=MAX_SPOILED)] = ()
+    spoiled: Annotated[tuple[Iteration, ...], Field(max_length=MAX_SPOILED)] = ()
     """From `floor` on, those that cannot be given back, since side records are missing for good."""
 
     def promises(self, iteration: int) -> bool:
@@ -212,28 +189,16 @@ class Complete(_Message):
         return iteration >= self.floor and iteration not in self.spoiled
 
 
-class Entry(_Message):
-    """One tensor in a stream of chunks, contiguous; streams hold their entries one after another without gaps."""
-
-    kind: Literal["entry"] = "entry"
-    parameter: _Number
-    key: Annotated[str, Field(max_length=100)]
-    """`parameter` for the parameter itself, else the key in the optimizer's state of it."""
-    dtype: Annotated[str, Field(max_length=20)]
-    shape: Annotated[tuple[_Number, ...], Field(max_length=64)]
-    nbytes: _Number
-
-
-class Seed(_Message):
+class Seed(FrozenModel):
     """All of one bucket as it is behind iteration `iteration`; its chunks follow. Answered by Seeded."""
 
     kind: Literal["seed"] = "seed"
-    bucket: _Number
-    iteration: _Iteration
+    bucket: Number
+    iteration: Iteration
     entries: tuple[Entry, ...]
 
 
-class Verify(_Message):
+class Verify(FrozenModel):
     """CRC32C over a bucket behind an iteration.
 
     For each parameter of it, in the bucket's order: the parameter's bytes, then its optimizer state's tensors by sorted
@@ -241,45 +206,33 @@ class Verify(_Message):
     """
 
     kind: Literal["verify"] = "verify"
-    iteration: _Iteration
-    bucket: _Number
-    checksum: _Number
+    iteration: Iteration
+    bucket: Number
+    checksum: Number
 
 
 # -- from every rank ---------------------------------------------------------------------------------------------------
 
 
-class Absent(_Message):
+class Absent(FrozenModel):
     """This rank's parameters that had no gradient in an iteration; from all but rank 0, where its Step is `apart`.
 
     Nothing is made of that iteration before all of them have said so, none included.
     """
 
     kind: Literal["absent"] = "absent"
-    iteration: _Iteration
-    parameters: tuple[_Number, ...]
+    iteration: Iteration
+    parameters: tuple[Number, ...]
     updated: bool
     """Whether its optimizer did an update."""
     void: bool = False
     """As in Step."""
 
 
-class Side(_Message):
-    """A rank's own state behind an iteration: what gradients do not carry. Its chunks follow."""
-
-    kind: Literal["side"] = "side"
-    rank: _Number
-    iteration: _Iteration
-    step: _Number
-    layout: dict[str, Any] | None
-    """How the rank's whole state is laid out; None: as in this rank's side record before."""
-    nbytes: _Number
-
-
 # -- from shadows ------------------------------------------------------------------------------------------------------
 
 
-class Have(_Message):
+class Have(FrozenModel):
     """This shadow can be brought to exactly this iteration (to rank 0).
 
     Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here. What is torn
@@ -287,84 +240,84 @@ class Have(_Message):
     """
 
     kind: Literal["have"] = "have"
-    iteration: _Iteration
+    iteration: Iteration
 
 
-class Applied(_Message):
+class Applied(FrozenModel):
     """This shadow's buckets are all behind this iteration's update (to rank 0)."""
 
     kind: Literal["applied"] = "applied"
-    iteration: _Iteration
+    iteration: Iteration
 
 
-class Torn(_Message):
+class Torn(FrozenModel):
     """Bytes of these buckets are missing for good since this iteration: they want a Seed (to rank 0).
 
     Without buckets: a side record of this iteration is missing for good, so it cannot be given back.
     """
 
     kind: Literal["torn"] = "torn"
-    iteration: _Iteration
-    buckets: tuple[_Number, ...]
+    iteration: Iteration
+    buckets: tuple[Number, ...]
     why: _Text
 
 
-class Diverged(_Message):
+class Diverged(FrozenModel):
     """A Verify failed: this bucket is not the trainer's, and wants a Seed."""
 
     kind: Literal["diverged"] = "diverged"
-    iteration: _Iteration
-    bucket: _Number
+    iteration: Iteration
+    bucket: Number
 
 
-class Spilled(_Message):
+class Spilled(FrozenModel):
     """An iteration is durable on this shadow; or `error` says why it could not be made so."""
 
     kind: Literal["spilled"] = "spilled"
-    iteration: _Iteration
+    iteration: Iteration
     error: _Text | None = None
 
 
 # -- from askers -------------------------------------------------------------------------------------------------------
 
 
-class Fence(_Message):
+class Fence(FrozenModel):
     """Begin a new epoch: connections and partial iterations of older ones end. Answered by Status."""
 
     kind: Literal["fence"] = "fence"
     epoch: _Epoch
 
 
-class StatusAsked(_Message):
+class StatusAsked(FrozenModel):
     """Answered by Status."""
 
     kind: Literal["status?"] = "status?"
 
 
-class Status(_Message):
+class Status(FrozenModel):
     """What a shadow holds."""
 
     kind: Literal["status"] = "status"
-    shadow: _Number
-    shadows: _Number
+    shadow: Number
+    shadows: Number
     job: _Job | None
-    epoch: _Number
+    epoch: Number
     layout: _Digest | None
     whole: bool
     """No bucket waits for a seed, and all stand at one iteration."""
-    applied: _Iteration
-    have: _Iteration
+    applied: Iteration
+    have: Iteration
     memory: tuple[Saved, ...]
     """Saved iterations from `applied` to `have`: any of them can be given back if all shadows hold it."""
     durable: tuple[Saved, ...]
     """Spilled iterations, newest first."""
-    promised: _Number | None = None
+    promised: Number | None = None
     """The newest step of which rank 0 has said that all shadows have it, held still or not; None: of none."""
-    refused: dict[str, _Number]
+    refused: dict[str, Number]
     """Records and connections that were refused, by cause."""
 
 
-class Fetch(_Message):
+class Fetch(FrozenModel):
     """Give back this iteration: all tensors of the shadow's buckets. Answered by Tensors and chunks, or Refused.
 
     From memory it is applied first (its epoch must be fenced: `epoch` is the asker's); from `durable` it is read back
@@ -372,29 +325,29 @@ class Fetch(_Message):
     """
 
     kind: Literal["fetch"] = "fetch"
-    epoch: _Number
-    iteration: _Iteration
-    made: _Number
+    epoch: Number
+    iteration: Iteration
+    made: Number
     """`Saved.epoch` of it."""
     source: Literal["memory", "durable"]
 
 
-class FetchSide(_Message):
+class FetchSide(FrozenModel):
     """Give back a rank's side record of this iteration. Answered by Side (with its layout) and chunks, or Refused."""
 
     kind: Literal["fetch_side"] = "fetch_side"
-    epoch: _Number
-    iteration: _Iteration
-    made: _Number
-    rank: _Number
+    epoch: Number
+    iteration: Iteration
+    made: Number
+    rank: Number
     source: Literal["memory", "durable"]
 
 
-class Tensors(_Message):
+class Tensors(FrozenModel):
     """What a Fetch gives; its chunks follow."""
 
     kind: Literal["tensors"] = "tensors"
-    iteration: _Iteration
+    iteration: Iteration
     entries: tuple[Entry, ...]
 
 

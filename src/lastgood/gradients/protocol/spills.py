@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
 
 __all__ = ["SpillPlan", "is_left_behind", "retained"]
 

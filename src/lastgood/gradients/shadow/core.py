@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol.messages import (
     Absent,
@@ -22,9 +23,7 @@ from lastgood.gradients.protocol.messages import (
     Declare,
     Hello,
     Message,
-    Saved,
     Seed,
-    Side,
     Status,
     Step,
     Verify,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.shadow.bucket import BucketState
 from lastgood.gradients.shadow.iterations import Iterations
 

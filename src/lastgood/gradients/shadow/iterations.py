@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lastgood.errors import CheckpointError
-from lastgood.gradients.protocol.messages import Absent, Saved, Step
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.protocol.messages import Absent, Step
 
 __all__ = ["Iterations"]
 

@@ -6,16 +6,16 @@ takes its place when all of it is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
-from lastgood.gradients.protocol.messages import Entry, Step
 from lastgood.host_memory import fresh_memory
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import UpdateRule
@@ -196,12 +196,15 @@ class ShadowMemory:
         """Address of each owned bucket's memory, for each slot: iteration i lies in slot i mod slots."""
         return [[slot[bucket].data_ptr() for bucket in self.owned] for slot in self._gradients]
 
-    def apply(self, bucket: int, iteration: int, step: Step) -> None:
-        """Update one bucket with what lies in the iteration's slot. Raises CorruptCheckpoint, MismatchError."""
-        if step.rule is None:
+    def apply(self, bucket: int, iteration: int, rule: dict[str, Any] | None, absent: Collection[int]) -> None:
+        """Update one bucket with what lies in the iteration's slot.
+
+        `rule` is what `UpdateRule` writes (None: nothing changes), `absent` the parameters that had no gradient. Raises
+        CorruptCheckpoint, MismatchError.
+        """
+        if rule is None:
             return
-        rule = UpdateRule.from_data(step.rule)
-        absent = frozenset(step.absent)
+        update = UpdateRule.from_data(rule)
         value = self._values[bucket]
         slot = self._gradients[iteration % len(self._gradients)][bucket]
         flat = slot.view(value.flat.dtype)
@@ -211,7 +214,7 @@ class ShadowMemory:
             begin = self.layout.parameters[index].offset // item
             held = flat[begin : begin + parameter.numel()].view(parameter.shape)
             gradients.append(None if index in absent else held)
-        value.optimizer.step(gradients, rule)
+        value.optimizer.step(gradients, update)
 
     # -- values ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastgood.errors import NoCheckpoint
-from lastgood.gradients.protocol.messages import Side
+from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.shadow.spill_store import SideRecord
 
 __all__ = ["SideShelf"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, WaitTimeout
-from lastgood.gradients.protocol.messages import Entry, Saved
+from lastgood.gradients.layout.entries import Entry, Saved
 from lastgood.gradients.shadow.memory import BucketValue, tensor_bytes
 from lastgood.gradients.shadow.spill_store import SideRecord
 

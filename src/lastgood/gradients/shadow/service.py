@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError
+from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.protocol.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
@@ -30,9 +31,7 @@ from lastgood.gradients.protocol.messages import (
     Hello,
     Message,
     Refused,
-    Saved,
     Seed,
-    Side,
     StatusAsked,
     Step,
     Tensors,

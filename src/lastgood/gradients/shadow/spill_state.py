@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lastgood.gradients.protocol.messages import Saved
+from lastgood.gradients.layout.entries import Saved
 
 __all__ = ["SpillState"]
 

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 
 from lastgood.addresses import memory_address
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.layout.entries import Entry, Saved, Side
 from lastgood.gradients.layout.layout import GradientLayout
-from lastgood.gradients.protocol.messages import Entry, Saved, Side
 from lastgood.gradients.protocol.spills import is_left_behind, retained
 from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.storage import SlotInfo, SlotStore, Verdict

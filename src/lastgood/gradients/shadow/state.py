@@ -15,18 +15,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from lastgood.errors import CheckpointError, MismatchError
-from lastgood.gradients.protocol.messages import (
-    Absent,
-    Applied,
-    Complete,
-    Diverged,
-    Have,
-    Saved,
-    Seeded,
-    Spilled,
-    Step,
-    Torn,
-)
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.protocol.messages import Absent, Applied, Complete, Diverged, Have, Seeded, Spilled, Step, Torn
 from lastgood.gradients.shadow.actions import Apply, Check, Commit, Copy, DropSide, Open, Output, Tell, Window, Work
 from lastgood.gradients.shadow.bucket import BucketState
 from lastgood.gradients.shadow.holdings import ShadowHoldings

@@ -69,7 +69,7 @@ class ShadowWorker:
         try:
             if isinstance(work, Apply):
                 began = time.perf_counter()
-                memory.apply(work.bucket, work.iteration, work.step)
+                memory.apply(work.bucket, work.iteration, work.step.rule, frozenset(work.step.absent))
                 core.counters.optimizer_s += time.perf_counter() - began
                 core.counters.applied_buckets += 1
             elif isinstance(work, Commit):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lastgood.errors import CheckpointError, LastgoodError, MismatchError
-from lastgood.gradients.protocol.client import connect_shadow
+from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import Hello
 from lastgood.gradients.switch.relay import SwitchLink
 from lastgood.wire.frames import Wire, peer_handshake, prove_trainer

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from lastgood.errors import CheckpointError, LastgoodError
-from lastgood.gradients.protocol.client import connect_shadow
+from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import Hello
 from lastgood.gradients.switch.faults import CopyFaults, FaultPlan
 from lastgood.units import MIB

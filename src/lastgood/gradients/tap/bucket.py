@@ -15,7 +15,7 @@ from lastgood._lazy import lazy_module
 from lastgood.gradients.layout.spans import Cover, Span, piece_of, spans_of
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.wire.records import DType
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["BucketTap", "Session"]
+__all__ = ["BucketTap", "TapContext"]
 
 _log = logging.getLogger("lastgood")
 
@@ -45,11 +45,11 @@ class _Plan:
 
 
 @dataclass
-class Session:
+class TapContext:
     """What a started checkpointer gives to the tap."""
 
     stream: GradientStream
-    tracked: Tracked
+    tracked: TrackedParameters
     notes: UpdateNotes
     rank: int
     ranks: int
@@ -69,23 +69,23 @@ class BucketTap:
         """Whether a hook has it."""
         self.owns_memory = False
         """Whether reduced buckets stay as they are until `settle` is called, before the next backward pass."""
-        self._session: Session | None = None
+        self._context: TapContext | None = None
         self._plans: dict[int, _Plan] = {}
 
-    def open(self, session: Session) -> None:
+    def open(self, context: TapContext) -> None:
         """Begin to send."""
         self._plans = {}
-        self._session = session
+        self._context = context
 
     def close(self) -> None:
         """Send nothing any more."""
-        self._session = None
+        self._context = None
 
     def settle(self) -> None:
         """Return when reduced buckets may be overwritten."""
-        session = self._session
-        if session is not None:
-            session.stream.settle()
+        context = self._context
+        if context is not None:
+            context.stream.settle()
 
     def reduce(self, bucket: Any) -> Any:
         """The hook: average a bucket over all ranks; a future of it."""
@@ -94,40 +94,40 @@ class BucketTap:
         gradients: torch.Tensor = bucket.buffer()
         # As DDP's own reduction does without a hook, to the bit: times the reciprocal, then the sum.
         gradients.mul_(1.0 / distributed.get_world_size(self.group))
-        session = self._session
+        context = self._context
         plan = None
-        if session is not None:
+        if context is not None:
             if bucket.index() == 0:
-                unsettled = session.stream.lends
-                session.stream.begin()
+                unsettled = context.stream.lends
+                context.stream.begin()
                 if unsettled:
-                    self._stop_lending(session)
-                session.notes.begin_iteration()
-            plan = self._plan(session, bucket, gradients)
+                    self._stop_lending(context)
+                context.notes.begin_iteration()
+            plan = self._plan(context, bucket, gradients)
         work = distributed.all_reduce(gradients, group=self.group, async_op=True)
 
         def reduced(future: Any) -> torch.Tensor:
             result: torch.Tensor = future.value()[0]
-            if session is not None and plan is not None:
+            if context is not None and plan is not None:
                 try:
-                    _send(session, plan, result)
+                    _send(context, plan, result)
                 except Exception as error:  # keeping a state must never stop the training of it
-                    session.stream.fault = f"{type(error).__name__}: {error}"
+                    context.stream.fault = f"{type(error).__name__}: {error}"
                     _log.exception("checkmate: gradients could not be sent")
             return result
 
         return work.get_future().then(reduced)
 
-    def _stop_lending(self, session: Session) -> None:
+    def _stop_lending(self, context: TapContext) -> None:
         """Nobody called `settle` between two backward passes: what was lent may have changed while it was read."""
-        self.owns_memory = session.borrow = False
-        session.stream.fault = (
+        self.owns_memory = context.borrow = False
+        context.stream.fault = (
             "a backward pass began before the gradients of the one before were known to be sent, and may have changed "
             "them: call the model itself, not its forward(), which runs no hooks. From here on gradients are copied"
         )
-        _log.warning("checkmate: %s", session.stream.fault)
+        _log.warning("checkmate: %s", context.stream.fault)
 
-    def _plan(self, session: Session, bucket: Any, gradients: torch.Tensor) -> _Plan | None:
+    def _plan(self, context: TapContext, bucket: Any, gradients: torch.Tensor) -> _Plan | None:
         """Made anew where DDP has put other parameters into its bucket."""
         parameters = bucket.parameters()
         known = self._plans.get(bucket.index())
@@ -135,23 +135,23 @@ class BucketTap:
         if known is not None and known.parameters == identities:
             return known
         try:
-            plan = self._make_plan(session, parameters, identities, gradients)
+            plan = self._make_plan(context, parameters, identities, gradients)
         except ValueError as error:
-            session.stream.fault = str(error)
+            context.stream.fault = str(error)
             return None
         self._plans[bucket.index()] = plan
         return plan
 
     @staticmethod
     def _make_plan(
-        session: Session, parameters: Sequence[torch.Tensor], identities: tuple[int, ...], gradients: torch.Tensor
+        context: TapContext, parameters: Sequence[torch.Tensor], identities: tuple[int, ...], gradients: torch.Tensor
     ) -> _Plan:
-        reduced = [(session.tracked.index_of.get(id(one)), one.numel()) for one in parameters]
+        reduced = [(context.tracked.index_of.get(id(one)), one.numel()) for one in parameters]
         if sum(elements for _, elements in reduced) != gradients.numel():
             raise ValueError(f"a bucket of DDP's has {gradients.numel()} elements, and other parameters in it")
-        piece = piece_of(gradients.numel(), session.rank, session.ranks, session.cover)
+        piece = piece_of(gradients.numel(), context.rank, context.ranks, context.cover)
         dtype = DType.__members__.get(str(gradients.dtype).removeprefix("torch."))
-        spans = spans_of(session.stream.layout, reduced, dtype, piece)
+        spans = spans_of(context.stream.layout, reduced, dtype, piece)
         tracked, begin = [], 0
         for index, elements in reduced:
             if index is not None:
@@ -160,17 +160,17 @@ class BucketTap:
         return _Plan(identities, spans, piece, tracked)
 
 
-def _send(session: Session, plan: _Plan, gradients: torch.Tensor) -> None:
+def _send(context: TapContext, plan: _Plan, gradients: torch.Tensor) -> None:
     """Send this rank's piece of a reduced bucket. Runs where DDP's reduction has ended, in a thread of torch's."""
-    iteration = session.stream.iteration
-    if session.mover is None:
-        if session.rank == 0:
-            session.notes.samples.take(gradients, plan.tracked, iteration)
-        keep = gradients if session.borrow else None
-        session.stream.send(iteration, plan.spans, gradients.data_ptr(), borrowed=session.borrow, keep=keep)
+    iteration = context.stream.iteration
+    if context.mover is None:
+        if context.rank == 0:
+            context.notes.samples.take(gradients, plan.tracked, iteration)
+        keep = gradients if context.borrow else None
+        context.stream.send(iteration, plan.spans, gradients.data_ptr(), borrowed=context.borrow, keep=keep)
         return
-    if session.rank == 0 and (iteration <= _FIRST_LOOKS or iteration % session.look_every == 0):
-        session.notes.samples.take(gradients, plan.tracked, iteration)
+    if context.rank == 0 and (iteration <= _FIRST_LOOKS or iteration % context.look_every == 0):
+        context.notes.samples.take(gradients, plan.tracked, iteration)
     begin, end = plan.piece
     if begin < end:
-        session.mover.move(iteration, [gradients[begin:end]], plan.spans, begin * gradients.element_size())
+        context.mover.move(iteration, [gradients[begin:end]], plan.spans, begin * gradients.element_size())

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.gradients.tap.bucket import BucketTap, Session
+from lastgood.gradients.tap.bucket import BucketTap, TapContext
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,9 @@ class RingTap(BucketTap):
         """How many ranks DDP reduces over."""
         return int(torch.distributed.get_world_size(self.group))
 
-    def join(self, session: Session, reducer: RingReducer) -> None:
+    def join(self, context: TapContext, reducer: RingReducer) -> None:
         """Begin to reduce by the ring, whose connections are made; it ends with `close`."""
-        self.open(session)
+        self.open(context)
         self._reducer = reducer
 
     def close(self) -> None:
@@ -49,24 +49,24 @@ class RingTap(BucketTap):
 
     def reduce(self, bucket: Any) -> Any:
         """The hook: average a bucket over all ranks; a future of it, or of the error that ended the ring."""
-        session, reducer = self._session, self._reducer
-        if session is None or reducer is None:
+        context, reducer = self._context, self._reducer
+        if context is None or reducer is None:
             return super().reduce(bucket)
         self.used = True
         if bucket.index() == 0:
-            session.stream.begin()
-            session.notes.begin_iteration()
-        iteration = session.stream.iteration
+            context.stream.begin()
+            context.notes.begin_iteration()
+        iteration = context.stream.iteration
         future = reducer.reduce(bucket, iteration)
-        plan = self._plan(session, bucket, bucket.buffer()) if session.rank == 0 else None
+        plan = self._plan(context, bucket, bucket.buffer()) if context.rank == 0 else None
 
         def reduced(done: Any) -> torch.Tensor:
             result: torch.Tensor = done.value()  # or the ring's error, which DDP would take for a tensor
             try:
                 if plan is not None:
-                    session.notes.samples.take(result, plan.tracked, iteration)
+                    context.notes.samples.take(result, plan.tracked, iteration)
             except Exception as error:  # keeping a state must never stop the training of it
-                session.stream.fault = f"{type(error).__name__}: {error}"
+                context.stream.fault = f"{type(error).__name__}: {error}"
                 _log.exception("checkmate: gradients could not be looked at")
             return result
 

@@ -16,7 +16,7 @@ from lastgood._lazy import lazy_module
 from lastgood.gradients.layout.spans import Span
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
-from lastgood.gradients.trainer.parameters import Tracked, flat_bytes
+from lastgood.gradients.trainer.parameters import TrackedParameters, flat_bytes
 from lastgood.state.shards import local_part
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ class StepTap:
     once.
     """
 
-    def __init__(self, stream: GradientStream, tracked: Tracked, first: int, mover: DeviceMover | None) -> None:
+    def __init__(
+        self, stream: GradientStream, tracked: TrackedParameters, first: int, mover: DeviceMover | None
+    ) -> None:
         self._stream = stream
         self._tracked = tracked
         self._first = first

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import ConfigError
+from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
-from lastgood.gradients.protocol.messages import Entry
 from lastgood.state.optimizers import calls_step_hooks
 from lastgood.state.shards import is_sharded, local_part
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-__all__ = ["PARAMETER", "BucketCopy", "Tracked", "flat_bytes", "memory_order"]
+__all__ = ["PARAMETER", "BucketCopy", "TrackedParameters", "flat_bytes", "memory_order"]
 
 PARAMETER = "parameter"
 """Key of an Entry that is a parameter itself."""
@@ -61,7 +61,7 @@ class BucketCopy:
     memory: torch.Tensor
 
 
-class Tracked:
+class TrackedParameters:
     """What one rank's optimizer updates. Made before the first step; the parameters must stay the same objects.
 
     `index` of a parameter is its place in the optimizer's groups, one after another. Raises ConfigError for states

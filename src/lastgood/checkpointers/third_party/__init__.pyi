@@ -1,0 +1,2 @@
+from lastgood.checkpointers.third_party.nvrx import ResiliencyExtension as ResiliencyExtension
+from lastgood.checkpointers.third_party.torchsnapshot import TorchSnapshot as TorchSnapshot

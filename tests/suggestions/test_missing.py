@@ -1,0 +1,166 @@
+"""Suggestions to install what is missing: it is hidden, what is said is heard, and what is named brings it.
+
+Nothing is installed: the extra's packages have to be those that the module comes from, by the metadata of both.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Callable
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.cluster.provision import playbook, revision
+from lastgood.cluster.provision.cloud_aws import AwsCloud
+from lastgood.cluster.provision.cloud_gcp import GcpCloud
+from lastgood.cluster.ssh.remote import Remote, SshOptions
+from lastgood.cluster.testbed import net
+from lastgood.experiments.systems.over_ranks import why_no_deepspeed
+from lastgood.extras import EXTRAS, why_missing
+from lastgood.integrations import deepspeed
+from lastgood.workloads.data import bible
+from lastgood.workloads.data.prepare import DATASETS
+from tests.suggestions.following import advice, follows, hear, refusal
+from tests.suggestions.source_texts import ROOT
+
+
+def packages_of(extra: str) -> set[str]:
+    """Of Lastgood's metadata."""
+    needs = map(Requirement, importlib.metadata.requires("lastgood") or ())
+    found = {canonicalize_name(one.name) for one in needs if one.marker and one.marker.evaluate({"extra": extra})}
+    assert found, f"no extra {extra}"
+    return found
+
+
+def named_extra(message: str) -> set[str]:
+    """The packages of the extra that a message names."""
+    return packages_of(advice(hear(message), r"pip install 'lastgood\[([\w-]+)\]'"))
+
+
+@pytest.fixture
+def hide(monkeypatch) -> Callable[..., None]:
+    """Makes modules and programs as if they were not installed."""
+
+    def hidden(*names: str) -> None:
+        real_import, real_find, real_which = builtins.__import__, importlib.util.find_spec, shutil.which
+
+        def no_import(name, *rest):
+            if name.split(".")[0] in names:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real_import(name, *rest)
+
+        monkeypatch.setattr(builtins, "__import__", no_import)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name in names else real_find(name, *rest)
+        )
+        monkeypatch.setattr(shutil, "which", lambda name, **kw: None if name in names else real_which(name, **kw))
+
+    return hidden
+
+
+@follows("AWS needs boto3 ({}): pip install 'lastgood[aws]'")
+def test_boto3(hide):
+    hide("boto3")
+    assert "boto3" in named_extra(refusal(lambda: AwsCloud("us-east-1")))
+
+
+@follows("GCP needs google-cloud-compute ({}): pip install 'lastgood[gcp]'")
+def test_googles_client(hide):
+    hide("google")
+    assert "google-cloud-compute" in named_extra(refusal(lambda: GcpCloud("p")))
+
+
+@follows(
+    "DeepSpeed cannot be imported ({}); pip install 'lastgood[deepspeed]'", "{} needs DeepSpeed, which is not installed"
+)
+def test_deepspeed(hide):
+    hide("deepspeed")
+    assert "deepspeed" in named_extra(refusal(deepspeed.check_interface))
+    assert "deepspeed" in named_extra(why_no_deepspeed("zero1") or "")
+
+
+@follows("{} needs {}, which is not installed: pip install 'lastgood[{}]'")
+def test_packages_of_extras():
+    provided = importlib.metadata.packages_distributions()
+    for module in sorted(EXTRAS):
+        names = named_extra(why_missing(ModuleNotFoundError(name=module), "lastgood x") or "")
+        if module in provided:  # else it is not installed here, and nothing tells where it comes from
+            assert _closure(names) & {canonicalize_name(one) for one in provided[module]}, module
+
+
+def _closure(names: set[str]) -> set[str]:
+    found, todo = set(), list(names)
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needs = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        todo += [canonicalize_name(n.name) for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
+    return found
+
+
+@follows("the package nvidia-resiliency-ext is not installed")
+def test_nvrx(hide):
+    hide("nvidia_resiliency_ext")
+    name = advice(hear(checkpointer_class("nvrx").unavailable() or ""), r"; pip install (\S+)$")
+    assert name in packages_of("third-party")
+
+
+@follows("the package torchsnapshot is not installed")
+def test_torchsnapshot(hide):
+    hide("torchsnapshot")
+    name = advice(hear(checkpointer_class("torchsnapshot").unavailable() or ""), r"; pip install (\S+)$")
+    assert name in packages_of("third-party")
+
+
+@follows("there is no ansible-playbook here; pip install 'lastgood[provision]' brings it")
+def test_ansible(hide, monkeypatch):
+    hide("ansible-playbook")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    assert any(name.startswith("ansible") for name in named_extra(refusal(playbook.find_ansible)))
+
+
+@follows("data set {}: package {} is not installed; run `pip install {}`")
+def test_packages_with_data(monkeypatch):
+    for dataset in DATASETS.values():
+        lacking = dataclasses.replace(dataset, package=f"{dataset.package}-none")
+        name = advice(refusal(lambda lacking=lacking: lacking.source), r"run `pip install (\S+)`")
+        assert canonicalize_name(name.removesuffix("-none")) in packages_of("harness")
+
+
+@follows("the package {} is not installed; run `pip install {}`")
+def test_the_package_of_the_bible(hide):
+    hide(bible._MODULE)
+    name = advice(refusal(bible.read_books), r"run `pip install (\S+)`")
+    assert importlib.metadata.version(name)
+
+
+@follows("git is not installed here; provisioning sends the checkout's commit (apt-get install git)")
+def test_git(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nowhere")
+    refusal(lambda: revision.bundle_checkout(ROOT, tmp_path))
+
+
+@follows("there is no ssh on this machine (Debian, Ubuntu: apt-get install openssh-client)")
+def test_ssh(hide):
+    hide("ssh")
+    refusal(lambda: Remote(SshOptions()).command("a", ["true"]))
+
+
+@follows("there is no {} on this machine (Debian, Ubuntu: apt-get install {})")
+def test_programs_of_a_testbed(monkeypatch):
+    monkeypatch.setattr(net, "_SEARCH_PATH", "/nowhere")
+    for name, package in net._PACKAGES.items():
+        message = refusal(lambda name=name: net.program(name))
+        assert advice(message, r"apt-get install (\S+)\)") == package

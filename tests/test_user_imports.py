@@ -1,0 +1,110 @@
+"""What users import of a system comes from its room, and what earlier documentation showed says where it is now."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from lastgood._moved import MOVED
+
+ROOT = Path(lastgood.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
+ROOMS = sorted(path.parent.name for path in (ROOT / "checkpointers").glob("*/__init__.pyi"))
+DOCUMENTED = (
+    "from lastgood import Checkmate, Checkpointer, PCcheck",
+    "from lastgood.checkpointers.agreement import rank_directory",
+    "from lastgood.checkpointers.archive import Archive",
+    "from lastgood.checkpointers.checkmate import Checkmate",
+    "from lastgood.checkpointers.export import load_exported",
+    "from lastgood.checkpointers.gemini import Gemini",
+    "from lastgood.checkpointers.gemini_memory.ddp import marked_all_reduce",
+    "from lastgood.checkpointers.pccheck import PCcheck",
+    "from lastgood.checkpointers.reshard import restore_ranks",
+    "from lastgood.checkpointers.snapshot import CopyFence, HostSnapshot",
+    "from lastgood.checkpointers.torch_files import TorchFiles",
+    "from lastgood.checkpointers.tuned import read_tuning, write_tuning",
+    "from lastgood.cluster.launch import launch",
+    "from lastgood.cluster.remote import Remote",
+    "from lastgood.cluster.testbed import Testbed",
+    "from lastgood.experiments.record import RunRecord",
+    "from lastgood.gradients.ddp import checkmate_hook",
+    "from lastgood.gradients.ring_hook import RingReducer",
+    "from lastgood.integrations.deepspeed import export_torch, use_lastgood",
+    "from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero",
+    "from lastgood.integrations.deepspeed_traffic import mark_communication",
+    "from lastgood.optim.probe import probed",
+    "from lastgood.state import NewWorld, apply_tree, flatten, state_digest",
+    "from lastgood.storage import SlotStore",
+    "from lastgood.training.tuning import tune_training",
+    "from lastgood.wire.ring_comm import RingComm",
+    "from lastgood.wire.ring_link import listen_ring",
+)
+"""What the documentation of the version before the rooms showed."""
+
+
+@pytest.mark.parametrize("line", DOCUMENTED)
+def test_an_import_of_earlier_documentation_works_or_says_what_to_write(line):
+    names = line.partition(" import ")[2].split(", ")
+    try:
+        exec(line)
+    except ImportError as error:
+        found = re.fullmatch(r"lastgood\.(\S+) has moved; write: (from lastgood\.\S+ import .+)", str(error))
+        assert found and found[1] in MOVED, error
+        line = found[2]
+    given = {}
+    exec(line, given)
+    assert set(names) <= given.keys()
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_what_has_moved_says_what_to_write(old):
+    package, _, name = old.rpartition(".")
+    with pytest.raises(ImportError, match="has moved; write: ") as raised:
+        exec(f"from lastgood.{package} import {name}")
+    assert MOVED[old] in str(raised.value)
+    exec(MOVED[old])
+
+
+def test_each_entry_was_documented():
+    assert all(any(f"from lastgood.{old.partition('.')[0]}" in line for line in DOCUMENTED) for old in MOVED)
+    assert not any((ROOT / f"{old.replace('.', '/')}.py").exists() for old in MOVED)
+
+
+def test_other_wrong_imports_stay_as_they_are():
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        importlib.import_module("lastgood.no_such")
+    with pytest.raises(ImportError, match="cannot import name 'no_such'"):
+        exec("from lastgood.checkpointers.pccheck import no_such")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_offers_what_its_stub_says(room):
+    offered = importlib.import_module(f"lastgood.checkpointers.{room}")
+    stub = ast.parse((ROOT / "checkpointers" / room / "__init__.pyi").read_text())
+    seen = {
+        alias.asname: node.module for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == offered._HOMES
+    assert [name for name in seen if not hasattr(offered, name)] == []
+
+
+def test_rooms_need_no_torch():
+    rooms = ", ".join(f"lastgood.checkpointers.{room}" for room in ROOMS)
+    code = f"import {rooms}, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_documents_import_systems_from_their_rooms():
+    within = re.compile(
+        rf"lastgood\.checkpointers\.(?:{'|'.join(ROOMS)})\.[a-z_]+|lastgood\.gradients\.[a-z_]+\.[a-z_]+"
+    )
+    texts = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    found = {str(path): within.findall(path.read_text()) for path in texts}
+    assert {path: names for path, names in found.items() if names} == {}
