@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from lastgood.experiments.ceilings.network_peer import PeerServer
 from lastgood.experiments.machine import lock as lock_module
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
+from tests.support import patience
 
 TOKEN = "a token of this test"
 SHORT = ("--seconds", "0.05", "--rounds", "2", "--streams", "1,2", "--messages", "64KiB")
@@ -39,10 +39,7 @@ def netbench(*arguments: str) -> Result:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    patience.wait_until(done, "what the command is to do", 60)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 
 from replay import build_shim
 
+from tests.support.patience import wait_until
+
 pytestmark = pytest.mark.root
 
 TOUCH_S = 2.0
@@ -55,10 +57,7 @@ def make_job(bed: Testbed, all_nodes: Nodes, tmp_path: Path) -> Iterator[MakeJob
 
 
 def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+    wait_until(true, what, seconds, every_s=0.02)
 
 
 def marks(job: JobOnNodes) -> dict[int, tuple[int, int]]:

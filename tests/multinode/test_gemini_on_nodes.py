@@ -21,6 +21,7 @@ from lastgood.checkpointers.gemini.peer_client import Peers, PeerSettings
 from lastgood.cluster.ssh.remote import RemoteProcess
 from lastgood.cluster.testbed.testbed import Testbed
 from tests.checkpointers.support.peer_processes import peers_below, peers_end_with_the_test
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.root
 SCRIPT = str(Path(__file__).with_name("gemini_node.py"))
@@ -176,10 +177,7 @@ def training_processes() -> list[str]:
 
 
 def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(0.05)
+    wait_until(true, what, seconds, every_s=0.05)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError, LaunchError
 from tests.multinode.support.processes import processes_with
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.root
 SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))
@@ -252,7 +253,4 @@ def test_a_port_in_use_is_named(bed: Testbed, remote: Remote, tmp_path: Path) ->
 
 
 def wait_for(found: Callable[[], object], what: Callable[[], str], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, f"no {what()} within {timeout_s:.0f} s"
-        time.sleep(0.1)
+    wait_until(found, what, timeout_s, every_s=0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from lastgood.cluster.ssh.remote import Completed, Remote, RemoteProcess, SshOptions
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import HostError
+from tests.support import patience
 
 pytestmark = pytest.mark.root
 
@@ -22,10 +22,7 @@ FAMILY = "setsid sleep 612 >/dev/null 2>&1 & echo ready; exec sleep 612"
 
 
 def wait_until(what: str, reached: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
+    patience.wait_until(reached, what, seconds, every_s=0.05)
 
 
 def processes(bed: Testbed, node: str) -> int:

@@ -21,15 +21,13 @@ from lastgood.cluster.testbed import state as testbed_state
 from lastgood.cluster.testbed.net import namespace_of, processes_in
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError
+from tests.support import patience
 
 pytestmark = pytest.mark.root
 
 
 def wait_until(what: str, reached: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
+    patience.wait_until(reached, what, seconds, every_s=0.05)
 
 
 def states(bed: Testbed) -> dict[str, str]:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from lastgood.wire.records import FINAL, DType, RecordKind
 from lastgood.wire.ring import Cover, one_channel
 from lastgood.wire.ring_comm import NO_BUCKET, Divide, Place, RingComm
 from lastgood.wire.ring_link import Link, connect_ring, listen_ring
+from tests.support.patience import wait_until
 from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, WireTap, make_ring, together
 
 TORCH = {
@@ -173,10 +173,7 @@ def test_places_that_overlap_or_lie_outside_are_refused(ring) -> None:
 
 def wait_for_bytes(comm: RingComm) -> None:
     """Until a call in another thread has sent something."""
-    deadline = time.monotonic() + WAIT_S
-    while comm.sent_bytes == 0:
-        assert time.monotonic() < deadline, "nothing was sent"
-        time.sleep(0.01)
+    wait_until(lambda: comm.sent_bytes != 0, "bytes that are sent", WAIT_S)
 
 
 def test_a_rank_that_does_nothing_is_named_after_the_timeout() -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.experiments.records.run import RunRecord
+from tests.support.patience import wait_until
 from tests.workflow.house import House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -26,10 +26,7 @@ pytestmark = [
 
 
 def wait_for(what: str, found: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
-        time.sleep(0.1)
+    wait_until(found, what, timeout_s, every_s=0.1)
 
 
 def beds() -> set[str]:

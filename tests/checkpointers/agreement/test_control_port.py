@@ -28,6 +28,7 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from lastgood.wire.frames import HEADER_BYTES, message_frame
+from tests.support import patience
 
 TOKEN = b"a secret of the tests"
 SILENCE_S = 60.0
@@ -84,10 +85,7 @@ def port():
 
 
 def wait_until(true, what, seconds=WAIT_S):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
+    patience.wait_until(true, what, seconds)
 
 
 def wait_to_hear(member, words):

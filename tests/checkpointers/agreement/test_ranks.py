@@ -19,6 +19,7 @@ import lastgood.checkpointers.agreement as agreement
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.storage import SlotStore
 from tests.checkpointers.support.job_of_ranks import Refused
+from tests.support.patience import wait_until
 
 PATIENCE_S = 2.0
 """An agreement's timeout where a rank is to be lost."""
@@ -113,10 +114,7 @@ def test_kills_around_the_agreement_leave_one_step_for_all(make_job, make_proxy,
 
 
 def wait_for(true, what, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+    wait_until(true, what, seconds, every_s=0.02)
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["rank 0", "rank 1"])

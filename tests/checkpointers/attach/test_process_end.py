@@ -16,6 +16,7 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.attach import process_end as endings
+from tests.support.patience import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "ending_script.py"
 
@@ -73,10 +74,11 @@ def end_stuck(directory: Path, how: str, slow_s: float, granted_s: float) -> tup
     )
     try:
         address = next(line.split()[1] for line in process.stdout if line.startswith("stuck"))
-        deadline = time.monotonic() + 100
-        while f" {address} " not in Path("/proc", str(process.pid), "syscall").read_text():
-            assert time.monotonic() < deadline, "waited 100 s for the script to be stuck"
-            time.sleep(0.01)
+        wait_until(
+            lambda: f" {address} " in Path("/proc", str(process.pid), "syscall").read_text(),
+            "the script to be stuck",
+            100,
+        )
         process.terminate()
         _, error = process.communicate(timeout=100)
     finally:

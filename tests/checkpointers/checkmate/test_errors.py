@@ -16,6 +16,7 @@ from lastgood.gradients.link.shadow_link import ShadowLink
 from lastgood.gradients.tap.step import StepTap
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.gradients.support.shadow_processes import shadow_threads
+from tests.support.patience import wait_until
 
 WAIT_S = 100
 PATIENCE_S = 300.0
@@ -219,10 +220,11 @@ def test_the_last_step_is_made_whole_in_drain_where_all_others_have_no_room_left
         patch.setattr(GradientStream, "send", lose_some)
         patch.setattr(Conductor, "heard", hear_later)
         steps(training, checkpointer, 3)
-        deadline = time.monotonic() + WAIT_S
-        while not {("torn", 3, 0), ("have", 5, 1)} <= {(one.kind, one.iteration, shadow) for shadow, one in late}:
-            assert time.monotonic() < deadline, f"waited {WAIT_S} s for shadows to say what they lack: {late}"
-            time.sleep(0.01)
+        wait_until(
+            lambda: {("torn", 3, 0), ("have", 5, 1)} <= {(one.kind, one.iteration, shadow) for shadow, one in late},
+            lambda: f"shadows to say what they lack: {late}",
+            WAIT_S,
+        )
     with conductor._changed:
         for shadow, message in sorted(late, key=lambda one: -one[0]):  # what shadow 0 says comes last
             heard(conductor, shadow, message)

@@ -6,7 +6,6 @@ import copy
 import errno
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lastgood.state import state_digest
 from lastgood.units import KIB
 from tests.checkpointers.support.checkmate_shadows import Shadows
 from tests.checkpointers.support.small_training import SmallTraining
+from tests.support.patience import wait_until
 
 WAIT_S = 60
 
@@ -63,10 +63,7 @@ def steps(training, checkpointer, count):
 
 
 def until(condition, what):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
-        time.sleep(0.01)
+    wait_until(condition, what, WAIT_S)
 
 
 def test_where_nothing_is_kept_that_is_said_and_attach_begins_from_nothing(make):

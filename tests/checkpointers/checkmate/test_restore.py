@@ -18,6 +18,7 @@ from lastgood.gradients.shadow.spill_store import SpillStore
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.gradients.support.fault_training import Life, ranks_in_threads, restore_afresh
 from tests.gradients.support.shadow_processes import shadow_threads
+from tests.support.patience import wait_until
 
 
 def status(shadow, *iterations):
@@ -115,10 +116,7 @@ def test_a_spill_that_takes_longer_to_read_than_an_answer_may_is_waited_for(tmp_
         training.step()
         checkpointer.save(1)
         checkpointer.drain(120)
-        deadline = time.monotonic() + 60
-        while checkpointer._incarnation.conductor.spilled is None:
-            assert time.monotonic() < deadline, "waited 60 s for the spill"
-            time.sleep(0.01)
+        wait_until(lambda: checkpointer._incarnation.conductor.spilled is not None, "the spill", 60)
         checkpointer.close()
     read = SpillStore.read
 

@@ -26,6 +26,7 @@ from lastgood.state import state_digest
 from lastgood.wire.frames import Wire, chunk_checksum, prove_trainer
 from tests.checkpointers.support.peer_processes import kill_peer, peers_below, peers_end_with_the_test, wait_for_no_peer
 from tests.checkpointers.support.small_training import SmallTraining
+from tests.support.patience import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -454,10 +455,7 @@ def test_nothing_is_sent_while_training_communicates(tmp_path):
         training.step()
         with gemini.traffic.busy():
             gemini.save(1)
-            deadline = time.monotonic() + 60
-            while gemini.events[0].copied_s is None:
-                assert time.monotonic() < deadline, "waited 60 s for the copy"
-                time.sleep(0.01)
+            wait_until(lambda: gemini.events[0].copied_s is not None, "the copy", 60)
             time.sleep(0.3)
             assert gemini.events[0].outcome is Outcome.PENDING
         gemini.drain()

@@ -21,6 +21,7 @@ from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.ssh.ssh_log import ssh_failure
 from lastgood.errors import ConfigError, HostError
 from lastgood.ports import free_ports
+from tests.support import patience
 
 
 @pytest.fixture
@@ -170,10 +171,7 @@ def marked(mark: str) -> list[int]:
 
 
 def wait_until(what: str, reached, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+    patience.wait_until(reached, what, seconds, every_s=0.02)
 
 
 @pytest.fixture

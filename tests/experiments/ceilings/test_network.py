@@ -34,6 +34,7 @@ from lastgood.ports import free_ports
 from lastgood.wire.frames import NONCE_BYTES, PROOF_BYTES, Wire, message_frame, prove_trainer
 from lastgood.wire.gate import Handshake
 from tests.experiments.support.records import make_ceilings
+from tests.support.patience import wait_until
 
 TOKEN = "a token of this test"
 KIB = 1 << 10
@@ -55,10 +56,7 @@ def serving(token: str = TOKEN, **options: object) -> Iterator[PeerServer]:
 
 def wait_until_told(told: list[str], words: str) -> None:
     """The server tells of a connection when it has closed it, which the other side sees first."""
-    deadline = time.monotonic() + 60
-    while not any(words in text for text in told):
-        assert time.monotonic() < deadline, f"waited 60 s for {words!r}: {told}"
-        time.sleep(0.01)
+    wait_until(lambda: any(words in text for text in told), lambda: f"{words!r}: {told}", 60)
 
 
 def test_loopback_has_every_combination_and_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.support.peer_processes import wait_for_no_peer
 from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.experiments.support.warm_runs import WarmRun
+from tests.support.patience import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +163,12 @@ def test_a_killed_run_leaves_no_record_no_child_and_its_scratch_goes_next_time(j
     assert children
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(running(pid) for pid in children):
-        assert time.monotonic() < deadline, f"children {children} outlived the run"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not any(running(pid) for pid in children),
+        lambda: f"the ends of children {children} of the run",
+        60,
+        every_s=0.05,
+    )
     assert not job.out.exists()
     assert len(job.left()) == 1
     code, output = job.finish(spec_of("none", 0))

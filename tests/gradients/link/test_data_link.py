@@ -14,6 +14,7 @@ from lastgood.gradients.layout.spans import Span
 from lastgood.gradients.link.data_link import DataLink, Ticket
 from lastgood.wire.records import HEADER_BYTES, DType, Record, RecordKind, parse_header
 from tests.gradients.support.data_links import LARGE, SETTINGS, WAIT_S, address_of, connected
+from tests.support.patience import wait_until
 
 
 def span(nbytes: int) -> Span:
@@ -91,10 +92,7 @@ def test_a_link_that_ends_while_a_thread_waits_for_room_swallows_what_it_had(
 
     full = threading.Thread(target=fill)
     full.start()
-    deadline = time.monotonic() + WAIT_S
-    while not link.waits:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: link.waits, "the link to wait", WAIT_S)
     ending = threading.Thread(target=link.close)
     ending.start()
     full.join(WAIT_S)

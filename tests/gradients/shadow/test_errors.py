@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from lastgood.tokens import read_token
 from lastgood.wire.frames import Wire, prove_trainer
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.gradients.support.shadow_processes import shadow_threads
+from tests.support.patience import wait_until
 
 
 @pytest.mark.parametrize("where", ["declare", "receive_from", "greet"])
@@ -27,10 +27,11 @@ def test_an_error_inside_a_shadow_is_said_to_the_trainer_and_logged_once(where, 
 
     def until_it_is_known(conductor, done, timeout_s, what, late):
         """Not so long as `timeout_s`, but until rank 0 has tried several times."""
-        deadline = time.monotonic() + timeout_s
-        while len(calls) < 4 or "an error inside" not in conductor._why.get(1, ""):
-            assert time.monotonic() < deadline, f"{len(calls)} tries, and rank 0 knows {conductor._why}"
-            time.sleep(0.01)
+        wait_until(
+            lambda: len(calls) >= 4 and "an error inside" in conductor._why.get(1, ""),
+            lambda: f"4 tries ({len(calls)} so far) and their reason: {conductor._why}",
+            timeout_s,
+        )
         wait(conductor, done, 0.1, what, late)
 
     monkeypatch.setattr(Conductor, "_wait", until_it_is_known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +15,7 @@ from lastgood.gradients.switch.faults import parse_faults
 from lastgood.gradients.switch.forward import Copier, CopySettings
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from tests.gradients.support.receiving_shadow import ReceivingShadow
+from tests.support.patience import wait_until
 from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S
 
 COUNT = 5000
@@ -68,10 +68,12 @@ def test_what_waited_for_a_shadow_arrives(shadow: ReceivingShadow, copier: Copie
     shadow.refusing = False
     assert shadow.wait(iteration), copier.counters()
     assert shadow.bytes_of(0, iteration) == VALUES.tobytes()
-    deadline = time.monotonic() + WAIT_S
-    while copier.counters().get("sent_records") != pieces + 1:
-        assert time.monotonic() < deadline, copier.counters()
-        time.sleep(0.02)
+    wait_until(
+        lambda: copier.counters().get("sent_records") == pieces + 1,
+        lambda: f"all records: {copier.counters()}",
+        WAIT_S,
+        every_s=0.02,
+    )
     assert not copier.counters().get("lost_records")
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lastgood.ports import free_ports
 from lastgood.wire.records import FINAL, RecordKind
 from tests.gradients.support.ddp_bucket import Bucket
 from tests.gradients.support.ring_rank import declared_layout
+from tests.support.patience import wait_until
 from tests.wire.ring_helpers import PROCESS_S, WAIT_S, WireTap, make_ring
 
 RANKS, SHADOWS, STEPS = 2, 2, 3
@@ -100,10 +100,7 @@ def two_reducers(shapes: list[tuple[int, ...]]) -> tuple[list[RingReducer], list
 
 
 def failure_of(future: torch.futures.Future[torch.Tensor]) -> BaseException:
-    deadline = time.monotonic() + WAIT_S
-    while not future.done():
-        assert time.monotonic() < deadline, "DDP would wait for this future for ever"
-        time.sleep(0.01)
+    wait_until(future.done, "this future, as DDP would for ever", WAIT_S)
     with pytest.raises(Exception) as caught:
         future.value()
     return caught.value
