@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.records.run import ShadowFacts
+from lastgood.gradients.shadow.metric_names import CPU_S, OPTIMIZER_S, PEAK_RSS_BYTES, PREFIX, RECEIVED_BYTES
 from lastgood.models import FrozenModel
 from lastgood.text import read_model
 from lastgood.units import MIB
@@ -20,10 +21,6 @@ __all__ = ["ShadowMeters", "ShadowPlaces", "places_path", "shadow_options"]
 
 _ANSWER_S: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 1 << 20
-_CPU: Final = "lastgood_shadow_cpu_seconds_total"
-_RECEIVED: Final = "lastgood_shadow_received_bytes_total"
-_OPTIMIZER: Final = "lastgood_shadow_optimizer_seconds_total"
-_PEAK: Final = "lastgood_shadow_peak_rss_bytes"
 
 
 class ShadowPlaces(FrozenModel):
@@ -75,10 +72,10 @@ class ShadowMeters:
             found.append(
                 ShadowFacts(
                     host=host,
-                    cpu_s=_value(now, _CPU, address) - _value(before, _CPU, address),
-                    received_bytes=round(_value(now, _RECEIVED, address) - _value(before, _RECEIVED, address)),
-                    optimizer_s=_value(now, _OPTIMIZER, address) - _value(before, _OPTIMIZER, address),
-                    peak_rss_bytes=round(_value(now, _PEAK, address)),
+                    cpu_s=_since(now, before, CPU_S, address),
+                    received_bytes=round(_since(now, before, RECEIVED_BYTES, address)),
+                    optimizer_s=_since(now, before, OPTIMIZER_S, address),
+                    peak_rss_bytes=round(_value(now, PEAK_RSS_BYTES, address)),
                 )
             )
         return found
@@ -88,11 +85,15 @@ class ShadowMeters:
         return {"shadows": self.used()}
 
 
+def _since(now: Mapping[str, float], before: Mapping[str, float], name: str, address: str) -> float:
+    return _value(now, name, address) - _value(before, name, address)
+
+
 def _value(metrics: Mapping[str, float], name: str, address: str) -> float:
     try:
-        return metrics[name]
+        return metrics[PREFIX + name]
     except KeyError:
-        raise HostError(f"shadow at {address}: tells no metric {name}; is it of another version?") from None
+        raise HostError(f"shadow at {address}: tells no metric {PREFIX + name}; is it of another version?") from None
 
 
 def _metrics(address: str) -> dict[str, float]:

@@ -13,12 +13,12 @@ from prometheus_client.registry import Collector
 
 from lastgood.errors import CorruptCheckpoint, HostError
 from lastgood.gradients.shadow.core import ShadowCore
+from lastgood.gradients.shadow.metric_names import CPU_S, OPTIMIZER_S, PEAK_RSS_BYTES, PREFIX, RECEIVED_BYTES
 from lastgood.wire.gate import Gate, Handshake, Line, open_listener
 
 __all__ = ["MetricsServer"]
 
 _log = logging.getLogger("lastgood.shadow")
-_PREFIX = "lastgood_shadow_"
 _TICK_S = 0.2
 _MAX_LINE_BYTES = 4096
 _MAX_FIELDS = 100
@@ -35,17 +35,17 @@ class _Numbers(Collector):
         status, counters, received = core.status(), core.counters, core.receiver_counters()
         cpu_s, peak_bytes = core.process_usage()
         rows: list[tuple[str, str, float]] = [
-            ("cpu_seconds_total", "Processor time, user and system.", cpu_s),
-            ("peak_rss_bytes", "Most resident memory so far.", peak_bytes),
+            (CPU_S, "Processor time, user and system.", cpu_s),
+            (PEAK_RSS_BYTES, "Most resident memory so far.", peak_bytes),
             ("declared_memory_bytes", "Memory for the declared layout.", core.memory_bytes()),
-            ("received_bytes_total", "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
+            (RECEIVED_BYTES, "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
             ("received_records_total", "Gradient records held.", received.get("records", 0)),
             ("checksum_seconds_total", "Time for checksums of records.", received.get("checksum_s", 0.0)),
             ("connections", "Data connections that are open.", received.get("connections", 0)),
             ("parked_connections", "Of these, not read: a window is full.", received.get("parked", 0)),
             ("applied_iterations_total", "Iterations applied to all buckets.", counters.applied_iterations),
             ("applied_buckets_total", "Updates of single buckets.", counters.applied_buckets),
-            ("optimizer_seconds_total", "Time in the optimizer.", counters.optimizer_s),
+            (OPTIMIZER_S, "Time in the optimizer.", counters.optimizer_s),
             ("epoch", "The epoch that trainers must have.", status.epoch),
             ("applied_iteration", "All buckets are behind this iteration.", status.applied),
             ("have_iteration", "The newest iteration that it can be brought to.", status.have),
@@ -64,11 +64,11 @@ class _Numbers(Collector):
         shadow = str(status.shadow)
         for name, text, value in rows:
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            metric = family(_PREFIX + name, text, labels=["shadow"])
+            metric = family(PREFIX + name, text, labels=["shadow"])
             metric.add_metric([shadow], value)
             yield metric
         refused = CounterMetricFamily(
-            f"{_PREFIX}refused_total", "Records, messages and connections refused.", labels=["shadow", "cause"]
+            f"{PREFIX}refused_total", "Records, messages and connections refused.", labels=["shadow", "cause"]
         )
         for cause, count in sorted(status.refused.items()):
             refused.add_metric([shadow, cause], count)
