@@ -34,7 +34,7 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
             found = welcome()
 
             def tell():
-                with service.core.change:  # as all that is told
+                with service.core.body.change:  # as all that is told
                     service._tell(Seeded(bucket=0, iteration=7, whole=True), everyone=True)
 
             teller.append(threading.Thread(target=tell))
@@ -126,11 +126,11 @@ def test_memory_is_not_given_back_while_a_thread_may_still_write_into_it(tmp_pat
         core.fence(JOB, 1)
         core.declare(1, declared(3), lambda welcome: None)
         core.fence(JOB, 2)
-        memory, receiver = core.memory, Lingering(core.receiver)
-        core.receiver = receiver
+        memory, receiver = core.body.memory, Lingering(core.body.receiver)
+        core.body.receiver = receiver
         with pytest.raises(WaitTimeout, match="threads that receive gradients"):
             core.declare(2, declared(5), lambda welcome: None)
-        assert core.memory is memory
+        assert core.body.memory is memory
         core.declare(2, declared(size), lambda welcome: None)
-        assert core.layout.parameters[0].shape == (size,)
-        assert core.memory is not memory and core.receiver is not receiver, "one that has ended receives nothing"
+        assert core.body.layout.parameters[0].shape == (size,)
+        assert core.body.memory is not memory and core.body.receiver is not receiver, "an ended one receives nothing"

@@ -10,7 +10,7 @@ import pytest
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError
 from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.protocol.client import ShadowClient, choose
-from lastgood.gradients.shadow import core as shadow_core
+from lastgood.gradients.shadow import body as shadow_body
 from lastgood.gradients.shadow.memory import ShadowMemory
 from lastgood.gradients.shadow.spill_store import SpillCopy
 from lastgood.storage import SlotStore
@@ -58,7 +58,7 @@ def test_a_layout_is_declared_only_once_spills_that_were_left_are_disowned(tmp_p
         other = trainer_of(tmp_path, [shadow])
         other.connect(0, adopt=1, data=False)
         assert "the disk is full" in other.of_kind(0, "refused")[0].why
-        assert not shadow.service.core.state.declared
+        assert not shadow.service.core.body.state.declared
         other.connect(0, adopt=1, data=False)
         other.wait(0, lambda one: one.kind == "welcome" and one.layout is not None, "the layout to be taken")
         assert durable(shadow) == [1]
@@ -87,7 +87,7 @@ def test_a_damaged_spill_is_said_once_and_then_the_one_before_is_offered(tmp_pat
         spill(trainer, first)
         trainer.close()
     with shadow_threads(tmp_path, 1, spill_directory=tmp_path) as (shadow,):
-        newest = shadow.service.core.store.durable()[0].info
+        newest = shadow.service.core.body.store.durable()[0].info
         with newest.path.open("r+b") as file:
             file.seek(newest.record.data_offset + 5)
             byte = file.read(1)
@@ -178,7 +178,7 @@ def test_a_layout_that_no_memory_can_be_had_for_leaves_a_shadow_that_another_one
             raise RuntimeError("can't allocate memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(shadow_core, "ShadowMemory", no_memory)
+            patch.setattr(shadow_body, "ShadowMemory", no_memory)
             other = trainer_of(tmp_path, [shadow], bucket_bytes=200)
             other.connect(0, data=False)
             assert "can't allocate memory" in other.of_kind(0, "refused")[0].why

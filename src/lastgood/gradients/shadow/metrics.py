@@ -32,7 +32,7 @@ class _Numbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         core = self.core
-        status, counters, received = core.status(), core.counters, core.receiver_counters()
+        status, counters, received = core.status(), core.body.counters, core.receiver_counters()
         cpu_s, peak_bytes = core.process_usage()
         rows: list[tuple[str, str, float]] = [
             (CPU_S, "Processor time, user and system.", cpu_s),

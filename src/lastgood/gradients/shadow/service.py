@@ -40,7 +40,7 @@ from lastgood.gradients.protocol.messages import (
 )
 from lastgood.gradients.protocol.payload import drain_stream, receive_stream, send_stream
 from lastgood.gradients.shadow.core import ShadowCore
-from lastgood.gradients.shadow.restore import fetch_side, fetched
+from lastgood.gradients.shadow.restore import Reader
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.wire.frames import Wire, keep_alive, message_frame, message_step, peer_handshake
 from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake
@@ -243,11 +243,11 @@ class ShadowService:
         wire.other = f"rank {hello.rank} at {wire.other}"
         control = _Control(wire, hello)
         try:
-            with self.core.change:  # nothing may be told between what the welcome says and what follows it
+            with self.core.body.change:  # nothing may be told between what the welcome says and what follows it
                 control.tell(self.core.welcome())
                 with self._controls_lock:
                     self._controls.append(control)
-                if self.core.state.declared:
+                if self.core.body.state.declared:
                     self.core.greet(hello.rank, control.tell)
             while self._wait(wire, hello.epoch):
                 message = parse_message(wire.receive_message("a message"), wire.other)
@@ -348,12 +348,12 @@ class ShadowService:
             wire.send_message(**core.status().content())
         elif isinstance(message, Fetch):
             saved = self._find(message)
-            with fetched(core, message.epoch, saved, message.source) as held, _streaming():
+            with Reader(core.body).tensors(message.epoch, saved, message.source) as held, _streaming():
                 entries = tuple(entry for entry, _ in held)
                 wire.send_message(**Tensors(iteration=message.iteration, entries=entries).content())
                 send_stream(wire, message.iteration, [view for _, view in held])
         elif isinstance(message, FetchSide):
-            record = fetch_side(core, message.epoch, self._find(message), message.rank, message.source)
+            record = Reader(core.body).side(message.epoch, self._find(message), message.rank, message.source)
             with _streaming():
                 wire.send_message(**record.message.content())
                 send_stream(wire, message.iteration, [memoryview(record.content)])
@@ -379,16 +379,16 @@ class ShadowService:
             self._say_over(control)
 
     def _is_over(self, control: _Control) -> bool:
-        return control.epoch != self.core.state.epoch
+        return control.epoch != self.core.body.state.epoch
 
     def _say_over(self, control: _Control) -> None:
         """Before the connection ends: rank 0 decides nothing any more once it hears this from one shadow."""
-        epoch = self.core.state.epoch
+        epoch = self.core.body.state.epoch
         control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}", fenced=epoch))
 
     def _wait(self, wire: Wire, epoch: int | None = None) -> bool:
         """Until something arrives; False where the other side has closed, its epoch is over, or the service ends."""
-        while not self.ending.is_set() and epoch in (None, self.core.state.epoch):
+        while not self.ending.is_set() and epoch in (None, self.core.body.state.epoch):
             if wire.wait_readable(_TICK_S):
                 return not wire.ended()
         return False

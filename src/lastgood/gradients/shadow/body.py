@@ -1,0 +1,152 @@
+"""What all threads of a shadow share: what it holds and decides, its memory and its spills, under one lock.
+
+Work in memory is done without the lock by the worker alone, one bucket at a time; whoever must change memory as a whole
+(a new layout, a spill that is read back) stops the worker first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+from lastgood import _native
+from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.protocol.messages import Message
+from lastgood.gradients.shadow.actions import DropSide, Open, Tell, Window
+from lastgood.gradients.shadow.memory import ShadowMemory, memory_need
+from lastgood.gradients.shadow.rank_records import SideShelf
+from lastgood.gradients.shadow.settings import Counters, ShadowSettings
+from lastgood.gradients.shadow.spill_store import SpillStore
+from lastgood.gradients.shadow.state import ShadowState
+from lastgood.units import format_bytes
+from lastgood.wire.frames import available_memory_bytes
+
+__all__ = ["RECEIVER_S", "WORK_S", "ShadowBody"]
+
+_log = logging.getLogger("lastgood.shadow")
+WORK_S = 60.0
+"""For one bucket's work to end; it is bounded by the bucket's size."""
+RECEIVER_S = 5.0
+"""For the threads that receive gradients to end."""
+
+
+class ShadowBody:
+    """See the module. Whatever is read or changed here needs `change` held. `tell` is called so: it must not wait."""
+
+    def __init__(self, settings: ShadowSettings, tell: Callable[[Message, bool], None]) -> None:
+        self.settings = settings
+        self.state = ShadowState(settings.slots)
+        self.counters = Counters()
+        self.change = threading.Condition(threading.RLock())
+        self._tell = tell
+        self.memory: ShadowMemory | None = None
+        self.layout: GradientLayout | None = None
+        self.receiver: _native.Receiver | None = None
+        self.sides = SideShelf(settings.side_limit_bytes)
+        self.working = False
+        """Whether the worker is in memory."""
+        self.paused = 0
+        """So many want the worker to stay out of memory."""
+        self.readers = 0
+        """So many read memory, which does not change meanwhile."""
+        self.restored: Saved | None = None
+        """What was given back in this epoch."""
+        self.ending = False
+        self.store: SpillStore | None = None
+        if settings.spill_directory is not None and (settings.spill_directory / "job.json").exists():
+            self.store = SpillStore(settings.spill_directory, None, settings.shadow)
+            self.state.job = self.store.job
+
+    def settle_memory(self, layout: GradientLayout) -> None:
+        """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit.
+
+        Raises ConfigError where there is no room, WaitTimeout where the old receiver does not end.
+        """
+        if self.layout is not None and self.layout.digest == layout.digest:
+            return
+        settings = self.settings
+        taken = self.memory.need.total if self.memory else 0
+        limit = settings.limit_bytes or available_memory_bytes() + taken
+        spills = settings.spill_directory is not None
+        need = memory_need(layout, settings.shadow, settings.slots, spills=spills)
+        if need.total <= min(limit, available_memory_bytes() + taken):
+            self.layout = None
+            if self.receiver is not None and not self.receiver.close(RECEIVER_S):
+                raise WaitTimeout(
+                    f"waited {RECEIVER_S:g} s for the threads that receive gradients to end: they may write into the "
+                    "old layout's memory still; declare the new one again"
+                )
+            self.receiver = None
+            if self.memory is not None:  # the old one's memory goes back before the new one's is taken
+                self.memory = None
+                self.state.emptied()
+        else:
+            limit = min(limit, available_memory_bytes() + taken)
+        memory = ShadowMemory(
+            layout, settings.shadow, slots=settings.slots, limit_bytes=limit, threads=settings.threads, spills=spills
+        )
+        assert self.state.job is not None
+        self.receiver = _native.Receiver(
+            int.from_bytes(bytes.fromhex(self.state.job)[:8], "little"),
+            self.state.epoch,
+            [(bucket, layout.buckets[bucket].nbytes, layout.buckets[bucket].dtype) for bucket in memory.owned],
+            memory.slot_addresses(),
+            threads=settings.receive_threads,
+            cpus=settings.receive_cpus,
+            stall_s=settings.timeout_s,
+            owner=memory,
+        )
+        self.memory, self.layout = memory, layout
+        _log.info("%s for this layout: %s", format_bytes(memory.need.total), memory.need)
+
+    def spills(self) -> SpillStore:
+        """Raises NoCheckpoint where there are none."""
+        if self.store is None:
+            raise NoCheckpoint("this shadow spills nothing (--spill-dir)")
+        return self.store
+
+    def check_fenced(self, epoch: int) -> None:
+        """Raises MismatchError, CheckpointError where no restore is possible now."""
+        if epoch != self.state.epoch:
+            raise MismatchError(f"epoch {epoch} is fenced off; this shadow's is {self.state.epoch}")
+        if self.state.declared:
+            raise CheckpointError(f"training goes on in epoch {epoch} already; a restore fences first")
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """With the lock, while nothing is done in memory and nobody reads it."""
+        with self.change:
+            self.paused += 1
+            try:
+                if not self.change.wait_for(lambda: not self.working and not self.readers, WORK_S):
+                    raise WaitTimeout(f"waited {WORK_S:g} s for the work in memory (or a restore's reader) to end")
+                yield
+            finally:
+                self.paused -= 1
+                self.change.notify_all()
+
+    def flow(self) -> None:
+        """Do what the state asks for at the border. The caller holds the lock."""
+        while outputs := self.state.take():
+            for output in outputs:
+                if isinstance(output, Tell):
+                    self._tell(output.message, output.everyone)
+                elif isinstance(output, DropSide):
+                    self.sides.drop(output.iteration)
+                elif isinstance(output, Open):
+                    if self.receiver is not None:
+                        self.receiver.reset(output.bucket)
+                elif isinstance(output, Window) and self.receiver is not None:
+                    placed = self.receiver.set_first(output.bucket, output.first)
+                    if output.ask:
+                        self.state.window_set(output.bucket, self._held(output) if placed else None)
+        self.change.notify_all()
+
+    def _held(self, window: Window) -> list[int]:
+        assert self.receiver is not None
+        following = range(window.first, window.first + self.settings.slots)
+        return [one for one in following if self.receiver.complete(window.bucket, one)]
