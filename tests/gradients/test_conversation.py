@@ -125,7 +125,9 @@ class Conversation(RuleBasedStateMachine):
         assert iteration <= self.conducted.complete, "nobody applies what not all shadows hold"
 
     def check_durable(self, step):
-        common = set.intersection(*({one.iteration for one in shadow.state.restorable()} for shadow in self.shadows))
+        common = set.intersection(
+            *({one.iteration for one in shadow.state.held.restorable()} for shadow in self.shadows)
+        )
         assert max(common, default=0) >= step, f"step {step} is called durable, and of all shadows: {common}"
 
     def check_follower(self, step):
@@ -134,8 +136,8 @@ class Conversation(RuleBasedStateMachine):
     @invariant()
     def values_are_the_trainings(self):
         for shadow in getattr(self, "shadows", []):
-            for bucket, at in shadow.state.positions.items():
-                if at is not None and not shadow.state._buckets[bucket].busy:
+            for bucket, at in shadow.state.held.positions.items():
+                if at is not None and not shadow.state.held.buckets[bucket].busy:
                     assert shadow.values[bucket] == self.truth(bucket, at)
 
     # -- training
@@ -310,7 +312,7 @@ class Conversation(RuleBasedStateMachine):
         state = shadow.state
         welcome = Welcome(
             shadow=line.shadow, shadows=SHADOWS, job=JOB, epoch=1, layout=LAYOUT, gradient_slots=SLOTS,
-            unseeded=tuple(state.unlanded), seeds=state.seeds, spilling=state.spilling,
+            unseeded=tuple(state.held.unlanded), seeds=state.seeds, spilling=state.spilling,
         )  # fmt: skip
         line.up = True
         line.link._begin(SimpleNamespace(), welcome)

@@ -120,7 +120,7 @@ class Scene:
         self.to_rank0[number].append(Refused(why="fenced off", fenced=2))
 
     def held(self):
-        return [{one.iteration for one in shadow.state.restorable()} for shadow in self.shadows]
+        return [{one.iteration for one in shadow.state.held.restorable()} for shadow in self.shadows]
 
     def signature(self):
         state = self.conductor._state

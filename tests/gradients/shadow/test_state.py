@@ -192,9 +192,13 @@ class World(RuleBasedStateMachine):
         for shadow in self.shadows:
             haves[shadow.number] = newest_word(shadow.said)
             torn = [m for m in shadow.said if m.kind == "torn" and m.buckets]
-            if give_up and torn and shadow.state.waiting:
+            if give_up and torn and shadow.state.held.waiting:
                 self.lost.add(shadow.number)
-            if shadow.number in self.lost and not shadow.state.waiting and shadow.state.have >= self.completed:
+            if (
+                shadow.number in self.lost
+                and not shadow.state.held.waiting
+                and shadow.state.held.have >= self.completed
+            ):
                 self.lost.discard(shadow.number)
         waited = [haves[number] for number in haves if number not in self.lost]
         newest = min(waited) if waited else self.now
@@ -223,7 +227,7 @@ class World(RuleBasedStateMachine):
     @rule(shadow=st.integers(0, SHADOWS - 1))
     def heal(self, shadow):
         """Seed a bucket that wants it."""
-        for bucket in self.shadows[shadow].state.unseeded[:1]:
+        for bucket in self.shadows[shadow].state.held.unseeded[:1]:
             self.seed(self.shadows[shadow], bucket)
 
     @rule(shadow=st.integers(0, SHADOWS - 1))
@@ -238,14 +242,14 @@ class World(RuleBasedStateMachine):
     def again(self, shadow, order):
         """A conductor connects again, and says again what it said."""
         state = self.shadows[shadow].state
-        before = state.positions
+        before = state.held.positions
         for iteration in range(1, self.now + 1):
-            if iteration > state.have:
+            if iteration > state.held.have:
                 state.step(self.step_of(iteration))
         state.complete(Complete(iteration=self.completed, lost=tuple(self.lost)))
         state.greet()
         self.shadows[shadow].flow()
-        assert state.positions == before
+        assert state.held.positions == before
 
     # -- bad days
 
@@ -278,7 +282,7 @@ class World(RuleBasedStateMachine):
             shadow.flow()
             while shadow.work(self):
                 pass
-        offered = [set(shadow.state.restorable()) for shadow in self.shadows]
+        offered = [set(shadow.state.held.restorable()) for shadow in self.shadows]
         common = sorted(set.intersection(*offered), key=lambda saved: saved.iteration)
         if self.whole:
             newest = max((one for one in range(1, self.completed + 1) if self.saved[one]), default=None)
@@ -316,14 +320,14 @@ class World(RuleBasedStateMachine):
     @invariant()
     def values_are_the_trainers(self):
         for shadow in getattr(self, "shadows", []):
-            for bucket, at in shadow.state.positions.items():
-                if at is not None and not shadow.state._buckets[bucket].busy:
+            for bucket, at in shadow.state.held.positions.items():
+                if at is not None and not shadow.state.held.buckets[bucket].busy:
                     assert shadow.values[bucket] == self.truth(bucket, at)
 
     @invariant()
     def what_is_offered_has_its_side_records(self):
         for shadow in getattr(self, "shadows", []):
-            for saved in shadow.state.restorable():
+            for saved in shadow.state.held.restorable():
                 assert saved.iteration in shadow.sides
                 assert saved == Saved(
                     epoch=self.made_in[saved.iteration], iteration=saved.iteration, step=saved.iteration
@@ -332,18 +336,22 @@ class World(RuleBasedStateMachine):
     @invariant()
     def how_far_it_can_be_brought_is_what_a_walk_over_all_iterations_finds(self):
         for shadow in getattr(self, "shadows", []):
-            assert shadow.state._newest() == newest_by_walking(shadow.state)
+            assert shadow.state.held.newest() == newest_by_walking(shadow.state)
 
 
 def newest_by_walking(state):
     """All iterations from where the furthest bucket stands to the one that all can be brought to, one by one."""
-    buckets = state._buckets.values()
+    buckets = state.held.buckets.values()
     newest, found = min((bucket.end for bucket in buckets), default=-1), None
     low = min((bucket.landing or 0 if bucket.at is None else bucket.at for bucket in buckets), default=0)
     for iteration in range(low, newest + 1) if newest >= 0 else ():
-        if iteration > state.completed and iteration in state._known.saves and not state._known.sides_whole(iteration):
+        if (
+            iteration > state.held.completed
+            and iteration in state.held.known.saves
+            and not state.held.known.sides_whole(iteration)
+        ):
             break
-        if state._producible(iteration):
+        if state.held.producible(iteration):
             found = iteration
     return found
 
@@ -418,11 +426,11 @@ def test_one_message_far_ahead_is_not_walked_up_to(say, far):
     while (work := state.next_work()) is not None:
         state.done(work)
     state.greet()
-    state.restorable()
+    state.held.restorable()
     state.fence(JOB, 2)
     assert state.asked <= 100
     if far == FAR:
-        assert state._newest() == newest_by_walking(state)
+        assert state.held.newest() == newest_by_walking(state)
 
 
 def test_many_steps_that_are_known_are_walked_over_once():
@@ -433,7 +441,7 @@ def test_many_steps_that_are_known_are_walked_over_once():
     state.asked = 0
     seed(state, 0, FAR)
     state.declared = False
-    assert state._newest() == newest_by_walking(state)
+    assert state.held.newest() == newest_by_walking(state)
     assert state.asked <= 500
 
 

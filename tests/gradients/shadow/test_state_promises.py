@@ -59,10 +59,10 @@ class Lone:
         return [(m.iteration, m.error is None) for m in self.shadow.said if m.kind == "spilled"]
 
     def at(self):
-        return set(self.state.positions.values())
+        return set(self.state.held.positions.values())
 
     def restorable(self):
-        return [saved.iteration for saved in self.state.restorable()]
+        return [saved.iteration for saved in self.state.held.restorable()]
 
 
 def test_nothing_is_applied_before_all_shadows_hold_it():
@@ -119,7 +119,7 @@ def test_a_fence_ends_what_was_about_to_be_applied():
     assert lone.state.next_work() is None
     # One bucket is at 1 already, so 1 it is; the other one is brought there by the restore.
     assert lone.restorable() == [1]
-    lone.state.restore_to(lone.state.restorable()[0])
+    lone.state.restore_to(lone.state.held.restorable()[0])
     lone.shadow.values[work.bucket] = ()
     lone.work()
     assert lone.at() == {1}
@@ -161,7 +161,7 @@ def test_what_is_torn_is_so_behind_what_was_held_and_a_seed_is_said_before_what_
     lone.iterate(2, holes={BUCKETS[0][1]})
     lone.complete(1)
     lone.work()
-    assert (lone.at(), lone.restorable(), lone.state.have) == ({1}, [1], 1)
+    assert (lone.at(), lone.restorable(), lone.state.held.have) == ({1}, [1], 1)
     lone.shadow.said.clear()
     lone.seed(BUCKETS[0][1], 2)
     assert [(m.kind, m.iteration) for m in lone.shadow.said] == [("seeded", 2), ("have", 2)]
@@ -175,10 +175,10 @@ def test_gradients_that_come_behind_the_tear_promise_nothing():
     lone.shadow.said.clear()
     lone.shadow.gradient(0, 2, 2)
     assert [m for m in lone.shadow.said if m.kind == "have"] == []
-    assert lone.state.have == 1
+    assert lone.state.held.have == 1
     lone.complete(1)
     lone.work()
-    assert (lone.restorable(), lone.state.have) == ([1], 1), "it waits for a seed from here on"
+    assert (lone.restorable(), lone.state.held.have) == ([1], 1), "it waits for a seed from here on"
 
 
 def test_a_seed_that_comes_too_late_for_its_slots_is_torn_again():
@@ -202,12 +202,12 @@ def test_an_iteration_without_its_side_record_is_not_offered_and_is_reported():
         for bucket in BUCKETS[0]:
             lone.shadow.gradient(bucket, iteration, iteration)
         lone.state.step(Step(iteration=iteration, rule={}, saved=True, step=iteration))
-    assert lone.state.have == 0
+    assert lone.state.held.have == 0
     lone.state.side(0, 2)
     lone.shadow.sides.add(2)
     lone.shadow.flow()
     assert [(m.iteration, m.buckets) for m in lone.shadow.said if m.kind == "torn"] == [(1, ())]
-    assert (lone.restorable(), lone.state.have) == ([2], 2)
+    assert (lone.restorable(), lone.state.held.have) == ([2], 2)
 
 
 def test_what_its_side_record_may_still_come_for_is_not_held_though_a_later_iteration_needs_none():
@@ -232,7 +232,7 @@ def test_a_step_that_was_lost_on_its_way_is_as_a_gradient_that_was():
             lone.shadow.gradient(bucket, iteration, iteration)
     lone.state.step(Step(iteration=3, rule={}, saved=False, step=None))
     lone.shadow.flow()
-    assert lone.state.waiting == 0, "it may still come"
+    assert lone.state.held.waiting == 0, "it may still come"
     lone.complete(2)
     lone.work()
     torn = [m for m in lone.shadow.said if m.kind == "torn"]
@@ -254,9 +254,9 @@ def test_a_side_record_that_comes_again_and_finds_no_room_takes_nothing_back():
         return [(m.iteration, m.buckets) for m in lone.shadow.said if m.kind == "torn"]
 
     lone.iterate(1)
-    assert (lone.restorable(), lone.state.have) == ([1], 1)
+    assert (lone.restorable(), lone.state.held.have) == ([1], 1)
     lone.state.side_refused(0, 1, "side records take all their memory")
-    assert (lone.restorable(), lone.state.have, torn()) == ([1], 1, [])
+    assert (lone.restorable(), lone.state.held.have, torn()) == ([1], 1, [])
     for iteration in (2, 3, 4):
         lone.complete(iteration - 1)
         lone.work()
@@ -374,7 +374,7 @@ def test_gradients_that_the_update_did_not_use_count_as_lost_until_a_seed_comes(
     lone.work()
     lone.iterate(2, saved=False, void=True)
     lone.iterate(3)
-    assert (lone.restorable(), lone.state.have) == ([1], 1), "what comes behind it is not offered either"
+    assert (lone.restorable(), lone.state.held.have) == ([1], 1), "what comes behind it is not offered either"
     torn = [(m.iteration, set(m.buckets)) for m in lone.shadow.said if m.kind == "torn"]
     assert torn == [(2, set(BUCKETS[0]))]
     lone.complete(3)  # the others go on
@@ -383,7 +383,7 @@ def test_gradients_that_the_update_did_not_use_count_as_lost_until_a_seed_comes(
     for bucket in BUCKETS[0]:
         lone.seed(bucket, 3)
     lone.work()
-    assert (lone.at(), lone.restorable(), lone.state.have) == ({3}, [3], 3)
+    assert (lone.at(), lone.restorable(), lone.state.held.have) == ({3}, [3], 3)
 
 
 def test_an_iteration_that_is_void_is_so_before_one_that_is_torn_already():
@@ -420,7 +420,7 @@ def test_void_gradients_that_its_slots_hold_do_not_follow_a_seed():
     for bucket in BUCKETS[0]:
         lone.seed(bucket, 1)
     lone.work()
-    assert (lone.restorable(), lone.state.have) == ([1], 1)
+    assert (lone.restorable(), lone.state.held.have) == ([1], 1)
 
 
 @pytest.mark.parametrize("step_first", [True, False])
@@ -451,9 +451,9 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
     lone.state.fence(JOB, 2)
     lone.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
     lone.state.step(step.model_copy(update={"iteration": 2}))
-    assert 2 not in lone.state._known.steps, "what was said in another epoch does not count"
+    assert 2 not in lone.state.held.known.steps, "what was said in another epoch does not count"
     lone.state.absent(1, Absent(iteration=2, parameters=(5,), updated=True))
-    assert lone.state._known.steps[2].absent == (4, 5)
+    assert lone.state.held.known.steps[2].absent == (4, 5)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class ShadowCore:
                 epoch=self.body.state.epoch,
                 layout=self.body.state.layout if self.body.state.declared else None,
                 gradient_slots=self.settings.slots,
-                unseeded=tuple(self.body.state.unlanded) if self.body.state.declared else (),
+                unseeded=tuple(self.body.state.held.unlanded) if self.body.state.declared else (),
                 seeds=self.body.state.seeds if self.body.state.declared else (),
                 spills=self._durable(),
                 spilling=self.body.state.spilling if self.body.state.declared else (),
@@ -94,10 +94,10 @@ class ShadowCore:
                 job=self.body.state.job,
                 epoch=self.body.state.epoch,
                 layout=self.body.state.layout,
-                whole=self.body.state.whole,
-                applied=self.body.state.applied,
-                have=self.body.state.have,
-                memory=tuple(self.body.state.restorable()),
+                whole=self.body.state.held.whole,
+                applied=self.body.state.held.applied,
+                have=self.body.state.held.have,
+                memory=tuple(self.body.state.held.restorable()),
                 durable=self._durable(),
                 promised=self.body.state.promised,
                 refused=self.all_refused(),
@@ -345,7 +345,7 @@ class ShadowCore:
     def _count_whole(self) -> None:
         """Iterations that are whole in their slots, and whose events are lost, or on their way to `_obey`."""
         assert self.body.receiver is not None
-        for bucket, at in self.body.state.positions.items():
+        for bucket, at in self.body.state.held.positions.items():
             for iteration in range((at or 0) + 1, (at or 0) + 1 + self.settings.slots):
                 if self.body.receiver.complete(bucket, iteration):
                     self.body.state.received(bucket, iteration)

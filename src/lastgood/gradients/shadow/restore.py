@@ -41,7 +41,7 @@ class Reader:
                 done = body.change.wait_for(
                     lambda: (
                         body.state.restored(saved)
-                        or saved not in body.state.restorable()
+                        or saved not in body.state.held.restorable()
                         or body.state.epoch != epoch
                         or body.state.declared
                     ),

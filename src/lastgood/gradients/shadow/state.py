@@ -26,7 +26,7 @@ from lastgood.gradients.shadow.torn import Senders, find_tears, why_torn
 __all__ = ["ShadowState"]
 
 
-class ShadowState(ShadowHoldings):
+class ShadowState:
     """One shadow, from its start on. Not safe for several threads: the caller holds a lock.
 
     Args:
@@ -34,7 +34,7 @@ class ShadowState(ShadowHoldings):
     """
 
     def __init__(self, slots: int) -> None:
-        super().__init__(slots)
+        self.held = ShadowHoldings(slots)
         self.job: str | None = None
         self.epoch = 0
         self.layout: str | None = None
@@ -78,7 +78,7 @@ class ShadowState(ShadowHoldings):
                 return None
             self._dirty = False
             self._retarget()
-            self._ready.extend(self._buckets)
+            self._ready.extend(self.held.buckets)
 
     # -- epochs ----------------------------------------------------------------------------------------------------
 
@@ -96,11 +96,11 @@ class ShadowState(ShadowHoldings):
             raise MismatchError(f"epoch {epoch} is not newer than this shadow's epoch {self.epoch}; ask for its status")
         self.job, self.epoch, self.declared = job, epoch, False
         self._senders.fence()
-        self._known.newest_side.clear()
+        self.held.known.newest_side.clear()
         self._restoring = None
         self._ready.clear()  # what may be applied is another thing from here on
         self._spill.fence()
-        for bucket in self._buckets.values():
+        for bucket in self.held.buckets.values():
             bucket.checks.clear()
         self._settle()
 
@@ -114,28 +114,28 @@ class ShadowState(ShadowHoldings):
         kept = self.keeps(layout, adopt)
         if kept:
             assert adopt is not None
-            for bucket in self._buckets.values():
+            for bucket in self.held.buckets.values():
                 # Skipped steps may have been applied behind it; they changed nothing, and their numbers come again.
                 bucket.at, bucket.floor = adopt, min(bucket.floor, adopt)
                 bucket.received.clear()
                 bucket.torn = bucket.landing = None
                 bucket.landed = bucket.windowed = bucket.opened = False
-            self._drop_sides(self._known.keep_until(adopt))
+            self._drop_sides(self.held.known.keep_until(adopt))
         else:
-            self._buckets = {number: BucketState() for number in buckets}
-            self._drop_sides(self._known.keep_until(-1))
+            self.held.buckets = {number: BucketState() for number in buckets}
+            self._drop_sides(self.held.known.keep_until(-1))
         self.layout, self.declared = layout, True
-        self._known.side_ranks, self._known.ranks = frozenset(side_ranks), ranks
+        self.held.known.side_ranks, self.held.known.ranks = frozenset(side_ranks), ranks
         self._senders.begin(ranks)
-        self.completed = adopt if kept and adopt is not None else 0
-        self._spill.begin_epoch(self.completed)
+        self.held.completed = adopt if kept and adopt is not None else 0
+        self._spill.begin_epoch(self.held.completed)
         self.word = None
         self._seeds.clear()
-        self._known.given_up.clear()
+        self.held.known.given_up.clear()
         self._holding.clear()
         self._have = self._applied = self._restoring = None
         self._ready.clear()
-        for number, bucket in self._buckets.items():
+        for number, bucket in self.held.buckets.items():
             self._out.append(Window(number, adopt + 1) if kept and adopt is not None else Open(number))
             bucket.busy = False
         self._settle()
@@ -143,7 +143,7 @@ class ShadowState(ShadowHoldings):
 
     def keeps(self, layout: str, adopt: int | None) -> bool:
         """Whether a declaration of this layout would keep the state that is here."""
-        return adopt is not None and layout == self.layout and self._stands_at(adopt)
+        return adopt is not None and layout == self.layout and self.held.stands_at(adopt)
 
     def greet(self) -> None:
         """Rank 0 has (again) connected: tell it how things stand."""
@@ -151,9 +151,9 @@ class ShadowState(ShadowHoldings):
         # Before any word of what is held: they count as not saved here, and what was said of them may not have come.
         self._out.extend(map(Tell, self._unsaved()))
         self._settle()
-        wanting = self.unseeded
+        wanting = self.held.unseeded
         if wanting and self.declared:
-            self._torn(self.completed, wanting, "they have no value")
+            self._torn(self.held.completed, wanting, "they have no value")
 
     def news(self) -> list[Torn | Complete]:
         """What another rank than 0 may have missed while it was away: saves that lack side records, rank 0's word."""
@@ -161,14 +161,14 @@ class ShadowState(ShadowHoldings):
 
     def _unsaved(self) -> list[Torn]:
         why = "a side record of it is missing for good"
-        return [Torn(iteration=iteration, buckets=(), why=why) for iteration in sorted(self._known.given_up)]
+        return [Torn(iteration=iteration, buckets=(), why=why) for iteration in sorted(self.held.known.given_up)]
 
     def restore_to(self, saved: Saved) -> None:
         """Bring everything to a saved iteration, after a fence. Raises CheckpointError where that cannot be."""
         if self.declared:
             raise CheckpointError("training goes on in this epoch; a restore fences first")
-        if saved not in self.restorable():
-            held = ", ".join(f"{one.iteration} of epoch {one.epoch}" for one in self.restorable()) or "none"
+        if saved not in self.held.restorable():
+            held = ", ".join(f"{one.iteration} of epoch {one.epoch}" for one in self.held.restorable()) or "none"
             raise CheckpointError(
                 f"iteration {saved.iteration} of epoch {saved.epoch} cannot be given back from this shadow's memory; "
                 f"what can: {held}"
@@ -178,44 +178,44 @@ class ShadowState(ShadowHoldings):
 
     def restored(self, saved: Saved) -> bool:
         """Whether all buckets stand at that iteration now."""
-        return self._stands_at(saved.iteration) and self._known.saves.get(saved.iteration) == saved
+        return self.held.stands_at(saved.iteration) and self.held.known.saves.get(saved.iteration) == saved
 
     def replaced(self, saved: Saved, layout: str, buckets: Sequence[int], side_ranks: Iterable[int]) -> None:
         """All is now what a spill of this iteration held: values and side records. Only before Declare."""
-        self.layout, self._known.side_ranks = layout, frozenset(side_ranks)
+        self.layout, self.held.known.side_ranks = layout, frozenset(side_ranks)
         at = saved.iteration
-        self._buckets = {number: BucketState(at=at, floor=at, opened=False) for number in buckets}
-        self._drop_sides(one for one in self._known.become(saved) if one != at)
+        self.held.buckets = {number: BucketState(at=at, floor=at, opened=False) for number in buckets}
+        self._drop_sides(one for one in self.held.known.become(saved) if one != at)
         self._restoring = None
         self._ready.clear()
         self._settle()
 
     def emptied(self) -> None:
         """All values are lost, and seeds that have landed. Only before Declare."""
-        self._buckets = {}
+        self.held.buckets = {}
         self._ready.clear()
         self._settle()
 
     def saved_at(self, iteration: int) -> Saved:
         """A saved iteration. Raises CheckpointError where it is none (any more)."""
-        if iteration not in self._known.saves:
+        if iteration not in self.held.known.saves:
             raise CheckpointError(f"iteration {iteration} is not held as a saved one")
-        return self._known.saves[iteration]
+        return self.held.known.saves[iteration]
 
     def is_landing(self, bucket: int, iteration: int) -> bool:
         """Whether a seed that began is still wanted."""
-        found = self._buckets.get(bucket)
+        found = self.held.buckets.get(bucket)
         return found is not None and found.landing == iteration and not found.landed
 
     # -- from trainers ---------------------------------------------------------------------------------------------
 
     def step(self, message: Step) -> None:
         """What an iteration needs beside gradients. Raises CheckpointError where far too many are open."""
-        new = message.iteration > self._lowest()
+        new = message.iteration > self.held.lowest()
         if new:
-            self._known.add_step(message, self.epoch)
+            self.held.known.add_step(message, self.epoch)
             self._lose_void(message.iteration)
-            self._give_up(self._known.late())
+            self._give_up(self.held.known.late())
         if message.spill:
             self._spill.ask(message.iteration, message.keep)
         if new or message.spill:
@@ -223,20 +223,20 @@ class ShadowState(ShadowHoldings):
 
     def absent(self, rank: int, message: Absent) -> None:
         """Which of its own parameters a rank left alone. Raises CheckpointError where far too many are open."""
-        if message.iteration > self._lowest():
-            self._known.add_absent(rank, message)
+        if message.iteration > self.held.lowest():
+            self.held.known.add_absent(rank, message)
             self._lose_void(message.iteration)
             self._settle()
 
     def _lose_void(self, iteration: int) -> None:
-        if iteration in self._known.void:
-            for bucket in self._buckets.values():
+        if iteration in self.held.known.void:
+            for bucket in self.held.buckets.values():
                 bucket.received.discard(iteration)
 
     def side(self, rank: int, iteration: int) -> bool:
         """A side record has arrived whole. Says whether it is to be kept."""
-        wanted = self._known.add_side(rank, iteration, self._oldest())
-        self._give_up(self._known.late())
+        wanted = self.held.known.add_side(rank, iteration, self.held.oldest())
+        self._give_up(self.held.known.late())
         self._settle()
         return wanted
 
@@ -245,15 +245,15 @@ class ShadowState(ShadowHoldings):
 
         Unless it is held: behind a broken connection a rank sends its newest ones again.
         """
-        if self._known.lacks_side(rank, iteration, self._oldest()):
+        if self.held.known.lacks_side(rank, iteration, self.held.oldest()):
             self._give_up([(iteration, f"rank {rank}: {why}")])
             self._settle()
 
     def complete(self, message: Complete) -> None:
         """All shadows (but lost ones) hold everything up to this iteration."""
-        if message.iteration >= self.completed and message != self.word:
-            self.word, self.completed = message, message.iteration
-            for iteration, saved in self._known.saves.items():
+        if message.iteration >= self.held.completed and message != self.word:
+            self.word, self.held.completed = message, message.iteration
+            for iteration, saved in self.held.known.saves.items():
                 if iteration <= message.iteration and message.promises(iteration):
                     self.promised = max(saved.step, self.promised or 0)
             self._out.append(Tell(message, everyone=True))
@@ -261,7 +261,7 @@ class ShadowState(ShadowHoldings):
 
     def check(self, bucket: int, iteration: int, checksum: int) -> None:
         """A checksum to compare once the bucket stands at that iteration."""
-        found = self._buckets.get(bucket)
+        found = self.held.buckets.get(bucket)
         if found is None:
             raise CheckpointError(f"bucket {bucket} is not this shadow's")
         if found.at is not None and found.floor > iteration:
@@ -272,7 +272,7 @@ class ShadowState(ShadowHoldings):
 
     def seed_begun(self, bucket: int, iteration: int) -> None:
         """A seed arrives. Raises CheckpointError where an earlier one of this bucket is not in its place yet."""
-        found = self._buckets.get(bucket)
+        found = self.held.buckets.get(bucket)
         if found is None:
             raise CheckpointError(f"bucket {bucket} is not this shadow's")
         if found.landing is not None:
@@ -285,9 +285,9 @@ class ShadowState(ShadowHoldings):
 
     def window_set(self, bucket: int, held: Collection[int] | None) -> None:
         """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
-        found = self._buckets[bucket]
+        found = self.held.buckets[bucket]
         if held is not None:
-            found.received = set(held) - self._known.void
+            found.received = set(held) - self.held.known.void
         elif found.landing is not None:
             following = found.landing + 1
             found.landing, found.landed, found.windowed, found.opened = None, False, False, True
@@ -296,19 +296,19 @@ class ShadowState(ShadowHoldings):
 
     def seed_landed(self, bucket: int) -> None:
         """All bytes of the seed are here."""
-        found = self._buckets[bucket]
+        found = self.held.buckets[bucket]
         iteration = found.landing
         if iteration is None:
             return
         found.landed = True
         # Said before what can be made with it: rank 0 must know then that nothing older can.
-        seeded = self._seeds[bucket] = Seeded(bucket=bucket, iteration=iteration, whole=self.waiting == 0)
+        seeded = self._seeds[bucket] = Seeded(bucket=bucket, iteration=iteration, whole=self.held.waiting == 0)
         self._out.append(Tell(seeded, everyone=True))
         self._settle()
 
     def seed_failed(self, bucket: int) -> None:
         """The seed will not come whole; the bucket waits for another one."""
-        found = self._buckets[bucket]
+        found = self.held.buckets[bucket]
         if found.landing is not None and not found.landed:
             if found.windowed:
                 found.received.clear()
@@ -319,8 +319,8 @@ class ShadowState(ShadowHoldings):
 
     def received(self, bucket: int, iteration: int) -> None:
         """All gradients of a bucket and iteration are held."""
-        found = self._buckets[bucket]
-        if (found.opened and not found.windowed) or iteration in self._known.void:
+        found = self.held.buckets[bucket]
+        if (found.opened and not found.windowed) or iteration in self.held.known.void:
             return
         base = found.landing if found.windowed and found.landing is not None else found.at
         if iteration in found.received or (base is not None and iteration <= base):
@@ -328,7 +328,7 @@ class ShadowState(ShadowHoldings):
         found.received.add(iteration)
         count = self._holding[iteration] = self._holding.get(iteration, 0) + 1
         # In the steady state only the last bucket of an iteration changes what can be said.
-        if count >= len(self._buckets) or self.waiting or iteration <= self.completed:
+        if count >= len(self.held.buckets) or self.held.waiting or iteration <= self.held.completed:
             self._settle()
 
     def ended(self, rank: int, iteration: int) -> None:
@@ -349,7 +349,7 @@ class ShadowState(ShadowHoldings):
 
     def done(self, work: Work) -> None:
         """Work is done as it should be."""
-        bucket = self._buckets[work.bucket]
+        bucket = self.held.buckets[work.bucket]
         bucket.busy = False
         if isinstance(work, Apply):
             bucket.at = work.iteration
@@ -369,7 +369,7 @@ class ShadowState(ShadowHoldings):
 
     def failed(self, work: Work, why: str) -> None:
         """Work failed: what the bucket holds now is not known."""
-        bucket = self._buckets[work.bucket]
+        bucket = self.held.buckets[work.bucket]
         if isinstance(work, Check):
             self._lose(bucket)
             self._out.append(Tell(Diverged(iteration=work.iteration, bucket=work.bucket), everyone=True))
@@ -414,16 +414,16 @@ class ShadowState(ShadowHoldings):
         """After every change: tears, what can be said, what can be forgotten."""
         self._dirty = True
         self._tear()
-        for number, bucket in self._buckets.items():
+        for number, bucket in self.held.buckets.items():
             self._follow_seed(number, bucket)
         self._end_spill_if_hopeless()
         if self.declared:
-            have = self._newest()
+            have = self.held.newest()
             if have is not None and have != self._have:
                 self._have = have
                 self._out.append(Tell(Have(iteration=have)))
-            applied = self.applied
-            if applied != self._applied and all(bucket.at is not None for bucket in self._buckets.values()):
+            applied = self.held.applied
+            if applied != self._applied and all(bucket.at is not None for bucket in self.held.buckets.values()):
                 self._applied = applied
                 self._out.append(Tell(Applied(iteration=applied), everyone=True))
         self._forget()
@@ -431,9 +431,9 @@ class ShadowState(ShadowHoldings):
     def _tear(self) -> None:
         if not self.declared:
             return
-        over = self._senders.over(self._known, self.slots)
-        for iteration, numbers in find_tears(self._buckets, self._known, self.completed, over).items():
-            self._torn(iteration, numbers, why_torn(iteration, self._known, self.completed))
+        over = self._senders.over(self.held.known, self.held.slots)
+        for iteration, numbers in find_tears(self.held.buckets, self.held.known, self.held.completed, over).items():
+            self._torn(iteration, numbers, why_torn(iteration, self.held.known, self.held.completed))
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:
         self._out.append(Tell(Torn(iteration=iteration, buckets=tuple(numbers), why=why[:10_000]), everyone=True))
@@ -461,8 +461,8 @@ class ShadowState(ShadowHoldings):
 
     def _give_up(self, late: Iterable[tuple[int, str]]) -> None:
         for iteration, why in late:
-            if iteration not in self._known.given_up:
-                if self._known.give_up(iteration):
+            if iteration not in self.held.known.given_up:
+                if self.held.known.give_up(iteration):
                     self._out.append(DropSide(iteration))
                 self._torn(iteration, [], why)
 
@@ -470,8 +470,8 @@ class ShadowState(ShadowHoldings):
         self._out.extend(DropSide(iteration) for iteration in iterations)
 
     def _forget(self) -> None:
-        lowest = self._lowest()
-        self._drop_sides(self._known.forget(self._oldest(), lowest))
+        lowest = self.held.lowest()
+        self._drop_sides(self.held.known.forget(self.held.oldest(), lowest))
         for iteration in [one for one in self._holding if one <= lowest]:
             del self._holding[iteration]
 
@@ -481,24 +481,24 @@ class ShadowState(ShadowHoldings):
         """The iteration that buckets may be brought to now."""
         if not self.declared:
             return self._word
-        newest = self._newest()
-        if newest is None or newest < self.completed:
-            return self.completed  # it is not waited for, or catches up: nothing can be given back meanwhile
-        good = [saved.iteration for saved in self.restorable() if saved.iteration <= self.completed]
+        newest = self.held.newest()
+        if newest is None or newest < self.held.completed:
+            return self.held.completed  # it is not waited for, or catches up: nothing can be given back meanwhile
+        good = [saved.iteration for saved in self.held.restorable() if saved.iteration <= self.held.completed]
         if not good:
-            return self.completed
+            return self.held.completed
         # What can be given back is not overwritten by an update that nobody saved, while there is room for more.
         target = good[-1]
-        steps = self._known.steps
-        while target < self.completed and target + 1 in steps and steps[target + 1].rule is None:
+        steps = self.held.known.steps
+        while target < self.held.completed and target + 1 in steps and steps[target + 1].rule is None:
             target += 1
-        return target if self.completed < target + self.slots else self.completed
+        return target if self.held.completed < target + self.held.slots else self.held.completed
 
     @property
     def _word(self) -> int:
         """Up to which iteration all shadows hold everything, as far as it counts now."""
         if self.declared:
-            return self.completed
+            return self.held.completed
         return -1 if self._restoring is None else self._restoring
 
     def _retarget(self) -> None:
@@ -510,31 +510,31 @@ class ShadowState(ShadowHoldings):
         why = None
         if self._spill.iteration is not None:
             why = f"the spill of iteration {self._spill.iteration} is still being written"
-        elif iteration not in self._known.saves or not self._known.sides_whole(iteration):
+        elif iteration not in self.held.known.saves or not self.held.known.sides_whole(iteration):
             why = "it was not saved, or a side record of it is missing"
-        elif not self._producible(iteration):
+        elif not self.held.producible(iteration):
             why = "a bucket of it waits for a seed, or was seeded later"
         if why is not None:
             self._out.append(Tell(Spilled(iteration=iteration, error=why), everyone=True))
             return
-        self._spill.begin(iteration, self._buckets)
+        self._spill.begin(iteration, self.held.buckets)
 
     def _end_spill_if_hopeless(self) -> None:
         iteration = self._spill.iteration
         if iteration is not None:
-            missed = [one for one in self._spill.left if self._buckets[one].base_for(iteration) is None]
+            missed = [one for one in self._spill.left if self.held.buckets[one].base_for(iteration) is None]
             if missed:
                 self.spill_over(iteration, f"bucket {min(missed)} was lost, or seeded later, before it was copied")
 
     def _work_of(self, number: int) -> Work | None:
-        bucket = self._buckets.get(number)
+        bucket = self.held.buckets.get(number)
         if bucket is None or bucket.busy:
             return None
         spilling = self._spill.iteration if number in self._spill.left else None
-        return bucket.next_work(number, self._goal, self._word, self._known.steps, spilling)
+        return bucket.next_work(number, self._goal, self._word, self.held.known.steps, spilling)
 
     def _start(self, work: Work) -> None:
-        bucket = self._buckets[work.bucket]
+        bucket = self.held.buckets[work.bucket]
         bucket.busy = True
         if isinstance(work, Apply) and work.step.rule is not None:
             bucket.floor = work.iteration  # its old value is lost from here on

@@ -47,10 +47,10 @@ class ShadowWorker:
             with body.change:
                 body.working = False
                 if why is None:
-                    before = body.state.applied
+                    before = body.state.held.applied
                     body.state.done(work)
                     if isinstance(work, Apply):
-                        body.counters.applied_iterations += body.state.applied - before
+                        body.counters.applied_iterations += body.state.held.applied - before
                 else:
                     _log.error("bucket %d, iteration %d: %s", work.bucket, work.iteration, why)
                     body.state.failed(work, why)
