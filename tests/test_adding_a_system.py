@@ -32,7 +32,10 @@ class Clash(SyncCheckpointer):
 
 USE = """
 import json, sys
+import torch
 from pathlib import Path
+from lastgood.checkpointers.recovery.found_here import others_in
+from lastgood.checkpointers.registry import checkpointer_class
 from tests.experiments.support.records import make_ceilings, make_record
 from lastgood.experiments.advise.model import Question, Rates, model_costs
 from lastgood.experiments.formulas.goodput import formula_of
@@ -57,6 +60,10 @@ spec = RunSpec(machine="here", scale="laptop", workload="blob", workload_options
 scratch = folder / "scratch"
 scratch.mkdir()
 record = execute(spec, folder, scratch, folder / "logs", lambda stage: None)
+mine = checkpointer_class("mine")(folder / "checkpoints")
+mine.start({"x": torch.zeros(3)})
+mine.save(1)
+mine.close()
 question = Question(state_bytes=1e9, iteration_s=1.0, mtbf_s=1e6, nodes=1)
 costs, notes = model_costs(Rates(write=1e9, copy=2e9), question)
 print(json.dumps({
@@ -71,6 +78,7 @@ print(json.dumps({
     "writers": [writers_of("mine", "ddp"), writers_of("mine", "zero1")],
     "proof": record.proof is not None and record.proof.equal,
     "durable": record.counts.durable,
+    "found": [str(found) for found in others_in(folder / "checkpoints")],
 }))
 """
 
@@ -130,6 +138,11 @@ def test_the_pages_command_plans_its_runs(environment: dict[str, str]) -> None:
 def test_it_runs_and_is_proved(used: Any) -> None:
     assert used["proof"] is True
     assert used["durable"] == 2
+
+
+def test_what_it_leaves_in_a_directory_may_be_its_own(used: Any) -> None:
+    (text,) = used["found"]
+    assert "files of sync or checkfreq or mine or bare (checkpoint-*.pt) of steps 1" in text
 
 
 def test_figures_show_it_in_its_place(used: Any) -> None:

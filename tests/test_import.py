@@ -27,6 +27,7 @@ FLOORS = [
         "cluster.ssh cluster.provision gradients.link gradients.shadow gradients.switch gradients.trainer",
         "cluster.host_check cluster.launch cluster.testbed gradients.conductor gradients.tap",
         "checkpointers.traits checkpointers.rank_directory checkpointers.torch_files",
+        "checkpointers.known",
         "checkpointers.agreement checkpointers.attach checkpointers.copies checkpointers.steps",
         "checkpointers.slots",
         "checkpointers.directories checkpointers.ranks",

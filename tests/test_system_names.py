@@ -13,18 +13,15 @@ from pathlib import Path
 import pytest
 
 import lastgood
-from lastgood.checkpointers.registry import _BUILT_IN
+from lastgood.checkpointers.known import BUILT_IN
 
 ROOT = Path(lastgood.__file__).parent
-REGISTRY = ROOT / "checkpointers" / "registry.py"
-NAMES = frozenset({*_BUILT_IN, "flowcheck", "stellatrain"})
+REGISTRY = ROOT / "checkpointers" / "known.py"
+NAMES = frozenset({*BUILT_IN, "flowcheck", "stellatrain"})
 WORDS = frozenset({"none", "sync"})
 """Names that are ordinary values too: they count only beside an expression that speaks of a system."""
 
 ALLOWED = {
-    ("checkpointers/recovery/found_here.py", "dcp"): "the library that writes files of a given name",
-    ("checkpointers/recovery/found_here.py", "torchsnapshot"): "the library that writes files of a given name",
-    ("checkpointers/recovery/found_here.py", "nvrx"): "the library that writes files of a given name",
     ("checkpointers/export/formats.py", "dcp"): "the name of a format",
     ("experiments/figures/registry.py", "checkmate"): "a figure's name",
     ("experiments/plan/node_checks.py", "checkmate"): "a figure's section of the configuration",
@@ -47,7 +44,7 @@ PAPERS = {
 
 def rooms_of(system: str) -> tuple[Path, ...]:
     """The file of a system, or its folder if it has one of its own."""
-    path = ROOT.parent.joinpath(*_BUILT_IN[system].partition(":")[0].split(".")) if system in _BUILT_IN else ROOT
+    path = ROOT.parent.joinpath(*BUILT_IN[system].partition(":")[0].split(".")) if system in BUILT_IN else ROOT
     return (path.parent,) if path.name == "system" else (path.with_suffix(".py"),)
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from lastgood.sinks import Sink
 
-__all__ = ["LAST", "CostModel", "Helper", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
+__all__ = ["LAST", "CostModel", "Helper", "Keeps", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
 
 LAST: Final = 1000
 """The order of a system that declares none: after all that do."""
@@ -27,6 +27,10 @@ the next exchange of gradients. ``each``: every rank writes its own, and they ag
 `machine`, `machines` and `peers`, and the system a `traffic` that the training's communication is reported to.
 ``shadows``: every rank sends its part of the gradients to shadows; the system then has `watch`, which takes the loss.
 """
+
+Keeps = Literal["files", "folders", "slots", "shadows"]
+"""``files``: checkpoint-*.pt (checkpointers/torch_files). ``folders``: checkpoint-*-step-* (checkpointers/directories).
+``slots``: slot-*.lgs (storage). ``shadows``: in the memory of shadows, with the job's id in the directory."""
 
 Helper = Literal["shadows", "peers"]
 """Processes beside the training that a run must start before it: a configured number of shadows, or, for a run over
@@ -64,6 +68,10 @@ class Traits:
     """Where a durable checkpoint is; None: captions say that it is durable by its own word."""
     safe_words: str = ""
     """Where that is in a caption, after "it is", for a system that is not safe on a disk: ``in its peers' memory``."""
+    keeps: Keeps | None = None
+    """How its checkpoints lie in its directory, by which a message says whose a directory may be."""
+    marker: str = ""
+    """The file in each of its folders that no other system writes, if it keeps ``folders``."""
     ranks_write: RanksWrite | None = None
     """Who writes over several ranks; None: it is measured in one process only."""
     helper: Helper | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lying_systems
 
-from lastgood.checkpointers import registry
+from lastgood.checkpointers import known
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.torch_files.files import plain_tree
@@ -67,7 +67,7 @@ SYSTEMS = {kind.name: kind for kind in (lying_systems.Stale, lying_systems.Late,
 if __name__ == "__main__":
     jobs, data_dir, scratch = sys.argv[1:]
     for name, kind in SYSTEMS.items():
-        registry._BUILT_IN[name] = f"{kind.__module__}:{kind.__name__}"
+        known.BUILT_IN[name] = f"{kind.__module__}:{kind.__name__}"
     for out, spec in json.loads(jobs).items():
         try:
             chosen = GoodputSpec.model_validate(spec)

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from lastgood.checkpointers import registry
+from lastgood.checkpointers import known
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.torch_files.files import plain_tree
@@ -64,7 +64,7 @@ class Unfinished(SyncCheckpointer):
 if __name__ == "__main__":
     name, spec, out, data_dir, scratch = sys.argv[1:]
     kinds = {kind.name: kind for kind in (Stale, Late, Unfinished)}
-    registry._BUILT_IN[name] = f"{__name__}:{kinds[name].__name__}"
+    known.BUILT_IN[name] = f"{__name__}:{kinds[name].__name__}"
     logs = logs_beside(Path(out))
     record = execute(RunSpec.model_validate_json(spec), Path(data_dir), Path(scratch), logs, lambda stage: None)
     record.write(Path(out))

@@ -40,6 +40,7 @@ class SyncCheckpointer(Checkpointer):
         colour="#606060",
         order=10,
         safe_in=Sink.DISK,
+        keeps="files",
         ranks_write="first",
         cost=CostModel(waits=True, takes="write"),
         loss="half_interval",

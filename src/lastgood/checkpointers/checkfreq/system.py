@@ -71,6 +71,7 @@ class CheckFreq(Checkpointer):
         colour="#E69F00",
         order=20,
         safe_in=Sink.DISK,
+        keeps="files",
         ranks_write="first",
         cost=CostModel(waits=False, takes="both"),
     )

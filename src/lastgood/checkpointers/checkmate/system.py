@@ -69,6 +69,7 @@ class Checkmate(Checkpointer):
         order=60,
         safe_in=Sink.MEMORY,
         safe_words="in its shadows' memory",
+        keeps="shadows",
         ranks_write="shadows",
         helper="shadows",
         only_interval=1,

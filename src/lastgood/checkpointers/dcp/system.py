@@ -63,6 +63,8 @@ class TorchDCP(DirectorySystem):
         colour="#F0E442",
         order=50,
         safe_in=Sink.DISK,
+        keeps="folders",
+        marker=".metadata",
         ranks_write="first",
     )
     Options: ClassVar[type[BaseOptions]] = DCPOptions

@@ -91,6 +91,7 @@ class GPM(Checkpointer):
         colour="#56B4E9",
         order=30,
         safe_in=Sink.DISK,
+        keeps="slots",
         maps_storage=True,
         cost=CostModel(waits=True, takes="slower"),
         loss="half_interval",

@@ -75,6 +75,7 @@ class PCcheck(Checkpointer):
         colour="#0072B2",
         order=80,
         safe_in=Sink.DISK,
+        keeps="slots",
         ranks_write="each",
         cost=CostModel(waits=False, takes="slower"),
         loss="half_interval_and_writes",

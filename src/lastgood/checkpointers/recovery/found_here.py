@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.checkpointers.directories.local import LocalStore
+from lastgood.checkpointers.known import all_traits
 from lastgood.checkpointers.rank_directory import rank_directories
 from lastgood.checkpointers.ranks.directories import job_of
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.torch_files.files import TorchFiles
+from lastgood.checkpointers.traits import Keeps, Traits
 from lastgood.errors import CheckpointError, MismatchError
 from lastgood.files import storage_error
 
 __all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
 
-_LIBRARIES = {".metadata": "dcp", ".snapshot_metadata": "torchsnapshot", "state.pt": "nvrx"}
 _MOST_STEPS = 4
 _ADVICE = (
     "start it as before; or, to go on from them, give it a new directory and (PCcheck) this one with "
@@ -67,7 +68,7 @@ def others_in(directory: Path) -> list[Found]:
         found = []
         files = TorchFiles(directory, 1).steps()
         if files:
-            found.append(Found(directory, "files of sync or checkfreq (checkpoint-*.pt)", tuple(files)))
+            found.append(Found(directory, f"files of {_names('files')} (checkpoint-*.pt)", tuple(files)))
         folders = LocalStore(directory, 1).found()
         if folders:
             kinds = {_library(Path(one.where)) for one in folders}
@@ -79,13 +80,23 @@ def others_in(directory: Path) -> list[Found]:
         raise storage_error(error, directory, "reading the directory") from error
 
 
+def _names(keeps: Keeps) -> str:
+    """The systems that keep their checkpoints so, in the order of figures."""
+    return " or ".join(name for name, traits in _ranked() if traits.keeps == keeps)
+
+
 def _library(checkpoint: Path) -> str:
-    return next((name for file, name in _LIBRARIES.items() if (checkpoint / file).exists()), "an unknown system")
+    markers = ((name, traits.marker) for name, traits in _ranked() if traits.keeps == "folders" and traits.marker)
+    return next((name for name, marker in markers if (checkpoint / marker).exists()), "an unknown system")
+
+
+def _ranked() -> list[tuple[str, Traits]]:
+    return sorted(all_traits()[0].items(), key=lambda one: (one[1].order, one[0]))
 
 
 def _in_shadows(directory: Path) -> Found | None:
     """What Checkmate's shadows keep, or kept: its job's directory says of one step that it was complete."""
-    what = f"the job of shadows of checkmate ({JOB_FILE})"
+    what = f"the job of shadows of {_names('shadows')} ({JOB_FILE})"
     try:
         noted = noted_job(directory)
     except CheckpointError:
@@ -115,7 +126,7 @@ def _slots(directory: Path) -> Found | None:
     sizes = {record.world_size for record in records}
     return Found(
         directory,
-        "slots of pccheck or gpm (slot-*.lgs)",
+        f"slots of {_names('slots')} (slot-*.lgs)",
         tuple(record.step for record in whole),
         sizes.pop() if len(sizes) == 1 else None,
     )

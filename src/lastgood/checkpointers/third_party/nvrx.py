@@ -56,6 +56,8 @@ class ResiliencyExtension(DirectorySystem):
         colour="#603000",
         order=110,
         safe_in=Sink.DISK,
+        keeps="folders",
+        marker="state.pt",
     )
 
     def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **knobs: Any) -> None:

@@ -36,6 +36,8 @@ class TorchSnapshot(DirectorySystem):
         colour="#001890",
         order=120,
         safe_in=Sink.DISK,
+        keeps="folders",
+        marker=".snapshot_metadata",
     )
 
     @classmethod
