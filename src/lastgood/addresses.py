@@ -23,7 +23,7 @@ __all__ = ["address_in", "check_range", "memory_address", "row_addresses"]
 def address_in(target: torch.Tensor, offset: int, nbytes: int) -> int:
     """The address of `nbytes` bytes from byte `offset` of a CPU tensor on; the caller keeps the tensor.
 
-    Raises CorruptCheckpoint where the tensor, from its first to its last element, does not hold them all.
+    Raises CorruptCheckpoint if the tensor, from its first to its last element, does not hold them all.
     """
     begin, extent = _extent(target)
     check_range(offset, nbytes, extent)
@@ -45,7 +45,7 @@ def row_addresses(
 ) -> list[int]:
     """The addresses of rows of `elements` elements of `dtype` that begin at these elements of a CPU tensor.
 
-    Raises CorruptCheckpoint where the tensor is of another dtype, or does not hold a row.
+    Raises CorruptCheckpoint if the tensor is of another dtype, or does not hold a row.
     """
     if target.dtype != dtype:
         raise CorruptCheckpoint(f"elements of {dtype} for a tensor of {target.dtype}")

@@ -215,7 +215,7 @@ def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None
 def entries_of(directory: Path) -> list[Path]:
     """What lies in a directory; nothing where there is none.
 
-    Raises StorageError where it cannot be read, or is none.
+    Raises StorageError if it cannot be read, or is none.
     """
     try:
         return list(directory.iterdir())

@@ -23,7 +23,7 @@ __all__ = ["FileLock", "describe_process", "finishes_beside", "lock_holders"]
 
 _POLL_S = 0.2
 _FINISH_S = 10.0
-"""For what a dropped holder of a lock has under way, in this very process."""
+"""For what a dropped holder of a lock has in progress, in this very process."""
 _LOOKS = 3
 """At a lock that nobody holds by the time its holders are read."""
 
@@ -151,7 +151,7 @@ _finishing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def finishes_beside(thread: threading.Thread) -> None:
-    """Note a thread that ends by itself, and until then keeps alive what holds a lock (a checkpoint under way)."""
+    """Note a thread that ends by itself, and until then keeps alive what holds a lock (a checkpoint in progress)."""
     _finishing.add(thread)
 
 

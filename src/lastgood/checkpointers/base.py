@@ -156,7 +156,7 @@ class Checkpointer(ABC):
         are added. With `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has
         consumed.
 
-        `data_changed` says what to do if the checkpoint was made in the midst of an epoch, and the loader has another
+        `data_changed` says what to do if the checkpoint was made in the middle of an epoch, and the loader has another
         batch size or other data now: raise MismatchError, or go on after the same number of ``"samples"``, or begin the
         next ``"epoch"``; what that skips or repeats is logged.
 
@@ -261,7 +261,7 @@ class Checkpointer(ABC):
             _log.error("%s: closing at exit failed: %s", self.name, error)
 
     def end_beside(self, timeout_s: float) -> None:
-        """Make durable what is under way, at SIGTERM, in a thread beside that of the training, which is stuck.
+        """Make durable what is in progress, at SIGTERM, in a thread beside that of the training, which is stuck.
 
         The process ends then, whatever it does. Never raises.
         """
@@ -272,11 +272,11 @@ class Checkpointer(ABC):
             _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
 
     def exit_drain_s(self) -> float:
-        """How long an ending process waits for what is under way."""
+        """How long an ending process waits for what is in progress."""
         return EXIT_DRAIN_S
 
     def _drain_beside(self, timeout_s: float) -> None:
-        """Wait until what is under way is as safe as it can be made without the training's thread."""
+        """Wait until what is in progress is as safe as it can be made without the training's thread."""
         self.drain(timeout_s)
 
     def _attached(self) -> Attachment:
@@ -306,7 +306,7 @@ class Checkpointer(ABC):
         return self.interval_steps is not None and self.interval_steps > 0 and step % self.interval_steps == 0
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
-        """Restore what a new life begins with. Raises NoCheckpoint where it begins from nothing."""
+        """Restore what a new life begins with. Raises NoCheckpoint if it begins from nothing."""
         self.restore(state, step)
 
     def _world(self) -> tuple[int, int]:
@@ -342,7 +342,7 @@ class Checkpointer(ABC):
         del step, loss
 
     def _abandon(self) -> None:  # noqa: B027 - most systems end with their threads
-        """Make what is under way fail soon, so that `close` does not wait for it."""
+        """Make what is in progress fail soon, so that `close` does not wait for it."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class Checkpointer(ABC):
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Return when every checkpoint asked for is finished (as safe as the system makes it, or failed).
 
-        Raises WaitTimeout, naming the steps that are still under way.
+        Raises WaitTimeout, naming the steps that are still in progress.
         """
 
     @abstractmethod
@@ -514,5 +514,5 @@ class Checkpointer(ABC):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Load the newest whole checkpoint (or that of `step`) into `state`, to the bit, and return its step.
 
-        Needs no `start`. Raises NoCheckpoint where there is none.
+        Needs no `start`. Raises NoCheckpoint if there is none.
         """

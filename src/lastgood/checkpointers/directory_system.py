@@ -48,7 +48,7 @@ class DirectoryOptions(BaseOptions):
     keep: int = Field(default=2, ge=2)
     """Whole checkpoints kept."""
     limit_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
-    """Seconds that one checkpoint may be under way before it counts as failed."""
+    """Seconds that one checkpoint may be in progress before it counts as failed."""
 
     def disk_bytes(self, state_bytes: int) -> int:
         """The kept ones, and the one being written."""
@@ -164,7 +164,7 @@ class DirectorySystem(Checkpointer):
         """All is copied when save() returns."""
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until the checkpoint under way is durable, or has failed."""
+        """Wait until the checkpoint in progress is durable, or has failed."""
         flight = self._flight  # a signal handler, or another thread, may drain as well
         if flight is None:
             return

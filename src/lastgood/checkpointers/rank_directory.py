@@ -20,7 +20,7 @@ def rank_directory(job: Path | str, rank: int) -> Path:
 def rank_directories(job: Path | str) -> dict[int, Path]:
     """The ranks' directories that are here, by rank; none where `job` is no directory of several ranks.
 
-    Raises StorageError where it cannot be read.
+    Raises StorageError if it cannot be read.
     """
     folder = Path(job)
     try:

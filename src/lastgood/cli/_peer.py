@@ -27,7 +27,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def needed_token(path: Path | None, peer: str, serve_option: str) -> str:
-    """The same, for measuring `peer`. Raises ConfigError where there is none."""
+    """The same, for measuring `peer`. Raises ConfigError if there is none."""
     token = read_token(path)
     if token is None:
         raise ConfigError(

@@ -86,7 +86,7 @@ def switch(
             console.print(f"switch: {address} goes to {one.target}", markup=False)
         while not stop.wait(report or None):
             _print_line(running.counters())
-    # Only now no copy is under way any more.
+    # Only now no copy is in progress any more.
     _print_line(running.counters())
 
 

@@ -107,7 +107,7 @@ def kill(node: Node, name: Name = "main") -> None:
 
 @app.command()
 def restart(node: Node, name: Name = "main") -> None:
-    """Bring a node up anew, as after a loss; what still runs in it is killed before."""
+    """Bring a node up again, as after a loss; what still runs in it is killed before."""
     _change(name, node, "up again", lambda bed: bed.restart(node))
 
 

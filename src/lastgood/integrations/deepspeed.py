@@ -83,7 +83,7 @@ def use_lastgood(
 
     Returns the checkpoint engine that was put in place; `events` tells what became of each save.
 
-    Raises ConfigError where the installed DeepSpeed has another interface, the engine's configuration chose a
+    Raises ConfigError if the installed DeepSpeed has another interface, the engine's configuration chose a
     checkpoint engine of its own or offloads the optimizer to NVMe, or an option cannot be.
     """
     if writer_threads < 1 or pool_bytes < 1 or timeout_s <= 0:
@@ -185,7 +185,7 @@ class LastgoodFiles:
         return self._saves.events
 
     def drain(self) -> None:
-        """Collective: finish a background save that is under way, and name it in ``latest``.
+        """Collective: finish a background save that is in progress, and name it in ``latest``.
 
         Raises CheckpointError, the same on all ranks, if it failed.
         """
@@ -295,7 +295,7 @@ class LastgoodFiles:
         folder = path.parent
         known, other = self._loaded.get(folder, (job_id, path))
         if known != job_id and other.is_file() and is_single_file(other):
-            known = look_at_single(other).record.job_id  # it may have been saved anew since
+            known = look_at_single(other).record.job_id  # it may have been saved again since
             if known != job_id:
                 raise CorruptCheckpoint(
                     f"{path} and {other.name} are from two saves: one was saved over the other and was not finished; "

@@ -37,7 +37,7 @@ _NEEDED: Final[Mapping[int, tuple[str, ...]]] = {
 
 
 def import_deepspeed() -> Any:
-    """The package. Raises ConfigError where it cannot be imported."""
+    """The package. Raises ConfigError if it cannot be imported."""
     try:
         import deepspeed
     except ImportError as error:
@@ -48,7 +48,7 @@ def import_deepspeed() -> Any:
 class LiveZero:
     """What rank r keeps of a training under ZeRO 1, 2 or 3, in fp32 or bf16, without offload.
 
-    Raises ConfigError where the engine's optimizer is not what this module knows, or has a loss scale that changes.
+    Raises ConfigError if the engine's optimizer is not what this module knows, or has a loss scale that changes.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -58,14 +58,14 @@ class LiveZero:
         _check(zero, self._stage)
         partitions = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
         self.weights = _flat_weights(partitions, self._module.named_buffers(), self._remake_model)
-        """This rank's partitions, and the model's buffers. Loading them makes the model's weights anew, which is a
+        """This rank's partitions, and the model's buffers. Loading them makes the model's weights again, which is a
         collective operation: all ranks load, or none."""
         self.optimizer: torch.optim.Optimizer = zero.optimizer
         """torch's own, over the partitions."""
         self.settle()
 
     def settle(self) -> None:
-        """Make the optimizer whole again; behind every step, before its state is looked at. Twice does no harm.
+        """Make the optimizer whole again; after every step, before its state is looked at. Twice does no harm.
 
         ZeRO 3 takes the partitions out of the optimizer's groups at the end of a step.
         """

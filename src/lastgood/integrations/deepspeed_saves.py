@@ -178,7 +178,7 @@ class TagSaves:
     def put(self, state: Any, path: str | Path) -> None:
         """Write one file. When this returns, `state` may be changed; what is left to do is done by other threads.
 
-        Raises CheckpointError only where no save was begun: a failure is remembered for `finish`, because one rank that
+        Raises CheckpointError only if no save was begun: a failure is remembered for `finish`, because one rank that
         raised here would leave the others waiting.
         """
         saving, path = self._saving, local_path(path)

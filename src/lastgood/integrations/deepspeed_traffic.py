@@ -38,7 +38,7 @@ def mark_communication(traffic: Traffic) -> None:
 
     An operation that waits for another rank counts from its call on: that this rank waits, and is not yet sent to,
     cannot be seen here. On CUDA a mark ends when the device has come past the operation. Call it once, after DeepSpeed
-    is initialised. Raises ConfigError where it is not, or its backend has another interface.
+    is initialised. Raises ConfigError if it is not, or its backend has another interface.
     """
     module = sys.modules.get("deepspeed.comm.comm")
     backend = getattr(module, "cdb", None)

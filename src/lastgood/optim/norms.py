@@ -31,7 +31,7 @@ def parameter_norms(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -
 def global_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm over all parameters, from their norms in the order of the model's list, of all shards.
 
-    torch takes norms of one dtype together, in an order of its own, and so does this. Raises MismatchError where a norm
+    torch takes norms of one dtype together, in an order of its own, and so does this. Raises MismatchError if a norm
     is no scalar.
     """
     if any(norm.dim() != 0 for norm in norms):

@@ -128,7 +128,7 @@ def run_on_device(probe: Probe, device: str) -> States:
 def probed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> OptimizerSpec:
     """`OptimizerSpec.of`, with what the optimizer's own device answers. Costs a CUDA trainer some tenths of a second.
 
-    Raises ConfigError where the device's steps are none that the shadow's code can repeat.
+    Raises ConfigError if the device's steps are none that the shadow's code can repeat.
     """
     spec = OptimizerSpec.of(optimizer, parameters)
     if spec.arithmetic == "cpu":
@@ -155,7 +155,7 @@ def probed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] 
 
 
 def find_lanes(probe: Probe, reference: Callable[[Probe], States], powers: DevicePowers) -> int:
-    """The lanes with which native code makes what `reference` made. Raises ConfigError where none do."""
+    """The lanes with which native code makes what `reference` made. Raises ConfigError if none do."""
     wanted = reference(probe)
     contracted = _run_here(probe, ALL_LANES, powers, wanted)
     lanes = ALL_LANES

@@ -171,7 +171,7 @@ class _Builder:
 def tensor_over(
     blocks: Sequence[torch.Tensor], block: int, offset: int, dtype: str, shape: list[int], stride: list[int]
 ) -> torch.Tensor:
-    """The tensor that a T node describes, over its block. Raises ValueError where it does not lie inside."""
+    """The tensor that a T node describes, over its block. Raises ValueError if it does not lie inside."""
     kind = dtype_named(dtype)
     if 0 in shape:
         return torch.empty_strided(shape, stride, dtype=kind, device="cpu")

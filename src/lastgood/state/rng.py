@@ -35,7 +35,7 @@ class RngState(Checked):
     """State of the generators of Python, numpy, torch's CPU and every CUDA device, as tensors and plain values.
 
     A CUDA generator that stands where `torch.manual_seed` put it, and has drawn nothing, is known by the seed of the
-    CPU's: it is None, and none at all behind the last that is otherwise. So the state is the same before and after a
+    CPU's: it is None, and none at all after the last that is otherwise. So the state is the same before and after a
     process begins to use CUDA, and one that never drew there asks for no device. A seed that was given to CUDA alone
     (`torch.cuda.manual_seed`) is seen only once CUDA is in use: until then torch does not tell it.
 

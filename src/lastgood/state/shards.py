@@ -44,7 +44,7 @@ _PLACEMENTS = {"S": 2, "Z": 3, "R": 1}
 Placement = tuple[Any, ...]
 """``("S", dim)`` is torch's Shard, ``("Z", dim, split_factor)`` its _StridedShard, ``("R",)`` Replicate."""
 Runs = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension the (start, length) ranges that a local part covers, in order; none where it is empty."""
+"""For each dimension the (start, length) ranges that a local part covers, in order; none if it is empty."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class MappedArea:
-    """A whole file, mapped shared. Offsets and lengths are bytes of the file. Raises OSError where it cannot be.
+    """A whole file, mapped shared. Offsets and lengths are bytes of the file. Raises OSError if it cannot be.
 
     The file must be written in full, and nobody may cut it while it is mapped.
     """
@@ -85,12 +85,12 @@ class MappedArea:
         del anchor  # a buffer that is exported would keep the mapping from being closed
 
     def is_whole(self) -> bool:
-        """Whether the file is still under its name and not cut. Raises OSError where it is gone."""
+        """Whether the file is still under its name and not cut. Raises OSError if it is gone."""
         named = self.path.stat()
         return (named.st_dev, named.st_ino) == self._identity and named.st_size >= self.nbytes
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have the kernel give the pages of a range for storing. Raises OSError where a store would get SIGBUS."""
+        """Have the kernel give the pages of a range for storing. Raises OSError if a store would get SIGBUS."""
         if _libc.madvise(*self._pages(offset, nbytes), _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
@@ -213,7 +213,7 @@ class AreaStore:
         """Make sure that an area can take a stream of `capacity_bytes`, written in full beforehand.
 
         The area whose checkpoint stays is left alone, and grows when its turn comes. Raises StorageError, naming path
-        and bytes, where there is no room; the checkpoint that stays is untouched.
+        and bytes, if there is no room; the checkpoint that stays is untouched.
         """
         file_bytes = fmt.stream_layout(capacity_bytes, self.chunk_bytes)[2]
         if self._stays is not None and not self._stays.path.exists():

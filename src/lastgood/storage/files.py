@@ -140,7 +140,7 @@ def flush_file(path: Path, mode: int | None = None) -> None:
 def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool, mode: int = PRIVATE) -> None:
     """Make a void slot file of `file_bytes`, written in full, under its final name only once it is durable.
 
-    Raises StorageError, and leaves no temporary file, where there is no room.
+    Raises StorageError, and leaves no temporary file, if there is no room.
     """
     temporary = temporary_beside(path)
     try:
@@ -171,7 +171,7 @@ def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
 def grow_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool) -> None:
     """Void an existing slot file and make it at least `file_bytes` long, written in full and durable.
 
-    Raises StorageError, with the file as long as it was, where there is no room.
+    Raises StorageError, with the file as long as it was, if there is no room.
     """
     try:
         descriptor, _ = open_file(path, os.O_RDWR, direct=direct)
@@ -198,7 +198,7 @@ def _fill(descriptor: int, begin: int, end: int) -> None:
     if begin >= end:
         return
     try:
-        # Fails at once where there is no room, and gives the file long extents.
+        # Fails at once if there is no room, and gives the file long extents.
         os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):

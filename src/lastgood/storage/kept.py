@@ -89,7 +89,7 @@ class KeptSlots(SlotView, ABC):
         return self._book
 
     def judge(self, sequence: int, verdict: Verdict) -> None:
-        """Judge a checkpoint, durable or still under way; a later verdict replaces it. Raises StorageError."""
+        """Judge a checkpoint, durable or still in progress; a later verdict replaces it. Raises StorageError."""
         try:
             with self._writing_the_book():
                 self._book.judge(sequence, verdict)

@@ -114,7 +114,7 @@ class SlotStatus:
 
 
 def find_slots(directory: Path) -> dict[int, Path]:
-    """The slot files of a directory, by number. Raises StorageError where the directory cannot be read."""
+    """The slot files of a directory, by number. Raises StorageError if the directory cannot be read."""
     try:
         found = {fmt.slot_number(path): path for path in directory.iterdir()}
     except OSError as error:
@@ -152,7 +152,7 @@ def written_by_agreement(directory: Path) -> bool | None:
 
 
 def job_of_slots(statuses: Sequence[SlotStatus]) -> fmt.Job | None:
-    """The one job that all readable commit records name, or None. Raises MismatchError where they name several."""
+    """The one job that all readable commit records name, or None. Raises MismatchError if they name several."""
     owners = {status.record.job: status.path for status in statuses if status.record is not None}
     if len(owners) > 1:
         named = "; ".join(f"{path} belongs to {job}" for job, path in owners.items())

@@ -39,7 +39,7 @@ class SingleFile:
         writer_threads: threads that write it.
         direct_io: whether the file system has direct I/O (`files.direct_io_works`).
 
-    Raises StorageError, and leaves no file, where there is no room.
+    Raises StorageError, and leaves no file, if there is no room.
     """
 
     incarnation = 1
@@ -117,7 +117,7 @@ class SingleFile:
         try:
             descriptor = open_new(self._temporary, os.O_RDWR, self._mode)
             try:
-                # Fails at once where there is no room, and gives the file long extents.
+                # Fails at once if there is no room, and gives the file long extents.
                 os.posix_fallocate(descriptor, 0, file_bytes)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
@@ -135,7 +135,7 @@ class SingleFile:
 
 
 def is_single_file(path: Path) -> bool:
-    """Whether a file begins as a slot does. Raises StorageError where it cannot be read."""
+    """Whether a file begins as a slot does. Raises StorageError if it cannot be read."""
     try:
         with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
             return file.read(len(_MAGIC)) == _MAGIC

@@ -124,7 +124,7 @@ class SlotStore(KeptSlots):
 
     @property
     def pool(self) -> _native.ChunkPool:
-        """The buffers that checkpoints pass through. May be replaced; writes under way keep theirs."""
+        """The buffers that checkpoints pass through. May be replaced; writes in progress keep theirs."""
         with self._changed:
             if self._pool is None:
                 self._pool = _native.ChunkPool(0, self._pool_bytes, self.chunk_bytes)
@@ -170,7 +170,7 @@ class SlotStore(KeptSlots):
         """Make sure that every slot can take a stream of `capacity_bytes`, written in full beforehand.
 
         Missing files are made and free ones grown now; a slot that holds a kept checkpoint or is being written grows
-        when it is free again. Raises StorageError, naming path and bytes, where there is no room; the checkpoints and
+        when it is free again. Raises StorageError, naming path and bytes, if there is no room; the checkpoints and
         the slots that were there stay.
         """
         if capacity_bytes < 0:

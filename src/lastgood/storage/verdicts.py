@@ -56,7 +56,7 @@ class VerdictBook:
         self.restarts: dict[int, Restarts] = {}
         """By sequence: lives that began there, since training last got further than ever before."""
         self.reached = -1
-        """The highest step that had a checkpoint when a restart was last counted: a life that writes it anew, coming
+        """The highest step that had a checkpoint when a restart was last counted: a life that writes it again, coming
         from an older one, has not got on."""
         self._read()
 

@@ -187,7 +187,7 @@ class SlotWrite:
             self._writer.put(chunk_index)
 
     def release(self) -> None:
-        """After a failure: give back the buffers taken by `acquire`, once no copy into them is under way any more."""
+        """After a failure: give back the buffers taken by `acquire`, once no copy into them is in progress any more."""
         if self._native is not None:
             self._native.release()
 

@@ -32,7 +32,7 @@ _MOST: Final = 500_000_000
 def partition(workload: Workload, stage: int, batch_size: int, device: str) -> None:
     """Train `workload` under ZeRO `stage` from now on, its state partitioned over all ranks.
 
-    torch.distributed must be initialised, the optimizer must not have stepped. Raises ConfigError where DeepSpeed is
+    torch.distributed must be initialised, the optimizer must not have stepped. Raises ConfigError if DeepSpeed is
     missing, or has another interface.
     """
     deepspeed = _prepare(device)

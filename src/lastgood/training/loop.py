@@ -71,7 +71,7 @@ class TrainingLoop:
         self.progress = Progress()
         self.first_step = 0
         self.drain_each = False
-        """Wait after every save until it is durable, outside the save's own stall: no two are under way."""
+        """Wait after every save until it is durable, outside the save's own stall: no two are in progress."""
         self.heartbeat: Callable[[str], None] | None = None
         """Told how far a long `train` is, about once in `HEARTBEAT_S`."""
         self.on_step: Callable[[int, torch.Tensor], None] | None = None

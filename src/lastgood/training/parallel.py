@@ -69,7 +69,7 @@ def loss_module(model: torch.nn.Module, loss: Callable[[Batch], torch.Tensor]) -
 def shard(workload: Workload, device: Literal["cpu", "cuda"]) -> None:
     """Spread every parameter of a causal model over all ranks, layer by layer (FSDP2; Zhao et al. 2023).
 
-    Its optimizer is made anew, over the shards; it must not have stepped. Raises ConfigError for other models: their
+    Its optimizer is made again, over the shards; it must not have stepped. Raises ConfigError for other models: their
     optimizers are not known here.
     """
     from torch.distributed.device_mesh import init_device_mesh

@@ -37,7 +37,7 @@ class Trained:
     """Saves that all shadows held in the end."""
     failed: int
     digest: str
-    """Of the live state behind the last step."""
+    """Of the live state after the last step."""
 
 
 def join_trainers(place: TrainerPlace, device: Literal["cpu", "cuda"], timeout_s: float) -> None:

@@ -117,7 +117,7 @@ def message_frame(content: dict[str, Any]) -> bytes:
 def parse_header(
     content: bytes | bytearray, other: str, what: str, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> Frame:
-    """Read HEADER_BYTES that `other` sent. Raises CorruptCheckpoint where they are none, or declare too much."""
+    """Read HEADER_BYTES that `other` sent. Raises CorruptCheckpoint if they are none, or declare too much."""
     magic, kind, checksum, offset, length = _HEADER.unpack(content)
     limits = {Kind.MESSAGE: max_message_bytes, Kind.CHUNK: MAX_CHUNK_BYTES, Kind.ACK: 0}
     if magic != _MAGIC or kind not in limits:
@@ -137,7 +137,7 @@ def check_message(frame: Frame, other: str, what: str) -> Frame:
 
 
 def parse_message(frame: Frame, body: bytes | bytearray, other: str) -> dict[str, Any]:
-    """The content of a message. Raises CorruptCheckpoint where it cannot be read."""
+    """The content of a message. Raises CorruptCheckpoint if it cannot be read."""
     try:
         if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
             raise ValueError("no message, or damaged")
@@ -227,13 +227,13 @@ class Wire:
         self.write("an acknowledgement to go out", _HEADER.pack(_MAGIC, Kind.ACK, 0, offset, 0))
 
     def receive_frame(self, what: str) -> Frame:
-        """Read a header. Raises CorruptCheckpoint where it is none, or declares more than a frame may hold."""
+        """Read a header. Raises CorruptCheckpoint if it is none, or declares more than a frame may hold."""
         content = bytearray(_HEADER.size)
         self.read_into(memoryview(content), what)
         return parse_header(content, self.other, what, self._max_message_bytes)
 
     def read_message(self, frame: Frame) -> dict[str, Any]:
-        """The content of a message whose header is `frame`. Raises CorruptCheckpoint where that is another frame's."""
+        """The content of a message whose header is `frame`. Raises CorruptCheckpoint if that is another frame's."""
         check_message(frame, self.other, "a message")
         body = bytearray(frame.length)
         self.read_into(memoryview(body), "a message")
@@ -282,7 +282,7 @@ def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unw
 
     Whoever connects proves first: a stranger who does is shown nothing with which he could try tokens by himself.
 
-    Raises MismatchError where the peer is another one (its port was given to another process, say). `unwelcome` is what
+    Raises MismatchError if the peer is another one (its port was given to another process, say). `unwelcome` is what
     it is said to be where it answers this greeting by a frame, in place of its proof.
     """
     ours = secrets.token_bytes(NONCE_BYTES)

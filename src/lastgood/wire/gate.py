@@ -3,7 +3,7 @@
 Strangers are held without a thread each, by one selector. All of them have one deadline for the complete proof, however
 slowly they send. When too many are held the oldest goes, never the new one, and never anybody proved: who knows the
 token needs about one round trip. So many are held (thousands, if the process may have as many files) that those who
-make their connections anew as soon as they are dropped do not fill the kernel's queue of those who wait for us.
+make their connections again as soon as they are dropped do not fill the kernel's queue of those who wait for us.
 Whatever goes wrong with one connection ends that one, with a line in the log; of such lines there are few.
 
 A handshake is a generator: it yields what it waits for (`Step`), gets the bytes, and returns what it has learnt of the
@@ -99,7 +99,7 @@ class Guest(Generic[_T]):
     known: _T
     """What its handshake returned."""
     rest: bytes
-    """What has been read behind the last `Line`."""
+    """What has been read after the last `Line`."""
 
 
 class FewLines:

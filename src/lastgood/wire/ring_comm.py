@@ -27,7 +27,7 @@ __all__ = ["NO_BUCKET", "SEGMENT_BYTES", "Divide", "Place", "RingComm"]
 NO_BUCKET = 0xFFFFFFFF
 """In records of bytes that no shadow wants."""
 SEGMENT_BYTES = 256 * KIB
-"""A record is no longer: the next rank begins to add while the rest is under way."""
+"""A record is no longer: the next rank begins to add while the rest is in progress."""
 
 
 class Divide(enum.IntEnum):
@@ -73,7 +73,7 @@ class RingComm:
 
         `listener` is `listen_ring`'s and is closed here; `next_address` is the next rank's, or a switch's in front of
         it. `job` (32 hex digits), `epoch` and `layout` (the declared layout's digest, 64) are what the records name.
-        Raises WaitTimeout where a neighbour does not come, MismatchError where it belongs elsewhere, ConfigError for
+        Raises WaitTimeout if a neighbour does not come, MismatchError where it belongs elsewhere, ConfigError for
         numbers that no ring has, HostError where this machine has no descriptors left.
         """
         with listener:
@@ -111,7 +111,7 @@ class RingComm:
         """How a tensor goes around: make it once, use it each iteration. All ranks must plan the same.
 
         `places` say what goes to shadows, without overlaps; bytes in none of them are reduced, and marked for nobody.
-        Raises ConfigError where a place is not within the tensor.
+        Raises ConfigError if a place is not within the tensor.
         """
         item = ITEM_BYTES[dtype]
         layout = one_channel(elements, item, self.ranks, self._chunk_bytes)
@@ -128,7 +128,7 @@ class RingComm:
     def all_reduce(self, plan: _native.RingPlan, address: int, iteration: int) -> None:
         """Reduce the tensor at `address`, in place. The records name `iteration`.
 
-        Raises HostError where a neighbour's connection breaks (its text names rank and host), WaitTimeout where one
+        Raises HostError if a neighbour's connection breaks (its text names rank and host), WaitTimeout where one
         does nothing for the timeout, MismatchError where the ranks are out of step, CorruptCheckpoint for damaged
         records. Each ends the ring; the tensor then holds part of a sum.
         """

@@ -93,7 +93,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def listen_ring(host: str, port: int = 0) -> socket.socket:
     """A socket that waits for the previous rank; port 0 takes a free one (`getsockname` tells which).
 
-    Raises HostError where this machine cannot listen there.
+    Raises HostError if this machine cannot listen there.
     """
     try:
         return open_listener(host, port)
@@ -108,7 +108,7 @@ def connect_ring(
 ) -> tuple[Link, Link]:
     """Connect to the next rank while waiting for the previous one. Returns (previous, next).
 
-    Raises WaitTimeout where one does not come within `timeout_s`, MismatchError where it is of another job, epoch or
+    Raises WaitTimeout if one does not come within `timeout_s`, MismatchError where it is of another job, epoch or
     layout, or does not know the token, CorruptCheckpoint where the next one's answer is none, ConfigError for what is
     no address, HostError where this machine cannot wait at `listener` any more.
     """

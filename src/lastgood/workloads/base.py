@@ -106,7 +106,7 @@ class Workload:
     """None: `loss`, its backward pass, and the optimizer's own step."""
     weights: torch.nn.Module | None = None
     """What the optimizer updates, where that is not the model's own memory (a shard of it); loading it makes the
-    model's weights anew."""
+    model's weights again."""
     derived: Callable[[], dict[str, torch.Tensor]] | None = None
     """The model's tensors that are made from `weights`: in no checkpoint, but a restore must bring them back too."""
 

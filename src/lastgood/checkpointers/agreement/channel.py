@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 16
 class Channel:
     """Messages in and out of a non-blocking socket; for one thread.
 
-    `other` names the other side in errors. Raises CheckpointError where the connection ends, CorruptCheckpoint where
+    `other` names the other side in errors. Raises CheckpointError if the connection ends, CorruptCheckpoint where
     what arrives is no message.
     """
 
@@ -108,7 +108,7 @@ class Channel:
 
 
 def whole_number(message: dict[str, Any], key: str, below: int = 1 << 63) -> int:
-    """A number of a message. Raises CorruptCheckpoint where it is none, or out of bounds."""
+    """A number of a message. Raises CorruptCheckpoint if it is none, or out of bounds."""
     value = message.get(key)
     if type(value) is not int or not 0 <= value < below:
         raise CorruptCheckpoint(f"{key} is {value!r:.80} in a message")
@@ -178,7 +178,7 @@ def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channe
 
 
 def _answer(channel: Channel, deadline: float, timeout_s: float) -> dict[str, Any]:
-    """The next message of a side that has proved nothing yet. Raises MismatchError where it refuses us."""
+    """The next message of a side that has proved nothing yet. Raises MismatchError if it refuses us."""
     answer = _one_message(channel, deadline, timeout_s)
     if answer.get("kind") == "refused":
         if answer.get("why") == "another token":

@@ -54,7 +54,7 @@ class Flights(Protocol):
     """What the checkpointer tells of its checkpoints that are still being written."""
 
     def sequence_of(self, step: int) -> int | None:
-        """Of the one of `step`, if it is under way."""
+        """Of the one of `step`, if it is in progress."""
 
     def give_up(self, step: int) -> None:
         """It must not commit any more."""
@@ -227,7 +227,7 @@ class JobOfRanks:
     def admit(self, step: int) -> Decided | None:
         """A save of `step` begins: returns what another rank has decided against it already.
 
-        Raises CheckpointError where the job has saved this step, or a later one, in this life.
+        Raises CheckpointError if the job has saved this step, or a later one, in this life.
         """
         with self._changed:
             if step <= self._last_step:

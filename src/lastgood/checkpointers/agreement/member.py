@@ -101,7 +101,7 @@ class Member:
     # -- beginning -------------------------------------------------------------------------------------------------
 
     def wait_for_offer(self, after: int, timeout_s: float) -> Offer | None:
-        """The offer behind that of number `after`, or None once all ranks have read that one and the life begins.
+        """The offer after that of number `after`, or None once all ranks have read that one and the life begins.
 
         Raises WaitTimeout, which names the ranks that did not come, and whatever the coordinator refuses with.
         """

@@ -44,16 +44,16 @@ class _Place:
 class CountedLoader(Checked):
     """An iterable of batches that knows how many were taken, as a part of a training state.
 
-    Iterate over it in place of the loader. After a restart the first ``for`` goes on behind the last batch of the
+    Iterate over it in place of the loader. After a restart the first ``for`` goes on after the last batch of the
     checkpoint: the epoch's order is drawn again from the generators' states at its beginning, the consumed batches are
     read and dropped, and the generators of Python, numpy and torch then stand where the checkpoint had them. A loader
     with state_dict and load_state_dict of its own (torchdata's StatefulDataLoader) is asked to do this itself.
 
     A loop that is left early, by ``break`` or by an error, keeps its place until the next ``for`` begins an epoch, so
-    that a checkpoint taken in between goes on behind the last batch. After a resume the place holds until a step was
+    that a checkpoint taken in between goes on after the last batch. After a resume the place holds until a step was
     trained on: a look at the first batch beforehand uses nothing up.
 
-    `changed` says what to do if a checkpoint was made in the midst of an epoch, and the loader has another batch size
+    `changed` says what to do if a checkpoint was made in the middle of an epoch, and the loader has another batch size
     or other data now: refuse it, go on after the same number of samples, or begin the next epoch.
 
     A loader's own state_dict is not asked before the loader was begun in this life: some begin, or draw from
@@ -177,7 +177,7 @@ class CountedLoader(Checked):
         return self._loaded
 
     def check_saved(self, saved: Any, path: str) -> None:
-        """Refuse the place of another kind of loader, and one in the midst of other data than the attached one."""
+        """Refuse the place of another kind of loader, and one in the middle of other data than the attached one."""
         if (saved["loader"] is None) == self._keeps_its_place and not self._state_dict_fails(saved["loader"]):
             kinds = "a loader with a state of its own", "a loader without"
             before, now = kinds if saved["loader"] is not None else kinds[::-1]
@@ -220,7 +220,7 @@ class CountedLoader(Checked):
                 generator.set_state(saved)
 
     def _moved(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The place in the data of now, and whether it is in the midst of an epoch.
+        """The place in the data of now, and whether it is in the middle of an epoch.
 
         It is another place if the data changed, and `changed` says what to do then.
         """
@@ -252,7 +252,7 @@ class CountedLoader(Checked):
 
         Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on behind its share of the
         consumed batches; batches must be of the same size as before. Where every rank goes through the data in the same
-        order, the place stays. Raises MismatchError where no place is the same for the new ranks.
+        order, the place stays. Raises MismatchError if no place is the same for the new ranks.
         """
         first = states[0]
         saved, live = first.get("replicas"), self._replicas()

@@ -1,4 +1,4 @@
-"""What a loader is made of, as far as it says so cheaply, and what a change of it means in the midst of an epoch."""
+"""What a loader is made of, as far as it says so cheaply, and what a change of it means in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 __all__ = ["DataChanged", "Difference", "describe_data", "difference", "epoch_of", "set_epoch"]
 
 DataChanged = Literal["refuse", "samples", "epoch"]
-"""What to do if the data changed in the midst of an epoch: raise MismatchError; go on after the same number of samples;
+"""What to do if the data changed within an epoch: raise MismatchError; go on after the same number of samples;
 begin the next epoch."""
 
 _COMPARED = {"batch_size": "batch size", "samples": "samples", "sampler": "sampler"}

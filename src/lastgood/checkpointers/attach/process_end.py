@@ -1,12 +1,12 @@
-"""How a process with an attached checkpointer ends: in bounded time, with what is under way made durable if that fits.
+"""How a process with an attached checkpointer ends: in bounded time, saves in progress made durable if that fits.
 
 Python runs exit handlers after an uncaught exception, after Ctrl-C and after sys.exit, but not when SIGTERM ends the
-process by default. So SIGTERM is turned into SystemExit, where nobody else has taken it.
+process by default. So SIGTERM is turned into SystemExit, if nobody else has taken it.
 
 That takes the main thread, which runs Python's handlers between two instructions. While it sits in a collective whose
 other ranks are gone, or in another long call into native code, it never comes to one. So a native handler in front of
 Python's wakes a thread beside it (native/src/process/end_watch.hpp). If the main thread has not come to its handler
-after `PATIENCE_S`, what is under way is made durable from another thread of Python, and then the process ends as by
+after `PATIENCE_S`, what is in progress is made durable from another thread of Python, and then the process ends as by
 SIGTERM's default action; also if that thread gets nowhere (a call that keeps the interpreter's lock), in the end.
 """
 
@@ -38,7 +38,7 @@ class _Endable(Protocol):
         """Drain for a bounded time, then close; must not raise."""
 
     def end_beside(self, timeout_s: float) -> None:
-        """Make durable what is under way, in a thread beside a main thread that is stuck; must not raise."""
+        """Make durable what is in progress, in a thread beside a main thread that is stuck; must not raise."""
 
     def exit_drain_s(self) -> float:
         """How long both may take."""
@@ -134,7 +134,7 @@ def _give_back_sigterm() -> None:
 
 
 def _end_beside(descriptor: int) -> None:
-    """In a thread: once the main thread has not answered SIGTERM, make durable what is under way."""
+    """In a thread: once the main thread has not answered SIGTERM, make durable what is in progress."""
     from lastgood import _native
 
     while True:

@@ -66,10 +66,10 @@ class SyncCheckpointer(Checkpointer):
         event.outcome = Outcome.DURABLE
 
     def before_update(self) -> None:
-        """Nothing is ever under way here."""
+        """Nothing is ever in progress here."""
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Nothing is ever under way here."""
+        """Nothing is ever in progress here."""
 
     def _place_of(self, step: int) -> Path:
         return self._files.path_of(step) or self.directory

@@ -47,7 +47,7 @@ class _Open:
     """The next save has begun."""
 
     def add(self, duration_s: float) -> None:
-        """Its next iteration; one that began with the checkpoint under way is affected by it."""
+        """Its next iteration; one that began with the checkpoint in progress is affected by it."""
         (self.affected_s if self.under_way else self.plain_s).append(duration_s)
         self.under_way = self.event.outcome is Outcome.PENDING
 

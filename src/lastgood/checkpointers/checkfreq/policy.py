@@ -47,7 +47,7 @@ class Profile:
     """What a training and its checkpoints take."""
 
     iteration_s: float
-    """One iteration without a checkpoint under way."""
+    """One iteration without a checkpoint in progress."""
     room_s: float
     """Of it, the time in which weights stay unchanged: what a snapshot can hide behind."""
     snapshot_s: float
@@ -94,7 +94,7 @@ class Window:
     step: int
     """Of the checkpoint."""
     affected_s: tuple[float, ...]
-    """Durations of the iterations in which it was under way; the first one holds its save."""
+    """Durations of the iterations in which it was in progress; the first one holds its save."""
     plain_s: tuple[float, ...]
     """Durations of the others."""
     snapshot_s: float
@@ -158,7 +158,7 @@ class IntervalTuner:
         self._warm = False
 
     def plain_iterations(self, durations_s: tuple[float, ...]) -> None:
-        """Iterations without any checkpoint under way, before the first one."""
+        """Iterations without any checkpoint in progress, before the first one."""
         self._plain.extend(durations_s)
 
     @property

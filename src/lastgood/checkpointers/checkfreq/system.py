@@ -1,7 +1,7 @@
 """CheckFreq (Mohan et al., FAST'21): snapshot beside the next forward and backward pass, persist in the background.
 
 Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the
-next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is under way at a
+next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is in progress at a
 time: the next one waits until its predecessor is durable. With an `overhead_budget` the interval is chosen and
 changed as section 4.3 describes (checkfreq_profiler.py). The paper snapshots into the GPU's memory where that has room;
 here snapshots are always in host memory, page-locked for copies from a CUDA device.
@@ -141,7 +141,7 @@ class CheckFreq(Checkpointer):
             self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until the checkpoint under way is durable, or has failed."""
+        """Wait until the checkpoint in progress is durable, or has failed."""
         worker = self._worker  # a signal handler, or another thread, may drain as well
         if worker is None:
             return
@@ -164,7 +164,7 @@ class CheckFreq(Checkpointer):
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest readable file (or that of `step`) into `state`."""
-        self.drain()  # a copy under way reads what a restore overwrites
+        self.drain()  # a copy in progress reads what a restore overwrites
         found, tree, where, objects = self._files.read(step)
         apply_tree(state, tree, where, objects)
         return found

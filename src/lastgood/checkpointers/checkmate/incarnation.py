@@ -1,4 +1,4 @@
-"""One life of a training under Checkmate: from a start (behind a restore or not) to its end."""
+"""One life of a training under Checkmate: from a start (after a restore or not) to its end."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def _identity(
     rank: int,
     restored: Restored | None,
 ) -> tuple[str, int, int]:
-    """Job, epoch, and the iteration that this life begins behind; a new epoch where nothing was restored."""
+    """Job, epoch, and the iteration that this life begins behind; a new epoch if nothing was restored."""
     if restored is not None:
         return restored.job, restored.epoch, restored.iteration
     told: tuple[str, int, str] = ("", 0, "")

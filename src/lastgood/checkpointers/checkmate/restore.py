@@ -86,7 +86,7 @@ class _Plan:
 
 
 def check_shadows(knobs: CheckmateOptions) -> None:
-    """Raises ConfigError where no shadow is named."""
+    """Raises ConfigError if no shadow is named."""
     if not knobs.shadows:
         raise ConfigError(
             'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
@@ -94,7 +94,7 @@ def check_shadows(knobs: CheckmateOptions) -> None:
 
 
 def read_token(knobs: CheckmateOptions) -> bytes:
-    """The secret that shadows want to see. Raises ConfigError where there is none, or others may read it."""
+    """The secret that shadows want to see. Raises ConfigError if there is none, or others may read it."""
     if knobs.token_file is None:
         raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
     return read_token_file(Path(knobs.token_file))
@@ -108,7 +108,7 @@ def ranks_together(rank: int, ranks: int) -> RankExchange | None:
 def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
     """The job that belongs to this directory, or else to the shadows. None for neither.
 
-    Raises MismatchError where shadows keep another job, CheckpointError where one cannot be asked.
+    Raises MismatchError if shadows keep another job, CheckpointError where one cannot be asked.
     """
     on_disk = noted_job(directory)
     noted = None if on_disk is None else on_disk.job
@@ -296,7 +296,7 @@ class _Load:
         self._tree: dict[str, Any] = {}
 
     def fetch(self) -> None:
-        """Get all of it, and change nothing. Raises MismatchError where the state is another one."""
+        """Get all of it, and change nothing. Raises MismatchError if the state is another one."""
         plan, knobs = self._plan, self._knobs
         self._tracked = TrackedParameters(self._state)
         side, record = asking.fetch_side(

@@ -422,7 +422,7 @@ class Checkmate(Checkpointer):
     # -- back ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """The newest step that all shadows hold. Raises CheckpointError where one of them cannot be asked."""
+        """The newest step that all shadows hold. Raises CheckpointError if one of them cannot be asked."""
         return find_newest(self.directory, self._knobs)
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:

@@ -35,7 +35,7 @@ def host_ranges(
     """(address, bytes) of each block of host memory and of the padding behind it, in stream order.
 
     For writing, the caller keeps `padding` (from `padding_block`) alive as long as the blocks; None, for reading, gives
-    address 0, where the store skips bytes. Raises CorruptCheckpoint where a block has fewer bytes than its size.
+    address 0, where the store skips bytes. Raises CorruptCheckpoint if a block has fewer bytes than its size.
     """
     skip = 0 if padding is None else padding.data_ptr()
     ranges = []

@@ -3,7 +3,7 @@
 torch counts what it changes itself, in every tensor. It does not see what is written through ``.data``, through numpy's
 view of a tensor, or by native code. So a sample of each block's bytes is taken in save() and again when the block is
 copied: all of a block of up to 64 KiB (less if there are many), of a larger one lines of 64 bytes at places that are
-drawn anew in each save. A sample is at most 4 MiB, or 256 bytes for each block.
+drawn again in each save. A sample is at most 4 MiB, or 256 bytes for each block.
 
 Weights may be swapped for an evaluation and swapped back while they are copied. So the second sample is read from the
 copy itself, if that is still at hand, and else from the training's memory as soon as a small group of blocks is copied.

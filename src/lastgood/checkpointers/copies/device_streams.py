@@ -63,14 +63,14 @@ class DeviceStreams:
 
     @contextlib.contextmanager
     def behind(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While inside, what is issued for `device` runs behind its copies so far. `tensors` stay until it has run."""
+        """While inside, what is issued for `device` runs after its copies so far. `tensors` stay until it has run."""
         with torch.cuda.stream(self._streams[device]):
             yield
         for tensor in tensors:
             tensor.record_stream(self._streams[device])
 
     def mark(self) -> list[Any]:
-        """An event behind all copies so far, on each device."""
+        """An event after all copies so far, on each device."""
         events = []
         for device, stream in self._streams.items():
             with torch.cuda.device(device):

@@ -42,14 +42,14 @@ def freeze(flat: FlatState, still: StillBlocks) -> list[torch.Tensor]:
 
 
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
-    """A uint8 host tensor of `size` bytes, page-locked for copies from a CUDA device where asked for."""
+    """A uint8 host tensor of `size` bytes, page-locked for copies from a CUDA device if asked for."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
 
 class PinnedMemory:
     """Page-locked host memory of just the size asked for; torch's own allocator rounds up to a power of two.
 
-    `tensor` starts at a page. Call `release` once no copy into it is under way. Raises CheckpointError where the driver
+    `tensor` starts at a page. Call `release` once no copy into it is in progress. Raises CheckpointError if the driver
     refuses (too much memory locked already).
     """
 

@@ -51,7 +51,7 @@ class _KeptCopies(StateDictStager):
 class KeptStager(DefaultStager):
     """DCP's stager, which keeps its memory from save to save, until `end`.
 
-    torch 2.11 closes what copies behind each copy, and the stager behind each save, also one that it was given; the
+    torch 2.11 closes what copies after each copy, and the stager after each save, also one that it was given; the
     next save then fails with ``KeyError: type``.
     """
 

@@ -194,7 +194,7 @@ def write_safetensors(
     checksums: dict[str, int] = {}
     descriptor = open_new(path, mode=mode)
     try:
-        # Fails at once where there is no room.
+        # Fails at once if there is no room.
         os.posix_fallocate(descriptor, 0, plan.file_bytes)
         unflushed = 0
         for number, block in blocks:

@@ -37,7 +37,7 @@ class Address:
 
     @classmethod
     def read(cls, path: Path) -> Address:
-        """Raises CorruptCheckpoint where the file is no address, FileNotFoundError where there is none (any more)."""
+        """Raises CorruptCheckpoint if the file is no address, FileNotFoundError if there is none (any more)."""
         try:
             text = read_bounded(path, _MAX_ADDRESS_BYTES)
             document = parse_json(text, str(path), most_bytes=_MAX_ADDRESS_BYTES)
@@ -90,7 +90,7 @@ class Address:
 def address_for_peers(host: str) -> str:
     """Where this machine's peer listens: `host`, or for loopback the own address of the way to MASTER_ADDR.
 
-    Raises ConfigError where there is no such way.
+    Raises ConfigError if there is no such way.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if host != _LOOPBACK or not master:

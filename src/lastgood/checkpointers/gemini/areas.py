@@ -29,7 +29,7 @@ class Memory:
         self.view = memoryview(self._map)
 
     def at(self, offset: int, nbytes: int) -> int:
-        """The address of a range of it. Raises CorruptCheckpoint where it is not inside."""
+        """The address of a range of it. Raises CorruptCheckpoint if it is not inside."""
         check_range(offset, nbytes, self.size)
         return self.address + offset
 
@@ -102,7 +102,7 @@ class Store:
     def begin(self, number: int, wire: Wire, sizes: dict[str, int]) -> Area:
         """The area to receive the next checkpoint into: never that of the newest complete one.
 
-        Whoever was receiving for this machine before is cut off: a machine has one trainer. Raises WaitTimeout where it
+        Whoever was receiving for this machine before is cut off: a machine has one trainer. Raises WaitTimeout if it
         (or a reader of the area) does not let go, CheckpointError over the limit of memory.
         """
         with self.change:

@@ -49,7 +49,7 @@ class Connection:
         self._parts: list[Memory] = []
 
     def serve(self) -> None:
-        """Answer requests until the other side closes, breaks the protocol, or falls silent in the midst of a frame."""
+        """Answer requests until the other side closes, breaks the protocol, or falls silent within a frame."""
         try:
             while not self._peer.ending.is_set():
                 if not self.wire.wait_readable(_TICK_S):
@@ -225,7 +225,7 @@ class Landing:
         self._full.put((part, frame))
 
     def complete(self) -> None:
-        """All has been sent: from now on this is the newest checkpoint. Raises CheckpointError where that is not so."""
+        """All has been sent: from now on this is the newest checkpoint. Raises CheckpointError if that is not so."""
         self.close()
         if self._failure is not None:
             raise self._failure

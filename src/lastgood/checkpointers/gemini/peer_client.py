@@ -131,7 +131,7 @@ class PeerLink:
     def send(self, checkpoint: Outgoing, traffic: Traffic, network: Network, timeout_s: float) -> None:
         """Send a checkpoint in the gaps of the training's traffic; on return it is complete at the peer.
 
-        `timeout_s` bounds the wait for each gap. At most `parts` chunks are under way at once, as many as the peer has
+        `timeout_s` bounds the wait for each gap. At most `parts` chunks are sent at once, as many as the peer has
         buffers for.
         """
         self.request(
@@ -172,7 +172,7 @@ class PeerLink:
         return [self._described(item) for item in found]
 
     def read(self, owner: int, held: Held, target: memoryview) -> None:
-        """Read a checkpoint into `target`, of its size. Raises CorruptCheckpoint where a checksum does not hold."""
+        """Read a checkpoint into `target`, of its size. Raises CorruptCheckpoint if a checksum does not hold."""
         found = self._described(self.request("read", owner=owner, sequence=held.sequence))
         if found != held or len(target) != held.nbytes:
             raise CorruptCheckpoint(f"{self.address} announced {found} where {held} was asked for")
@@ -264,7 +264,7 @@ class Peers:
     def reach_or_start(self, machine: int) -> PeerLink:
         """A connection to the newest peer of `machine`, which is started if there is none that answers.
 
-        Raises CheckpointError where none can be started (or may be, from here), LockHeld where another process has
+        Raises CheckpointError if none can be started (or may be, from here), LockHeld where another process has
         tried to for too long.
         """
         make_directory(self._directory, ReadableBy.OWNER.directory_mode)

@@ -21,7 +21,7 @@ __all__ = ["groups_and_ring", "paper_recovery_probability", "placement", "recove
 def groups_and_ring(machines: int, replicas: int) -> tuple[list[range], range]:
     """The groups of a placement, and the ring (empty where `replicas` divides `machines`).
 
-    Raises ConfigError where there are fewer machines than replicas, or no replica.
+    Raises ConfigError if there are fewer machines than replicas, or no replica.
     """
     if not 1 <= replicas <= machines:
         raise ConfigError(
@@ -66,7 +66,7 @@ def recovery_probability(machines: int, replicas: int, failed: int) -> float:
 def paper_recovery_probability(machines: int, replicas: int, failed: int) -> float:
     """The paper's formula for group placement (section 4, corollary): exact below 2 m failures, else a lower bound.
 
-    1 for fewer than m failures, else max(0, 1 - (N / m) C(N - m, k - m) / C(N, k)). Raises ConfigError where m does not
+    1 for fewer than m failures, else max(0, 1 - (N / m) C(N - m, k - m) / C(N, k)). Raises ConfigError if m does not
     divide N.
     """
     _, ring = groups_and_ring(machines, replicas)

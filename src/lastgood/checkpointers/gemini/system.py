@@ -226,7 +226,7 @@ class Gemini(Checkpointer):
             self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until the checkpoint under way is complete at its peers, or has failed."""
+        """Wait until the checkpoint in progress is complete at its peers, or has failed."""
         worker = self._worker  # a signal handler, or another thread, may drain as well
         if worker is None:
             return
@@ -253,7 +253,7 @@ class Gemini(Checkpointer):
     def _kept_by_all(self) -> int | None:
         """Number this save, and say which checkpoint all ranks have: no peer may overwrite that one.
 
-        Not before the one under way has ended here; a rank whose save failed says the one before. None where ranks do
+        Not before the one in progress has ended here; a rank whose save failed says the one before. None where ranks do
         not tell each other.
         """
         if self._together is None:
@@ -311,7 +311,7 @@ class Gemini(Checkpointer):
                 link.request("forget", owner=outgoing.owner, after=kept)
             link.send(outgoing, traffic, network, DEFAULT_TIMEOUT_S)
         except Exception:
-            # Whatever is left of it on the way must not meet the next one; that one connects, or starts a peer, anew.
+            # Whatever is left of it on the way must not meet the next one; that one connects, or starts a peer, again.
             self._drop_link(machine)
             raise
         self._peers.retire_older(link, machine)
@@ -362,9 +362,9 @@ class Gemini(Checkpointer):
         """Read the newest whole checkpoint (or that of `step`) from a peer's memory into `state`.
 
         With own peers all ranks call this together and get one step, the newest that all can read; peers that lack it
-        get it anew, and forget newer ones. Raises NoCheckpoint where no peer holds one, and says which were asked.
+        get it again, and forget newer ones. Raises NoCheckpoint if no peer holds one, and says which were asked.
         """
-        self.drain()  # a copy under way reads what a restore overwrites
+        self.drain()  # a copy in progress reads what a restore overwrites
         together = self._meet()
         held, reasons = self._peers.holding(self._knobs.machine, self._holders)
         wanted = list(dict.fromkeys((one.sequence, one.step) for one in held if step in (None, one.step)))

@@ -160,7 +160,7 @@ class Traffic:
     def wait_for_gap(self, least_s: float, gamma: float, timeout_s: float) -> float:
         """Wait until training is idle for at least `least_s` more seconds, by the profile; return for how long.
 
-        Of each profiled gap the part `gamma` is used. The result is infinite where nothing is known to wait for: no
+        Of each profiled gap the part `gamma` is used. The result is infinite if nothing is known to wait for: no
         profile yet, no communication in it, training waits itself or has paused (a gap far longer than any known one),
         or no gap is ever long enough for `least_s` (then the last one of an iteration is taken as endless, as the
         paper's Algorithm 2 does).

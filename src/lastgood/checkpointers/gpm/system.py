@@ -193,10 +193,10 @@ class GPM(Checkpointer):
         )
 
     def before_update(self) -> None:
-        """Nothing is ever under way here."""
+        """Nothing is ever in progress here."""
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Nothing is ever under way here."""
+        """Nothing is ever in progress here."""
 
     # -- restoring -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""PCcheck's checkpoints under way: each from the training's memory to its slot, and all of them together."""
+"""PCcheck's checkpoints in progress: each from the training's memory to its slot, and all of them together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SLICE_S = 0.2
 
 
 class Flights:
-    """What is under way, at most `most` at once. Safe to use from several threads."""
+    """What is in progress, at most `most` at once. Safe to use from several threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -37,7 +37,7 @@ class Flights:
         self._landed = threading.Condition()
 
     def wait_for_place(self, timeout_s: float, hopeless: Callable[[], str] | None = None) -> bool:
-        """Wait until fewer than `most` are under way, or until `hopeless` says why that would take too long."""
+        """Wait until fewer than `most` are in progress, or until `hopeless` says why that would take too long."""
         deadline = time.monotonic() + timeout_s
         with self._landed:
             while len(self._flights) >= self._most:
@@ -48,7 +48,7 @@ class Flights:
             return True
 
     def wait_for_none(self, timeout_s: float) -> list[int]:
-        """The steps that are still under way after `timeout_s`."""
+        """The steps that are still in progress after `timeout_s`."""
         with self._landed:
             self._landed.wait_for(lambda: not self._flights, timeout_s)
             return sorted(flight.event.step for flight in self._flights.values())
@@ -73,12 +73,12 @@ class Flights:
             self._landed.notify_all()
 
     def all(self) -> list[Flight]:
-        """Those that are under way now."""
+        """Those that are in progress now."""
         with self._landed:
             return list(self._flights.values())
 
     def sequence_of(self, step: int) -> int | None:
-        """Sequence of the newest one of `step`, if it is under way."""
+        """Sequence of the newest one of `step`, if it is in progress."""
         return max((flight.sequence for flight in self.all() if flight.event.step == step), default=None)
 
     def give_up(self, step: int) -> None:

@@ -8,7 +8,7 @@ bad, with two exceptions, since a spike is short and rare:
 
 - A level that stays is the norm. Once `STAYS` of the last twice as many finite losses were high, the window is made of
   these from the first high one on, and what was judged by them is taken back. A loss that is not finite begins the
-  count anew. If fewer are high, noise carries the new level over and under the limit: the others enter the window, and
+  count again. If fewer are high, noise carries the new level over and under the limit: the others enter the window, and
   the next exception takes these.
 - What came often and went away by itself is how this loss is. A run is not bad as long as `HABIT` of the runs that
   ended within the last `HORIZON` losses were as long and, give or take a spread, as high (NaN counts as infinitely

@@ -23,7 +23,7 @@ class PCcheckOptions(BaseOptions):
     path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
 
     max_in_flight: int = Field(default=2, ge=1, le=64)
-    """N: checkpoints under way at once."""
+    """N: checkpoints in progress at once."""
     writer_threads: int = Field(default=2, ge=1, le=64)
     """p: writer threads of each."""
     chunk_bytes: int = Field(default=4 * MIB, ge=4096, multiple_of=4096, le=1 << 30)
@@ -33,7 +33,7 @@ class PCcheckOptions(BaseOptions):
     keep: int = Field(default=2, ge=1, le=64)
     """K: whole checkpoints kept; 1 is the paper's setting."""
     pressure: Literal["wait", "skip"] = "wait"
-    """What a save does when N are under way: wait for a place, as in the paper, or skip and be counted."""
+    """What a save does when N are in progress: wait for a place, as in the paper, or skip and be counted."""
     medium: Literal["file", "pmem"] = "file"
     """How slots are written: direct I/O, or stores into mapped persistent memory (a directory on a DAX file system)."""
     writer_cpus: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class PCcheckOptions(BaseOptions):
     max_failed_restarts: int | None = Field(default=3, ge=1)
     """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
     exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
-    """How long an ending process waits for checkpoints under way before it gives them up."""
+    """How long an ending process waits for checkpoints in progress before it gives them up."""
 
     @field_validator("writer_cpus")
     @classmethod

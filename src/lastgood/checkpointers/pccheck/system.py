@@ -57,7 +57,7 @@ __all__ = ["PCcheck", "PCcheckOptions"]
 _log = logging.getLogger("lastgood")
 
 READ_THREADS = 4
-"""Reads under way at once in a restore, at least."""
+"""Reads in progress at once in a restore, at least."""
 _STORE_CLOSE_S = 60.0
 """For a disk to let go of what was given up."""
 _LANDED_S = 10.0
@@ -364,7 +364,7 @@ class PCcheck(Checkpointer):
             self._job.begun(event.step, flight.sequence)
 
     def _take_slot(self, store: SlotStore, event: CheckpointEvent, stream_bytes: int) -> SlotWrite | None:
-        """A place among those under way, and a slot; None where the pressure rule says to skip.
+        """A place among those in progress, and a slot; None where the pressure rule says to skip.
 
         Slots alone do not tell: one may be there for the archive. Raises WaitTimeout, and CheckpointError at once where
         none can come free because the ranks have lost touch.
@@ -442,7 +442,7 @@ class PCcheck(Checkpointer):
             job.refuse(event.step, Fate.FAILED, event.error or "")
 
     def before_update(self) -> None:
-        """Wait until every checkpoint under way has left the training's memory."""
+        """Wait until every checkpoint in progress has left the training's memory."""
         for flight in self._flights.all():
             try:
                 self._wait_for(flight.fence, self._timeout_s())
@@ -452,7 +452,7 @@ class PCcheck(Checkpointer):
                 self._fail(flight.event, error)
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in progress."""
         steps = self._flights.wait_for_none(timeout_s)
         if steps:
             raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
@@ -500,7 +500,7 @@ class PCcheck(Checkpointer):
     # -- judging ---------------------------------------------------------------------------------------------------
 
     def verdict(self, step: int, ok: bool, reason: str = "") -> bool:
-        """Judge the checkpoint of `step`, durable or still under way; returns whether there is one.
+        """Judge the checkpoint of `step`, durable or still in progress; returns whether there is one.
 
         `restore` passes a bad one over, and retention never drops the newest good one. A later verdict replaces an
         earlier one. `reason` is kept on the disk with it. Needs `attach` or `start`. Raises StorageError.
@@ -522,7 +522,7 @@ class PCcheck(Checkpointer):
         With ``good_only=False`` verdicts do not count. Raises NoCheckpoint (nothing is there), NoGoodCheckpoint (all
         are judged bad), CorruptCheckpoint (some are there, and none can be read), MismatchError.
         """
-        self.drain()  # a copy under way reads what a restore overwrites
+        self.drain()  # a copy in progress reads what a restore overwrites
         if self._agrees:
             info = self._begin_together(state, Wanted(step=step, good_only=good_only))
             if info is None and self.knobs.resume_from is None:

@@ -1,6 +1,6 @@
 """What tuning found: the rule that gives the interval, the table, the choice, and the file that keeps them.
 
-PCcheck (ASPLOS'25) asks for an interval of f >= Tw / (N q t): with N checkpoints under way at once, each may take N
+PCcheck (ASPLOS'25) asks for an interval of f >= Tw / (N q t): with N checkpoints in progress at once, each may take N
 intervals, and an interval may last q times as long as f iterations do without checkpoints.
 """
 
@@ -46,7 +46,7 @@ def shortest_interval(worst_write_s: float, max_in_flight: int, slowdown: float,
     """The smallest whole number of steps f, at least 1, with N f q t >= Tw.
 
     Args:
-        worst_write_s: Tw, seconds that the slowest write of one checkpoint took with N under way.
+        worst_write_s: Tw, seconds that the slowest write of one checkpoint took with N in progress.
         max_in_flight: N, at least 1.
         slowdown: q, above 1; 1.05 allows 5 %.
         iteration_s: t, seconds of one iteration without checkpoints.
@@ -152,7 +152,7 @@ class Tuning(FrozenModel):
 
     @property
     def kept(self) -> bool | None:
-        """Whether the measured slowdown is within what was allowed; None where it was not measured."""
+        """Whether the measured slowdown is within what was allowed; None if it was not measured."""
         return self.checks[-1].measured <= self.slowdown if self.checks else None
 
 

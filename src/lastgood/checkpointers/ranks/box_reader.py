@@ -75,7 +75,7 @@ class BoxReader:
     def want(self, rank: int, tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
         """Read a box of a rank's tensor into `target`, by the next `finish` at the latest.
 
-        Raises CorruptCheckpoint where the box is not inside both, or the tensor is not of the target's dtype.
+        Raises CorruptCheckpoint if the box is not inside both, or the tensor is not of the target's dtype.
         """
         _check_box(tensor, overlap, target)
         # Of an expanded tensor all elements along an axis are one.

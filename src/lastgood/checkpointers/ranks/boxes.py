@@ -51,7 +51,7 @@ def full_runs(shape: Sequence[int]) -> Runs:
 def overlaps(source: Runs, target: Runs) -> list[Overlap]:
     """What two parts of one tensor share. Of tensors without dimensions, both parts are the one element.
 
-    Raises ValueError where they have other numbers of dimensions.
+    Raises ValueError if they have other numbers of dimensions.
     """
     shared = [_shared(first, second) for first, second in zip(source, target, strict=True)]
     return [

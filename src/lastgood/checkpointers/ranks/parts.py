@@ -111,7 +111,7 @@ class RankParts:
     def cover(
         self, name: str, wanted: Runs, sources: Sequence[Source[int]], turn: int = 0, own: int | None = None
     ) -> list[tuple[int, Overlap]]:
-        """`boxes.cover` of a tensor. Raises CorruptCheckpoint where the sources do not hold what is wanted."""
+        """`boxes.cover` of a tensor. Raises CorruptCheckpoint if the sources do not hold what is wanted."""
         try:
             return cover(wanted, sources, turn, own)
         except ValueError as error:
@@ -138,7 +138,7 @@ class RankParts:
 def parts_of(directory: Path, info: SlotInfo) -> RankParts:
     """The parts of all ranks that belong to one rank's checkpoint.
 
-    Raises CorruptCheckpoint where not all ranks hold it, and as `whole_checkpoints` and `RankParts` do.
+    Raises CorruptCheckpoint if not all ranks hold it, and as `whole_checkpoints` and `RankParts` do.
     """
     key = (info.incarnation, info.step)
     job = job_of(directory) or directory

@@ -35,7 +35,7 @@ class NotedJob:
 
 
 def noted_job(directory: Path) -> NotedJob | None:
-    """The job that a directory belongs to; None where it has no file of one. Raises CheckpointError."""
+    """The job that a directory belongs to; None if it has no file of one. Raises CheckpointError."""
     path = directory / JOB_FILE
     try:
         content = parse_json(read_bounded(path, _MOST_JOB_BYTES), str(path), most_bytes=_MOST_JOB_BYTES)

@@ -51,7 +51,7 @@ class Found:
 def found_in(directory: Path) -> list[Found]:
     """The checkpoints that lie in a folder itself, also damaged ones and those of other format versions.
 
-    Raises StorageError where it cannot be read.
+    Raises StorageError if it cannot be read.
     """
     try:
         slots = _slots(directory) if directory.is_dir() else None
@@ -133,7 +133,7 @@ def _slots(directory: Path) -> Found | None:
 
 
 def words_on_layout(directory: Path, rank: int, ranks: int, *, parted: bool) -> str:
-    """Why a training must not use `directory`: its other layout has checkpoints. "" where nothing is against it.
+    """Why a training must not use `directory`: its other layout has checkpoints. "" if nothing is against it.
 
     `parted`: the training's ranks keep their checkpoints in rank-NNNNN below `directory`; else it is the directory of
     this rank itself. Raises StorageError.

@@ -50,7 +50,7 @@ def check_job_checkpoint(checkpoint: JobCheckpoint) -> None:
 def step_to_restore(view: SlotView, whole: Collection[Path]) -> int:
     """The step that a restore takes, of the checkpoints in the slot files `whole`, which were checked.
 
-    Counts of failed restarts are left out: only a training knows its limit. Raises NoGoodCheckpoint where all were
+    Counts of failed restarts are left out: only a training knows its limit. Raises NoGoodCheckpoint if all were
     judged bad, and what a restore raises where the directory itself is refused: MismatchError, StorageError.
     """
     book = view.book()

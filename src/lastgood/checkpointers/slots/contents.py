@@ -121,7 +121,7 @@ class Sharing:
 def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
     """`SlotView.statuses` of a directory in any condition, and what is wrong with it as a whole, in words.
 
-    A slot file that cannot be read is torn, with the reason as its detail. Raises StorageError only where the directory
+    A slot file that cannot be read is torn, with the reason as its detail. Raises StorageError only if the directory
     itself cannot be read.
     """
     from lastgood.storage.reader import SlotState, SlotStatus, find_slots, look_at_slot

@@ -76,7 +76,7 @@ class LiveTensors:
         )
 
     def like(self, tensor: NamedTensor) -> Any:
-        """The live DTensor that a checkpoint's tensor belongs to or is to be spread as; None where it is in one piece.
+        """The live DTensor that a checkpoint's tensor belongs to or is to be spread as; None if it is in one piece.
 
         An optimizer makes its tensors in the first step; before that they are to be spread as their parameter, if they
         have its shape.

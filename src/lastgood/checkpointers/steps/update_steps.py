@@ -1,4 +1,4 @@
-"""Keeps saves and optimizer steps apart: in the midst of a step the state is one that training never has.
+"""Keeps saves and optimizer steps apart: in the middle of a step the state is one that training never has.
 
 A step in progress is known from its pre-hook on, by the frame that called the hook, until its post-hook. If the frame
 is on no thread's stack any more and the post-hook never came, the step was ended by an exception, and what it left is

@@ -171,7 +171,7 @@ def check_hosts(
 ) -> CheckReport:
     """Ask all hosts at the same time, then let them send to each other, each taking part in one transfer at a time.
 
-    A host that is not reached, or fails on the way, is a finding and not an error. Raises ConfigError where there are
+    A host that is not reached, or fails on the way, is a finding and not an error. Raises ConfigError if there are
     too many hosts for all pairs.
     """
     if options.bandwidth and len(hostfile.hosts) > _MAX_BANDWIDTH_HOSTS:

@@ -254,7 +254,7 @@ def _attend(
 
 
 def _look_at_launchers(board: Board, started: list[Started]) -> None:
-    """Raises LaunchError where a launcher has ended, and not all of its ranks have."""
+    """Raises LaunchError if a launcher has ended, and not all of its ranks have."""
     for one in started:
         end = one.ended()
         if end is None:

@@ -169,7 +169,7 @@ class _OnHost(Started):
 
 
 def way(how: How, given: Way) -> list[Started]:
-    """Start the launcher(s). Raises ConfigError where one is not installed."""
+    """Start the launcher(s). Raises ConfigError if one is not installed."""
     return {"torchrun": _torchrun, "ssh": _ssh, "deepspeed": _deepspeed, "openmpi": _openmpi, "srun": _srun}[how](given)
 
 
@@ -308,7 +308,7 @@ def _runner(
 
 
 def _check_deepspeed(python: str) -> None:
-    """Raises ConfigError where `python` has no DeepSpeed here: its own words are a traceback in the launcher's log."""
+    """Raises ConfigError if `python` has no DeepSpeed here: its own words are a traceback in the launcher's log."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_S)

@@ -70,7 +70,7 @@ def find_place(how: How, env: Mapping[str, str]) -> tuple[int, int, int]:
 def route_interface(address: str) -> str:
     """The network interface whose address this host's kernel chooses to talk to `address`, an IP address.
 
-    On the host that has `address` itself, the interface that holds it. Raises LaunchError where there is no route.
+    On the host that has `address` itself, the interface that holds it. Raises LaunchError if there is no route.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -128,7 +128,7 @@ def create_vms(cloud: Cloud, order: Order, say: Callable[[str], None], *, timeou
     """Create an order's VMs and wait until each runs and has an address.
 
     The command that destroys them is said before the first is created, so that it is on the screen whatever happens.
-    Raises ProvisionError where the cloud refuses one; the message says which exist by then and what ends them.
+    Raises ProvisionError if the cloud refuses one; the message says which exist by then and what ends them.
     """
     check_run_name(order.run)
     if not 1 <= order.count <= MOST_VMS:

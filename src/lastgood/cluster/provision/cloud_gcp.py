@@ -131,7 +131,7 @@ class GcpCloud(Cloud):
             raise refused[0]
 
     def _finish(self, what: str, zone: str, operation: Any) -> None:
-        """Wait until an operation is done. Raises ProvisionError where it ended with an error, or not in time."""
+        """Wait until an operation is done. Raises ProvisionError if it ended with an error, or not in time."""
         deadline = time.monotonic() + _OPERATION_S
         look = partial(
             self._operations.get, project=self._project, zone=zone, operation=operation.name, timeout=_CALL_S

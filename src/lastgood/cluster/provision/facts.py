@@ -46,7 +46,7 @@ class HostReport(FrozenModel):
 
 
 def read_report(path: Path, hosts: list[str]) -> list[HostReport]:
-    """Read the report, in the order of `hosts`. Raises ProvisionError where it is missing or names other hosts."""
+    """Read the report, in the order of `hosts`. Raises ProvisionError if it is missing or names other hosts."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

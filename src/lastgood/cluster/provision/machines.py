@@ -56,7 +56,7 @@ class Price:
 def price_order(provider: str, machine: str, count: int, disk_gb: int, usd_per_hour: float | None) -> Price:
     """The price of `count` VMs with `disk_gb` of disk each; `usd_per_hour` of one VM takes the place of the table's.
 
-    A spot VM is counted at the on-demand price, which it can reach. Raises ConfigError where no price is known.
+    A spot VM is counted at the on-demand price, which it can reach. Raises ConfigError if no price is known.
     """
     source = "as given with --usd-per-hour"
     if usd_per_hour is None:

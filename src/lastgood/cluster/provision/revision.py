@@ -39,7 +39,7 @@ def bundle_checkout(root: Path, folder: Path, *, carry_changes: bool = False) ->
     checkout's branch, index and objects stay as they are. The same changes give the same commit, so that a second
     provisioning finds nothing to do.
 
-    Raises ConfigError where `root` is no git checkout or is refused, and names the changed files.
+    Raises ConfigError if `root` is no git checkout or is refused, and names the changed files.
     """
     head = _git(["-C", str(root), "rev-parse", "--verify", "HEAD^{commit}"], root).strip()
     status = _git(["-C", str(root), "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames"], root)

@@ -185,7 +185,7 @@ class Remote:
     ) -> Completed:
         """Run a command that ends within `timeout_s`, connecting included, and return what it wrote.
 
-        An exit code that is not zero is a result. Raises HostError where the host is not reached, refuses the key, has
+        An exit code that is not zero is a result. Raises HostError if the host is not reached, refuses the key, has
         no such command, or where time or `max_output_bytes` (of each stream) is exceeded; the command is ended there
         too.
         """
@@ -355,7 +355,7 @@ class RemoteProcess:
     def wait(self, timeout_s: float) -> int:
         """Wait for the end and return the exit code (128 + N for a command that signal N ended).
 
-        Raises HostError where it does not end in time (it then goes on), and where ssh failed: the host was not
+        Raises HostError if it does not end in time (it then goes on), and where ssh failed: the host was not
         reached, the connection was lost.
         """
         try:

@@ -89,7 +89,7 @@ def program(name: str) -> str:
 
 
 def run_program(name: str, *arguments: str, lines: Iterable[str] = ()) -> str:
-    """Run a program with `lines` on its standard input and return its output. Raises HostError where it fails."""
+    """Run a program with `lines` on its standard input and return its output. Raises HostError if it fails."""
     command = " ".join([name, *arguments])[:200]
     try:
         done = subprocess.run(
@@ -290,7 +290,7 @@ def signal_processes(space: str, number: signal.Signals) -> list[int]:
 
 
 def kill_processes(space: str) -> None:
-    """End all processes of a namespace at once, and wait until they are gone. Raises HostError where one stays."""
+    """End all processes of a namespace at once, and wait until they are gone. Raises HostError if one stays."""
     deadline = time.monotonic() + _END_S
     while left := signal_processes(space, signal.SIGKILL):
         if time.monotonic() > deadline:

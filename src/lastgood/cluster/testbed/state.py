@@ -192,7 +192,7 @@ def forget(name: str) -> None:
 def choose_subnet(routed: list[str]) -> ipaddress.IPv4Network:
     """A private /24 that overlaps none of the destinations that this machine routes (the default one does not count).
 
-    Raises ConfigError where all are taken.
+    Raises ConfigError if all are taken.
     """
     taken: list[ipaddress.IPv4Network] = []
     for text in routed:

@@ -249,7 +249,7 @@ class Testbed:
             self._kill(node)
 
     def restart(self, node: str) -> None:
-        """Bring a node up anew, with its old name, address and host key; what still runs in it is killed before."""
+        """Bring a node up again, with its old name, address and host key; what still runs in it is killed before."""
         with self._changing(node):
             self._restart(node)
 

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 HIDE_SHARE = 0.85
-"""h / t of a CUDA training where nothing better is known: the forward and backward passes' share of an iteration. The
+"""h / t of a CUDA training if nothing better is known: the forward and backward passes' share of an iteration. The
 `none` runs of figure 8 on a laptop had 0.84 to 0.94 (figures/measured)."""
 
 MIN_SECONDS = 1e-6
@@ -70,7 +70,7 @@ class Rates:
     copy: float
     read: float | None = None
     network: float | None = None
-    """To a peer; None where it was not measured."""
+    """To a peer; None if it was not measured."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the training runs that `copy` takes the state from."""
 

@@ -61,7 +61,7 @@ def cached_or_measured(
 ) -> tuple[CeilingsRecord, bool]:
     """The ceilings of today in `path`, measured and written there if they are not there yet, or if `force` says so.
 
-    Returns the record, and whether anything was measured just now. A damaged file at `path` is measured anew. A good
+    Returns the record, and whether anything was measured just now. A damaged file at `path` is measured again. A good
     record that only lacks `peer` keeps its other numbers.
     """
     if path.exists() and not force:
@@ -107,7 +107,7 @@ def measure_ceilings(
     """Measure disk, memory, network and device copies on an otherwise idle machine; waits its turn to measure.
 
     `scratch` is made if it is not there. It takes about 25 seconds at most (`quick`: two or three), and 10 more with a
-    `peer`; `report` is told each stage, and whom the machine lock waits for. Raises ConfigError where `scratch` is in
+    `peer`; `report` is told each stage, and whom the machine lock waits for. Raises ConfigError if `scratch` is in
     memory, StorageError where it is full or not writable, and LastgoodError where the peer does not answer.
     """
     refuse_memory_filesystem(scratch)

@@ -83,7 +83,7 @@ class LoopbackCeilings(FrozenModel):
     bytes_per_s: float
     """The best median."""
     iperf3_bytes_per_s: float | None
-    """What iperf3 says of the same path, as a check; None where it is not installed."""
+    """What iperf3 says of the same path, as a check; None if it is not installed."""
 
 
 class PeerCeilings(FrozenModel):
@@ -113,7 +113,7 @@ def measure_loopback(plan: NetworkPlan) -> LoopbackCeilings:
 def measure_peer(host: str, port: int, token: str, plan: NetworkPlan) -> PeerCeilings:
     """Measure TCP to a machine that runs `lastgood ceilings --serve-peer` with the same token.
 
-    Raises LastgoodError where it cannot be reached, refuses the token, or is busy measuring.
+    Raises LastgoodError if it cannot be reached, refuses the token, or is busy measuring.
     """
     points = _measure(PeerClient(host, port, token), plan)
     return PeerCeilings(
@@ -186,7 +186,7 @@ def _loopback_server(token: str) -> Iterator[int]:
 
 
 def iperf3_loopback(seconds: int) -> float | None:
-    """Bytes per second that iperf3 measures over 127.0.0.1, one stream; None where it is not installed or fails."""
+    """Bytes per second that iperf3 measures over 127.0.0.1, one stream; None if it is not installed or fails."""
     program = shutil.which("iperf3")
     if program is None:
         return None

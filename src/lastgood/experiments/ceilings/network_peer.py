@@ -274,7 +274,7 @@ class PeerClient:
     def measure(self, direction: Direction, streams: int, message_bytes: int, seconds: float) -> float:
         """Bytes per second over `streams` connections each way, from the common start to the last byte's arrival.
 
-        Raises LastgoodError where a connection fails, and ConfigError for arguments outside the bounds of this module.
+        Raises LastgoodError if a connection fails, and ConfigError for arguments outside the bounds of this module.
         """
         if not (1 <= streams <= MAX_STREAMS and 1 <= message_bytes <= MAX_MESSAGE_BYTES and 0 < seconds <= MAX_SECONDS):
             raise ConfigError(

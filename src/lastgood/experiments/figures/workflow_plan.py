@@ -78,7 +78,7 @@ class WorkflowPlan:
 
 
 def plan_workflow(config: Config) -> WorkflowPlan:
-    """Plan all figures. The smoke test is none of them: it is measured anew whenever it is asked for."""
+    """Plan all figures. The smoke test is none of them: it is measured again whenever it is asked for."""
     specs: dict[str, Spec] = {}
     records: dict[tuple[str, str], list[str]] = {}
     hosts: dict[str, NodesSection | CheckmateSection] = {}

@@ -1,7 +1,7 @@
 """The bound: the throughput that a machine's ceilings allow, whatever the checkpointing system. Pure arithmetic.
 
 A checkpoint of S bytes every f iterations of t seconds costs two things that no system can avoid. The copy of the state
-must end before the next update overwrites it: S/C seconds, of which h hide behind the next forward and backward pass.
+must end before the next update overwrites it: S/C seconds, of which h hide after the next forward and backward pass.
 And storage must take S bytes per interval, at B bytes per second in the long run. So::
 
     bound = min(1 / (t + max(0, S/C - h) / f),  f * B / S)
@@ -46,9 +46,9 @@ def throughput_bound(
 ) -> Bound:
     """The bound for iterations of `iteration_s` with a checkpoint of `state_bytes` every `interval_steps`.
 
-    `hide_s` is the time from a save to the next update, behind which a copy costs nothing. `stored_bytes` of one
+    `hide_s` is the time from a save to the next update, after which a copy costs nothing. `stored_bytes` of one
     checkpoint go to the `sink` that has most to do, at `persist_bytes_per_s`; None: all of its `state_bytes`. An
-    interval of 0 means no checkpoints. Raises ValueError where a term is outside its range.
+    interval of 0 means no checkpoints. Raises ValueError if a term is outside its range.
     """
     for name, value in (
         ("iteration_s", iteration_s),

@@ -44,7 +44,7 @@ def lost_s(
 ) -> float:
     """Seconds of work that a failure costs in the mean under `system` (f, t, L, Tw and N of the module's formulas).
 
-    `write_s` and `max_in_flight` matter for PCcheck only. Raises ValueError where a term is outside its range.
+    `write_s` and `max_in_flight` matter for PCcheck only. Raises ValueError if a term is outside its range.
     """
     formula = formula_of(system)
     _check("interval_steps", interval_steps, least=1)
@@ -65,7 +65,7 @@ def goodput(trace_s: float, failures: float, lost_s: float, iteration_with_s: fl
     """Useful iterations per second over a trace of `trace_s` seconds with `failures` failures of `lost_s` seconds each.
 
     `iteration_with_s` is the time of an iteration with its share of the checkpoints; Ideal takes it without. A mean
-    number of failures may be a fraction. Raises ValueError where a term is outside its range.
+    number of failures may be a fraction. Raises ValueError if a term is outside its range.
     """
     _check("trace_s", trace_s, above=0)
     _check("failures", failures, least=0)

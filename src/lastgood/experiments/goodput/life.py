@@ -102,7 +102,7 @@ def _train(spec: RunSpec, loop: TrainingLoop, base: int, board: Board, report: R
 
 
 class _Watcher:
-    """Notes on the board, step by step, what is finished, durable and failed, and the losses behind checkpoints."""
+    """Notes on the board, step by step, what is finished, durable and failed, and the losses after checkpoints."""
 
     def __init__(self, spec: RunSpec, loop: TrainingLoop, base: int, board: Board) -> None:
         self._title = spec.title()
@@ -127,7 +127,7 @@ class _Watcher:
             self._note_device(step)
         else:
             self._board.put(step=step)
-        # A restore begins at a checkpoint, so only the losses behind checkpoints are ever compared. Reading a loss
+        # A restore begins at a checkpoint, so only the losses after checkpoints are ever compared. Reading a loss
         # waits for the device; at every step that would hold up the training.
         if step == self._first or (self._interval and (step - 1 - self._base) % self._interval == 0):
             self._check(step, float(loss))

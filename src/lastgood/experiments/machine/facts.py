@@ -155,7 +155,7 @@ def _from_proc() -> tuple[CudaDevice, ...]:
 def machine_label() -> str:
     """A readable name for machines like this one, such as ``amd-epyc-2c`` or ``intel-xeon-8480-16c-h100-80gb-hbm3``.
 
-    It is the first folder of every record's path, so records of unlike machines never mix.
+    It is the first folder of every record's path, so records of different machines never mix.
     """
     parts = [_slug(cpu_model(), r"\((r|tm)\)|\bcpu\b|@.*|\b\d+-core\b|\bprocessor\b"), f"{usable_cores()}c"]
     devices = cuda_devices()
@@ -214,7 +214,7 @@ def _unescape(text: str) -> str:
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Whether `path` lies in memory, where nothing outlives a power failure and no disk is measured."""
+    """Whether `path` lies in memory, if nothing outlives a power failure and no disk is measured."""
     return mount_of(path).filesystem in _MEMORY_FILESYSTEMS
 
 

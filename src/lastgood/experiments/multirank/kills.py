@@ -33,8 +33,8 @@ def kill_moments(spec: RunSpec) -> list[float]:
 def merge_lives(moments: Sequence[float], lives: Sequence[Sequence[AfterKill]]) -> list[Failure]:
     """Each kill, from what every rank of the life behind it found.
 
-    Lost is what the rank that had come furthest has to do again. Raises LastgoodError where ranks of one life restored
-    unlike steps: that training is no more what it was.
+    Lost is what the rank that had come furthest has to do again. Raises LastgoodError if ranks of one life restored
+    different steps: that training is no more what it was.
     """
     failures = []
     for moment, ranks in zip(moments, lives, strict=True):

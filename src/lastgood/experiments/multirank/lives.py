@@ -1,4 +1,4 @@
-"""A rank that is killed while it trains, and the life behind that: what a failure takes back, measured.
+"""A rank that is killed while it trains, and the life after that: what a failure takes back, measured.
 
 The kill is SIGKILL from another process, at its moment whatever the rank is in the middle of. How far the rank was, and
 with which losses, stands in a file that it maps (`Board`): the kernel keeps that.

@@ -127,7 +127,7 @@ class JoinedPart:
         elif self._writers == "apart":
             checkpoints = rank_directory(checkpoints, self.rank)
         elif self._writers == "peers":
-            # They agree in each save: a kill between two ranks' saves must not leave them at unlike steps.
+            # They agree in each save: a kill between two ranks' saves must not leave them at different steps.
             own |= {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
         found.events_kept = None
@@ -142,7 +142,7 @@ class JoinedPart:
     def common_step(self, checkpointer: Checkpointer) -> int | None:
         """Where ranks write apart, the newest step that every rank has; None: the system finds it out.
 
-        Raises NoCheckpoint where a rank has none.
+        Raises NoCheckpoint if a rank has none.
         """
         if self._writers != "apart":
             return None

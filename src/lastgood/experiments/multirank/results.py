@@ -110,7 +110,7 @@ def merge_clocks(ranks: Sequence[Clocks]) -> Clocks:
     """The slowest rank's durations, each for itself; time to hide behind is the shortest.
 
     The drain lasts until the last rank has drained: `elapsed_s + drain_s` is the largest such sum of a rank. Raises
-    LastgoodError where ranks measured unlike numbers of steps.
+    LastgoodError where ranks measured different numbers of steps.
     """
     steps = _one("measured steps", [clocks.measured_steps for clocks in ranks])
     elapsed_s = max(clocks.elapsed_s for clocks in ranks)
@@ -135,7 +135,7 @@ def merge_clocks(ranks: Sequence[Clocks]) -> Clocks:
 def merge_counts(ranks: Sequence[Counts]) -> Counts:
     """By what became of checkpoints on all ranks that were asked for any: durable is what is durable on every one.
 
-    Raises LastgoodError where ranks were asked for unlike numbers of checkpoints.
+    Raises LastgoodError if ranks were asked for different numbers of checkpoints.
     """
     asked = [counts for counts in ranks if counts.started]
     if not asked:
@@ -161,7 +161,7 @@ def merge_resources(ranks: Sequence[Resources]) -> Resources:
 def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
     """Losses are means over ranks, as the loss of a global batch is; the state's size is the largest of a rank.
 
-    Raises LastgoodError where ranks trained on unlike data.
+    Raises LastgoodError if ranks trained on unlike data.
     """
     first = ranks[0]
     _one("data", [facts.data_sha256 for facts in ranks])

@@ -53,7 +53,7 @@ def execute_optimizer(
     """Time all points of `spec` and return the record. Several shadows work at the same time.
 
     `optbench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
-    machine's disk is. Raises LastgoodError where the benchmark fails, with its words, and WaitTimeout.
+    machine's disk is. Raises LastgoodError if the benchmark fails, with its words, and WaitTimeout.
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()

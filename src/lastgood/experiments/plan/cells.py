@@ -263,7 +263,7 @@ def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
 
 
 def _whole_intervals(steps: int, interval: int) -> int:
-    """Round up to whole intervals: steps behind the last checkpoint would dilute what the checkpoints cost."""
+    """Round up to whole intervals: steps after the last checkpoint would dilute what the checkpoints cost."""
     return -(-steps // interval) * interval if interval else steps
 
 

@@ -66,7 +66,7 @@ class Grid(FrozenModel):
 def find_root(folder: Path | None = None) -> Path:
     """The folder that holds evaluation/ and config/: `folder` or one of its parents, else the package's own checkout.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     start = (folder or Path.cwd()).absolute()
     for candidate in (start, *start.parents):

@@ -181,7 +181,7 @@ def _throughput(
 
 
 def _hatch(rows: pd.DataFrame) -> str:
-    """What a proof of the state, or losses behind a kill, say of the restores of a cell."""
+    """What a proof of the state, or losses after a kill, say of the restores of a cell."""
     if rows["proof_equal"].map(is_false).any() or (rows["lives_unlike"] > 0).any():
         return _HATCH_WRONG
     # Behind a kill that took nothing there is no loss to compare with. Files without the number are from before it.

@@ -242,7 +242,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def _set_y_axis(axes: Axes) -> None:
     low, high = axes.dataLim.y0, axes.dataLim.y1
-    # matplotlib knows no data where nothing was drawn.
+    # matplotlib knows no data if nothing was drawn.
     low, high = (min(low, 1.0), max(high, 1.0)) if low <= high else (1.0, 1.0)
     if high > _LOG_FROM * low:
         axes.set_yscale("log")

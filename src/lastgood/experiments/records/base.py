@@ -45,7 +45,7 @@ class Spec(FrozenModel):
 
         @property
         def workload(self) -> str | None:
-            """What is trained; None where nothing is."""
+            """What is trained; None if nothing is."""
 
         @property
         def repetition(self) -> int:

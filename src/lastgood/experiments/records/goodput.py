@@ -161,7 +161,7 @@ class GoodputRecord(Record[GoodputSpec]):
     """Median over the restores, the last process's included."""
     restores: int
     restores_checked: int
-    """Restores behind which a loss could be compared to the bit (CUDA: to 1 %) with that of an earlier life."""
+    """Restores after which a loss could be compared to the bit (CUDA: to 1 %) with that of an earlier life."""
     faults: list[str] = Field(default_factory=list)
     """What restores did that they must not: one sentence each."""
 

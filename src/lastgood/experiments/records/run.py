@@ -127,7 +127,7 @@ class RanksRun(FrozenModel):
     hosts: list[str]
     """In the order of their ranks."""
     link_bits_per_s: int | None
-    """Rate of each host's link, both ways: a testbed's limit, or what the user said; None where nobody knows."""
+    """Rate of each host's link, both ways: a testbed's limit, or what the user said; None if nobody knows."""
     bytes_per_disk: int
     """Of one checkpoint, on the disk that gets most of it: hosts of one kernel share a disk. 0 where none gets any."""
     bytes_per_link: int
@@ -155,7 +155,7 @@ class ShadowFacts(FrozenModel):
 
 
 class Failure(FrozenModel):
-    """One kill of all ranks, behind the measurement, and what the restore in fresh processes gave back."""
+    """One kill of all ranks, after the measurement, and what the restore in fresh processes gave back."""
 
     kill_after_steps: float
     """When it was to fall: iterations, at the measured speed, from that life's begin."""
@@ -166,7 +166,7 @@ class Failure(FrozenModel):
     """The difference: work that has to be done again."""
     restore_s: float
     losses_checked: int
-    """Steps behind the restored one whose losses were known from before the kill."""
+    """Steps after the restored one whose losses were known from before the kill."""
     losses_equal: bool
     """Whether they came out the same: to the bit on the CPU, to 1 % on CUDA."""
 

@@ -53,7 +53,7 @@ class RunSpec(Spec):
     data: str | None = None
     """Path of the data that a user gave; None for the small data that Lastgood prepares."""
     drain_each: bool = False
-    """Whether training waits after every save until the checkpoint is durable, so that no two are under way."""
+    """Whether training waits after every save until the checkpoint is durable, so that no two are in progress."""
     ranks: int = Field(default=1, ge=1, le=65536)
     """Processes that train together, each with `threads`."""
     nodes: int = Field(default=1, ge=1, le=4096)
@@ -62,7 +62,7 @@ class RunSpec(Spec):
     shadows: int = Field(default=0, ge=0, le=4096)
     """Processes outside of the training that a system such as Checkmate sends gradients to."""
     kills: int = Field(default=0, ge=0, le=1000)
-    """How many times, behind the measurement, all ranks are killed while they train with checkpoints, and restored."""
+    """How many times, after the measurement, all ranks are killed while they train with checkpoints, and restored."""
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> Self:

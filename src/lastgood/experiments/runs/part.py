@@ -37,7 +37,7 @@ class Part(Protocol):
         """Begin to count what the run's services use, if this process is the one to report it."""
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """What to train on with behind a restore by `reader`."""
+        """What to train on with after a restore by `reader`."""
 
     def meet(self) -> None:
         """Wait for the other processes."""

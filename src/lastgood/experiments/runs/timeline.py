@@ -106,7 +106,7 @@ def _checkpoints(checkpoints: Sequence[CheckpointEvent]) -> Iterator[_Span]:
     for event in sorted(checkpoints, key=lambda event: event.requested_s):
         end = event.finished_s
         if end is None:
-            continue  # a run refuses to end with one under way
+            continue  # a run refuses to end with one in progress
         lane = next((lane for lane, free in enumerate(free_from) if free <= event.requested_s), len(free_from))
         free_from[lane : lane + 1] = [end]
         track = _FIRST_LANE + _TRACKS_PER_LANE * lane

@@ -92,7 +92,7 @@ class Place:
 
 @contextmanager
 def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -> Iterator[Place]:
-    """The hosts for a run. Raises ConfigError where they are not as many, or have not as many slots, as the spec says.
+    """The hosts for a run. Raises ConfigError if they are not as many, or have not as many slots, as the spec says.
 
     A testbed has a guard: it is taken down when this process ends, however it ends.
     """

@@ -46,7 +46,7 @@ def _places(checkpoints: Path) -> ShadowPlaces:
 
 
 def shadow_options(checkpoints: Path) -> dict[str, Any]:
-    """Options of Checkmate that say where a run's shadows are. Raises LastgoodError where nobody has started them."""
+    """Options of Checkmate that say where a run's shadows are. Raises LastgoodError if nobody has started them."""
     places = _places(checkpoints)
     return {"shadows": places.addresses, "token_file": places.token_file}
 

@@ -48,7 +48,7 @@ class FigureCsv:
 
 
 def find_csvs(folder: Path) -> list[Path]:
-    """All tidy CSV files of known figures in `folder`, by name. Raises ConfigError where there is none."""
+    """All tidy CSV files of known figures in `folder`, by name. Raises ConfigError if there is none."""
     figures = tuple(f"{name}_" for name in figure_names())
     found = sorted(
         path for path in folder.glob("*.csv") if path.name.startswith(figures) and not path.stem.endswith("_wide")
@@ -100,7 +100,7 @@ def only_figure(csvs: Sequence[FigureCsv], figure: str) -> pd.DataFrame:
 def run_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
     """The runs of figure 8: one setting for each system and interval, which the sweeps of other figures do not keep.
 
-    Raises LastgoodError where a file lacks columns that runs have.
+    Raises LastgoodError if a file lacks columns that runs have.
     """
     for one in csvs:
         lacking = [name for name in _OF_RUNS if one.figure == "fig8" and name not in one.frame.columns]
@@ -112,7 +112,7 @@ def run_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
 
 
 def goodput_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
-    """The rows of figure 9. Raises LastgoodError where a file lacks columns that name a cell."""
+    """The rows of figure 9. Raises LastgoodError if a file lacks columns that name a cell."""
     for one in csvs:
         if one.figure == "fig9" and not {"machine", "scale", "interval_steps"} <= set(one.frame.columns):
             raise LastgoodError(f"{one.path}: columns that name a cell are missing; make it again with the workflow")

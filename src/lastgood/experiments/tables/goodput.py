@@ -194,7 +194,7 @@ def collect_goodput(
 ) -> CollectedGoodput:
     """Put `runs`, from which the formula takes its terms, and `measured` runs of one panel together. Pure.
 
-    Raises LastgoodError where records do not make one panel: several workloads, machines' windows or traces, or a run
+    Raises LastgoodError if records do not make one panel: several workloads, machines' windows or traces, or a run
     given twice.
     """
     name = f"{figure} {panel}"

@@ -118,7 +118,7 @@ def collect_updates(
     runs_expected: int,
     runs_missing: Sequence[str] = (),
 ) -> CollectedUpdates:
-    """Pure. Raises LastgoodError where records are of more than one cell: their points would mix."""
+    """Pure. Raises LastgoodError if records are of more than one cell: their points would mix."""
     cells = {record.spec.cell_hash for record in records}
     if len(cells) > 1:
         raise LastgoodError(f"{figure} {panel}: records of {len(cells)} settings; a panel shows one")

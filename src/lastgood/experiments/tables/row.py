@@ -131,7 +131,7 @@ def _of_options(spec: RunSpec, state_bytes: int) -> dict[str, Any]:
 
 
 def _integer(spec: RunSpec, knob: str, default: int | None = None) -> int | None:
-    """A knob of the system, `default` where it has the knob and it is null; None where it has no such knob."""
+    """A knob of the system, `default` where it has the knob and it is null; None if it has no such knob."""
     value = spec.system_options.get(knob)
     if value is None and knob in spec.system_options:
         return default

@@ -116,7 +116,7 @@ def collect(
 ) -> Collected:
     """Put `records` of one panel together with the ceilings of their machine. Pure; the order of records is no matter.
 
-    Raises LastgoodError where records do not make one panel: several workloads or scales, a run given twice, runs
+    Raises LastgoodError if records do not make one panel: several workloads or scales, a run given twice, runs
     without the figure's axis, or two settings of one system at one interval and one value of the axis.
     """
     axes = _axes(figure)

@@ -251,7 +251,7 @@ class Conductor:
             return self._state.torn_often()
 
     def spoiled(self) -> set[int]:
-        """Newer iterations than what is complete that some shadow lacks a side record of, for good."""
+        """Newer iterations than what is complete that some shadow lacks a side record of, permanently."""
         with self._changed:
             return {iteration for known in self._state.shadows for iteration in known.spoiled}
 

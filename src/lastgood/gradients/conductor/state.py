@@ -45,11 +45,11 @@ class Known:
     on_the_way: dict[int, int] = field(default_factory=dict)
     """Iterations of seeds that are sent and not yet answered, by bucket."""
     tries: dict[int, int] = field(default_factory=dict)
-    """How often a bucket was torn again behind its seed."""
+    """How often a bucket was torn again after its seed."""
     floor: int = 0
     """The newest of its seeds: no older iteration can be made of its buckets."""
     spoiled: set[int] = field(default_factory=set)
-    """Iterations that it cannot give back, since a side record is missing for good."""
+    """Iterations that it cannot give back, since a side record is missing permanently."""
     given_up: bool = False
     """It was behind for too long; until it has caught up."""
 
@@ -99,7 +99,7 @@ class ConductorState:
         self.closed = max(self.closed, iteration)
 
     def have(self, shadow: int, iteration: int) -> None:
-        """It can be brought to this iteration; what is torn in it is so behind that."""
+        """It can be brought to this iteration; what is torn in it is so after that."""
         known = self.shadows[shadow]
         known.have = max(known.have, iteration) if known.have is not None and known.sound else iteration
         known.sound = True
@@ -109,7 +109,7 @@ class ConductorState:
             known.tries.clear()
 
     def torn(self, shadow: int, iteration: int, buckets: Iterable[int]) -> None:
-        """Bytes of these buckets are missing for good, from `iteration` on; of none: a side record of `iteration`."""
+        """Bytes of these buckets are permanently missing from `iteration` on; of none: a side record of `iteration`."""
         known = self.shadows[shadow]
         torn = set(buckets)
         if not torn:
@@ -133,7 +133,7 @@ class ConductorState:
             known.wants.setdefault(bucket, 0)
 
     def distrust(self, buckets: Callable[[int], Iterable[int]], iteration: int) -> None:
-        """An iteration's update used other gradients than were sent: `buckets(shadow)` must be seeded behind it."""
+        """An iteration's update used other gradients than were sent: `buckets(shadow)` must be seeded after it."""
         for number, known in enumerate(self.shadows):
             known.on_the_way = {}
             known.wants |= dict.fromkeys(buckets(number), iteration)

@@ -50,7 +50,7 @@ class Entry(FrozenModel):
 
 
 class Side(FrozenModel):
-    """A rank's own state behind an iteration: what gradients do not carry. Its chunks follow."""
+    """A rank's own state after an iteration: what gradients do not carry. Its chunks follow."""
 
     kind: Literal["side"] = "side"
     rank: Number

@@ -134,7 +134,7 @@ def plan_layout(
     A bucket ends where the next parameter would make it larger than `bucket_bytes`, or is of another dtype or owner
     (where `owners` names one for each parameter). The limit is a shadow's equal part of all bytes, where that is less:
     so no shadow is left without a bucket, unless single parameters are larger than that. Raises ConfigError for dtypes
-    that no record can carry, and where there are no parameters.
+    that no record can carry, and if there are no parameters.
     """
     if not parameters:
         raise ConfigError("the optimizer has no parameters; there is nothing to shadow")

@@ -49,7 +49,7 @@ def spans_of(
 
     `reduced` says what lies in the buffer, without gaps: for each tensor the parameter's index in the layout, or None
     for one that no optimizer updates, and its elements. `dtype` is the buffer's (None: one that no record can carry).
-    Raises ValueError where a parameter is not of the size and dtype that was declared.
+    Raises ValueError if a parameter is not of the size and dtype that was declared.
     """
     found: list[Span] = []
     begin = 0

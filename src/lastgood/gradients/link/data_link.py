@@ -129,7 +129,7 @@ class DataLink:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def put(self, iteration: int, span: Span, address: int, *, borrowed: bool) -> Ticket | None:
-        """Send a run of gradients from `address`; returns its ticket, or None where it is not sent.
+        """Send a run of gradients from `address`; returns its ticket, or None if it is not sent.
 
         Borrowed memory must stay as it is until the ticket has returned.
         """

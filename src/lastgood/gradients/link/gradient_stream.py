@@ -40,7 +40,7 @@ class GradientStream:
         self.fault: str | None = None
         """Why what was sent for the newest iteration is not what the training used."""
         self.in_order: Callable[[Callable[[], None]], None] = lambda call: call()
-        """Calls, behind everything that is on its way to `send` now."""
+        """Calls, after everything that is on its way to `send` now."""
         self._links = links
         self._close_open = close_open
         self._ended = True

@@ -92,7 +92,7 @@ class _Outgoing:
     iteration: int
     payload: memoryview
     arrives: Any = None
-    """A CUDA event behind which the payload is whole."""
+    """A CUDA event after which the payload is whole."""
 
 
 class ShadowLink:
@@ -206,7 +206,7 @@ class ShadowLink:
                 self._listener.fenced_off(self.shadow, error.epoch)
                 self.data.close()
                 return
-            except Exception as error:  # whatever it is: without this thread the shadow would be lost for good
+            except Exception as error:  # whatever it is: without this thread the shadow would be lost permanently
                 what = str(error) or repr(error)
                 self._listener.failing(self.shadow, what)
                 if isinstance(error.__cause__, ConnectionRefusedError):

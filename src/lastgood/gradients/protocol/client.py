@@ -152,7 +152,7 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
     """Begin a new epoch on all shadows, and say how they stand then; `Status.epoch` is the new epoch.
 
     Raises CheckpointError, naming each shadow that cannot be reached or refuses; those that were fenced stay so, and a
-    further call fences all anew. MismatchError where they are not the shadows of one training, in their order.
+    further call fences all again. MismatchError where they are not the shadows of one training, in their order.
     """
     before = _all_or_none(ask_all(addresses, token, timeout_s, ShadowClient.status, job), addresses)
     check_set(before, addresses)
@@ -163,7 +163,7 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
 
 
 def check_set(statuses: Sequence[Status], addresses: Sequence[str]) -> None:
-    """Raises MismatchError where these are not all shadows of one set, in their order."""
+    """Raises MismatchError if these are not all shadows of one set, in their order."""
     for place, (status, address) in enumerate(zip(statuses, addresses, strict=True)):
         if status.shadow != place or status.shadows != len(addresses):
             raise MismatchError(

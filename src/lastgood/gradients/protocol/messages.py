@@ -84,7 +84,7 @@ class Seeded(FrozenModel):
 
 
 class Hello(FrozenModel):
-    """The first message of every connection, behind the proof."""
+    """The first message of every connection, after the proof."""
 
     kind: Literal["hello"] = "hello"
     role: Literal["data", "control", "asker"]
@@ -144,7 +144,7 @@ class Declare(FrozenModel):
 
 
 class Step(FrozenModel):
-    """What one iteration needs beside gradients; behind the update, before the next iteration's first record."""
+    """What one iteration needs beside gradients; after the update, before the next iteration's first record."""
 
     kind: Literal["step"] = "step"
     iteration: Iteration
@@ -180,9 +180,9 @@ class Complete(FrozenModel):
     lost: tuple[Number, ...] = ()
     """Shadows that are not waited for any more: nothing can be given back from memory until they are whole."""
     floor: Iteration = 0
-    """Nothing before this iteration is promised: a shadow was seeded behind it, or it was complete without one."""
+    """Nothing before this iteration is promised: a shadow was seeded after it, or it was complete without one."""
     spoiled: Annotated[tuple[Iteration, ...], Field(max_length=MAX_SPOILED)] = ()
-    """From `floor` on, those that cannot be given back, since side records are missing for good."""
+    """From `floor` on, those that cannot be given back, since side records are missing permanently."""
 
     def promises(self, iteration: int) -> bool:
         """Whether what was saved in an iteration up to `iteration`, or something newer, can be given back."""
@@ -190,7 +190,7 @@ class Complete(FrozenModel):
 
 
 class Seed(FrozenModel):
-    """All of one bucket as it is behind iteration `iteration`; its chunks follow. Answered by Seeded."""
+    """All of one bucket as it is after iteration `iteration`; its chunks follow. Answered by Seeded."""
 
     kind: Literal["seed"] = "seed"
     bucket: Number
@@ -199,7 +199,7 @@ class Seed(FrozenModel):
 
 
 class Verify(FrozenModel):
-    """CRC32C over a bucket behind an iteration.
+    """CRC32C over a bucket after an iteration.
 
     For each parameter of it, in the bucket's order: the parameter's bytes, then its optimizer state's tensors by sorted
     key. Wrong ones are answered by Diverged.
@@ -244,16 +244,16 @@ class Have(FrozenModel):
 
 
 class Applied(FrozenModel):
-    """This shadow's buckets are all behind this iteration's update (to rank 0)."""
+    """This shadow's buckets are all after this iteration's update (to rank 0)."""
 
     kind: Literal["applied"] = "applied"
     iteration: Iteration
 
 
 class Torn(FrozenModel):
-    """Bytes of these buckets are missing for good since this iteration: they want a Seed (to rank 0).
+    """Bytes of these buckets are missing permanently since this iteration: they want a Seed (to rank 0).
 
-    Without buckets: a side record of this iteration is missing for good, so it cannot be given back.
+    Without buckets: a side record of this iteration is missing permanently, so it cannot be given back.
     """
 
     kind: Literal["torn"] = "torn"

@@ -17,7 +17,7 @@ __all__ = ["SpillPlan", "is_left_behind", "retained"]
 
 
 def is_left_behind(saved: Saved, epoch: int, adopt: int | None, restored: Saved | None) -> bool:
-    """At a shadow: whether an epoch that begins behind iteration `adopt` (None: anew) goes another way than this spill.
+    """At a shadow: whether an epoch that begins after iteration `adopt` (None: anew) goes another way than this spill.
 
     Iterations are counted on from what is restored, so no older life's spill of a later one belongs to it. `restored`
     is what this shadow gave back for it, where it did: no spill of a later epoch than that belongs to it either.

@@ -48,7 +48,7 @@ Output = Tell | Window | Open | DropSide
 
 @dataclass(frozen=True)
 class Apply:
-    """Update a bucket with the gradients of an iteration; the step's `rule` is None where nothing was applied."""
+    """Update a bucket with the gradients of an iteration; the step's `rule` is None if nothing was applied."""
 
     bucket: int
     iteration: int

@@ -64,7 +64,7 @@ class ShadowBody:
     def settle_memory(self, layout: GradientLayout) -> None:
         """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit.
 
-        Raises ConfigError where there is no room, WaitTimeout where the old receiver does not end.
+        Raises ConfigError if there is no room, WaitTimeout where the old receiver does not end.
         """
         if self.layout is not None and self.layout.digest == layout.digest:
             return
@@ -104,7 +104,7 @@ class ShadowBody:
         _log.info("%s for this layout: %s", format_bytes(memory.need.total), memory.need)
 
     def spills(self) -> SpillStore:
-        """Raises NoCheckpoint where there are none."""
+        """Raises NoCheckpoint if there are none."""
         if self.store is None:
             raise NoCheckpoint("this shadow spills nothing (--spill-dir)")
         return self.store

@@ -16,7 +16,7 @@ class BucketState:
     """Changed by `ShadowState` only."""
 
     at: int | None = None
-    """Its value is that behind this iteration; None: it has none."""
+    """Its value is that after this iteration; None: it has none."""
     floor: int = 0
     """Its value is the same since this iteration (skipped steps change nothing)."""
     received: set[int] = field(default_factory=set)

@@ -56,7 +56,7 @@ class ShadowCore:
             thread.start()
 
     def close(self) -> None:
-        """End the threads, the receiver and the spill that is under way."""
+        """End the threads, the receiver and the spill that is in progress."""
         with self.body.change:
             self.body.ending = True
             self.body.change.notify_all()
@@ -159,7 +159,7 @@ class ShadowCore:
     def declare(self, epoch: int, message: Declare, answer: Callable[[Welcome], None]) -> None:
         """The trainers' layout; `answer` is called before anything else is told to them.
 
-        Raises MismatchError for another epoch, ConfigError where there is no room, CorruptCheckpoint for no layout.
+        Raises MismatchError for another epoch, ConfigError if there is no room, CorruptCheckpoint for no layout.
         """
         layout = GradientLayout.from_data(message.layout, "the trainers")
         settings = self.settings
@@ -221,7 +221,7 @@ class ShadowCore:
                 raise MismatchError(f"rank {hello.rank} of {self.body.layout.ranks}")
 
     def receive_from(self, descriptor: int, hello: Hello) -> None:
-        """Read a rank's records from now on. Raises MismatchError where its epoch is over."""
+        """Read a rank's records from now on. Raises MismatchError if its epoch is over."""
         with self.body.change:
             self.admit(hello)
             assert self.body.receiver is not None
@@ -276,7 +276,7 @@ class ShadowCore:
                     self.body.sides.release(message.nbytes)
 
     def side(self, epoch: int, message: Side, content: bytes | None) -> None:
-        """A side record, or None where it was too long to keep."""
+        """A side record, or None if it was too long to keep."""
         with self._current(epoch):
             described = self.body.sides.described(message)
             if content is None or described is None:
@@ -289,7 +289,7 @@ class ShadowCore:
     # -- seeds -----------------------------------------------------------------------------------------------------
 
     def begin_seed(self, epoch: int, message: Seed, other: str) -> tuple[BucketValue, list[memoryview]]:
-        """Memory for a seed. Raises CheckpointError where it is not wanted now, or is none."""
+        """Memory for a seed. Raises CheckpointError if it is not wanted now, or is none."""
         with self._current(epoch):
             if self.body.memory is None or message.bucket not in self.body.memory.owned:
                 raise MismatchError(f"bucket {message.bucket} is not this shadow's")
@@ -299,7 +299,7 @@ class ShadowCore:
             return value, views
 
     def end_seed(self, epoch: int, message: Seed, value: BucketValue) -> None:
-        """All of it is there. Raises MismatchError where it is not this optimizer's state."""
+        """All of it is there. Raises MismatchError if it is not this optimizer's state."""
         value.finish()
         with self._current(epoch):
             if self.body.memory is not None and self.body.state.is_landing(message.bucket, message.iteration):

@@ -119,7 +119,7 @@ class ShadowHoldings:
         )
 
     def lowest(self) -> int:
-        """All buckets are behind this iteration, or wait for the seed of a later one."""
+        """All buckets are after this iteration, or wait for the seed of a later one."""
         return min(
             (bucket.at if bucket.at is not None else self.completed - self.slots for bucket in self.buckets.values()),
             default=0,

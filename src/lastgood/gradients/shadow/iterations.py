@@ -24,7 +24,7 @@ class Iterations:
         self.saves: dict[int, Saved] = {}
         self.sides: dict[int, set[int]] = {}
         self.given_up: set[int] = set()
-        """Saved iterations that lack a side record for good."""
+        """Saved iterations that lack a side record permanently."""
         self.newest_side: dict[int, int] = {}
         self.void: set[int] = set()
         """Iterations whose gradients are not what the update used: nobody holds them, whatever has come."""
@@ -34,7 +34,7 @@ class Iterations:
         """What those ranks said, by iteration and rank."""
 
     def add_step(self, message: Step, epoch: int) -> None:
-        """Again said, it changes nothing. Raises CheckpointError where far too many are open."""
+        """Again said, it changes nothing. Raises CheckpointError if far too many are open."""
         iteration = message.iteration
         if iteration in self.steps or iteration in self._early:
             return
@@ -47,7 +47,7 @@ class Iterations:
             self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
 
     def add_absent(self, rank: int, message: Absent) -> None:
-        """A rank's parameters without a gradient. Raises CheckpointError where far too many iterations are open."""
+        """A rank's parameters without a gradient. Raises CheckpointError if far too many iterations are open."""
         if message.iteration not in self.steps:
             _check_room(len(self._absent), message.iteration)
             self._absent.setdefault(message.iteration, {})[rank] = message
@@ -104,7 +104,7 @@ class Iterations:
         return bool(self.sides.pop(iteration, None))
 
     def keep_until(self, last: int) -> list[int]:
-        """Forget all behind an iteration; returns those whose side records go."""
+        """Forget all after an iteration; returns those whose side records go."""
         for known in (self.steps, self.saves, self._early, self._absent):
             for iteration in [one for one in known if one > last]:
                 del known[iteration]

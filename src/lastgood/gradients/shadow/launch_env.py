@@ -32,7 +32,7 @@ class TrainerPlace:
 
 
 def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
-    """The same variables as seen by a rank that trains; NUM_STORAGE is 1 where nobody says more.
+    """The same variables as seen by a rank that trains; NUM_STORAGE is 1 if nobody says more.
 
     Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), ranks below NUM_TRAINING train. Raises
     ConfigError for numbers that do not go together.
@@ -59,7 +59,7 @@ def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
 def find_place(shadow: int | None, shadows: int | None, trainers: int | None, environment: Mapping[str, str]) -> Place:
     """Flags first, then NUM_STORAGE, NUM_TRAINING, RANK and WORLD_SIZE.
 
-    Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), shadows are the ranks behind the trainers;
+    Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), shadows are the ranks after the trainers;
     where it starts shadows alone, RANK is the shadow's number. Raises ConfigError for numbers that fit neither.
     """
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")

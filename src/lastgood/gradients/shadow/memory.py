@@ -69,7 +69,7 @@ class MemoryNeed:
 
 
 def memory_need(layout: GradientLayout, shadow: int, slots: int, *, spills: bool) -> MemoryNeed:
-    """What shadow number `shadow` needs for a layout. Raises CorruptCheckpoint where it names no optimizer of it."""
+    """What shadow number `shadow` needs for a layout. Raises CorruptCheckpoint if it names no optimizer of it."""
     spec = OptimizerSpec.from_data(layout.optimizer)
     named = sorted(index for group in spec.groups for index in group.parameters)
     if named != list(range(len(layout.parameters))):
@@ -129,7 +129,7 @@ class BucketValue:
     # -- in --------------------------------------------------------------------------------------------------------
 
     def targets(self, entries: Sequence[Entry], other: str) -> list[memoryview]:
-        """Memory for each entry of a stream that holds all of this bucket. Raises CorruptCheckpoint where it is not.
+        """Memory for each entry of a stream that holds all of this bucket. Raises CorruptCheckpoint if it is not.
 
         What it takes is bounded by the bucket's own size.
         """
@@ -157,7 +157,7 @@ class BucketValue:
         return views
 
     def finish(self) -> None:
-        """All targets are filled. Raises MismatchError where the state is not this optimizer's."""
+        """All targets are filled. Raises MismatchError if the state is not this optimizer's."""
         states = [
             {key: tensor for key, tensor in self._arriving[index].items() if key != PARAMETER_KEY}
             for index in self.indices
@@ -169,7 +169,7 @@ class BucketValue:
 class ShadowMemory:
     """All buckets of one shadow. For one thread at a time, but for the gradients' slots.
 
-    Raises ConfigError where the layout needs more than `limit_bytes`, with the numbers, before anything is taken.
+    Raises ConfigError if the layout needs more than `limit_bytes`, with the numbers, before anything is taken.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ShadowMemory:
         return self._values[bucket].checksum()
 
     def new_value(self, bucket: int) -> BucketValue:
-        """An empty value beside the old one. Raises CheckpointError where too many wait for their place already."""
+        """An empty value beside the old one. Raises CheckpointError if too many wait for their place already."""
         beside = sum(self._bytes(one) for one in self._landed) + self._bytes(bucket)
         room = self._limit_bytes - self.need.total + self.need.seeds
         # A bucket without a value takes no more than was set aside for it.
@@ -297,7 +297,7 @@ def _entry(index: int, key: str, tensor: torch.Tensor) -> Entry:
 
 
 def _target(entry: Entry, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Memory for one entry, or None where it cannot be of this parameter."""
+    """Memory for one entry, or None if it cannot be of this parameter."""
     if entry.key == PARAMETER_KEY:
         tensor = parameter
     elif entry.key not in _STATE_KEYS or entry.dtype not in _STATE_DTYPES:

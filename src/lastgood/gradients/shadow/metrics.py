@@ -81,7 +81,7 @@ def _newest(held: tuple[object, ...]) -> float:
 
 
 class MetricsServer:
-    """Answers GET /metrics, all requests in one thread. Raises HostError where the port cannot be had."""
+    """Answers GET /metrics, all requests in one thread. Raises HostError if the port cannot be had."""
 
     def __init__(self, core: ShadowCore, host: str, port: int) -> None:
         self._core = core

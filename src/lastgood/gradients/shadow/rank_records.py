@@ -52,7 +52,7 @@ class SideShelf:
         self._bytes -= sum(len(one.content) for one in self._held.pop(iteration, {}).values())
 
     def get(self, iteration: int, rank: int) -> SideRecord:
-        """Raises NoCheckpoint where it is not held."""
+        """Raises NoCheckpoint if it is not held."""
         record = self._held.get(iteration, {}).get(rank)
         if record is None:
             raise NoCheckpoint(f"no side record of rank {rank} is held for iteration {iteration}")

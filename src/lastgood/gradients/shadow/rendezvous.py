@@ -25,7 +25,7 @@ class Rendezvous:
     """A store at MASTER_ADDR and MASTER_PORT; keep it as long as others may ask it.
 
     torchrun's agent, or rank 0 of the trainers, has one there already; where shadows are alone, the first makes it.
-    Raises ConfigError where the environment names no store, HostError where it cannot be reached in `timeout_s`.
+    Raises ConfigError if the environment names no store, HostError where it cannot be reached in `timeout_s`.
     """
 
     def __init__(self, environment: Mapping[str, str], place: Place, timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class Rendezvous:
     def exchange(self, shadow: int, address: str) -> list[str]:
         """Tell this shadow's address; return those of all.
 
-        Raises HostError where one does not come in time, or the store has gone.
+        Raises HostError if one does not come in time, or the store has gone.
         """
         try:
             self._store.set(_KEY.format(shadow), address)
@@ -54,7 +54,7 @@ class Rendezvous:
 def ask_addresses(host: str, port: int, shadows: int, timeout_s: float) -> list[str]:
     """The addresses that `shadows` shadows have told at this store, for their trainers.
 
-    Raises HostError where it cannot be reached, or one does not come, in `timeout_s` each.
+    Raises HostError if it cannot be reached, or one does not come, in `timeout_s` each.
     """
     where = f"{host}:{port}"
     return _addresses(_open_store(host, port, False, timeout_s, where), where, shadows, timeout_s)

@@ -1,4 +1,4 @@
-"""The gradient storage service: one port, behind which a shadow (shadow_core.py) keeps a training's newest state.
+"""The gradient storage service: one port, behind which a shadow (core.py) keeps a training's newest state.
 
 Every connection shows that it knows the token, then says what it is: data (its descriptor goes to the native receiver),
 control (a rank of the training), or asker (status, fence, restore).
@@ -395,7 +395,7 @@ class ShadowService:
 
 
 class _StreamBegunError(Exception):
-    """A failure in the midst of a stream: nothing can be said on that connection any more."""
+    """A failure in the middle of a stream: nothing can be said on that connection any more."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))

@@ -41,7 +41,7 @@ _ENTRIES: TypeAdapter[tuple[Entry, ...]] = TypeAdapter(tuple[Entry, ...])
 
 @dataclass(frozen=True)
 class SideRecord:
-    """A rank's own state behind an iteration, with the layout that describes it."""
+    """A rank's own state after an iteration, with the layout that describes it."""
 
     message: Side
     content: bytes
@@ -126,7 +126,7 @@ class SpillStore:
             self._fenced = epoch
 
     def begin_epoch(self, epoch: int, adopt: int | None, restored: Saved | None) -> None:
-        """Trainers go on behind iteration `adopt`, or begin anew. Spills that they left behind are not given back.
+        """Trainers go on after iteration `adopt`, or begin anew. Spills that they left behind are not given back.
 
         All others stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
         Raises WaitTimeout, StorageError.
@@ -145,7 +145,7 @@ class SpillStore:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the write that is under way; False if it takes longer."""
+        """Wait for the write that is in progress; False if it takes longer."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -178,7 +178,7 @@ class SpillStore:
         self._drop(dropped)
 
     def _disown(self, spills: Sequence[Spill]) -> None:
-        """They belong to a life that was left, and must not come back when this process is started anew."""
+        """They belong to a life that was left, and must not come back when this process is started again."""
         for spill in spills:
             self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, "made by a life that was left"))
             with self._lock:
@@ -260,7 +260,7 @@ class SpillStore:
             self._store.verify(spill.info)
 
     def read_side(self, spill: Spill, rank: int) -> SideRecord:
-        """A rank's side record. Raises NoCheckpoint where it is not here, CorruptCheckpoint, StorageError."""
+        """A rank's side record. Raises NoCheckpoint if it is not here, CorruptCheckpoint, StorageError."""
         offset = sum(entry.nbytes for entries in spill.buckets.values() for entry in entries)
         for side in spill.sides:
             if side.rank == rank:

@@ -109,7 +109,7 @@ class ShadowState:
     ) -> bool:
         """The epoch's layout. Says whether the state that was here is kept. The caller sets all memory up again if not.
 
-        The caller's receiver begins anew either way: no gradients are held behind this.
+        The caller's receiver begins anew either way: no gradients are held after this.
         """
         kept = self.keeps(layout, adopt)
         if kept:
@@ -164,7 +164,7 @@ class ShadowState:
         return [Torn(iteration=iteration, buckets=(), why=why) for iteration in sorted(self.held.known.given_up)]
 
     def restore_to(self, saved: Saved) -> None:
-        """Bring everything to a saved iteration, after a fence. Raises CheckpointError where that cannot be."""
+        """Bring everything to a saved iteration, after a fence. Raises CheckpointError if that cannot be."""
         if self.declared:
             raise CheckpointError("training goes on in this epoch; a restore fences first")
         if saved not in self.held.restorable():
@@ -197,7 +197,7 @@ class ShadowState:
         self._settle()
 
     def saved_at(self, iteration: int) -> Saved:
-        """A saved iteration. Raises CheckpointError where it is none (any more)."""
+        """A saved iteration. Raises CheckpointError if it is none (any more)."""
         if iteration not in self.held.known.saves:
             raise CheckpointError(f"iteration {iteration} is not held as a saved one")
         return self.held.known.saves[iteration]
@@ -210,7 +210,7 @@ class ShadowState:
     # -- from trainers ---------------------------------------------------------------------------------------------
 
     def step(self, message: Step) -> None:
-        """What an iteration needs beside gradients. Raises CheckpointError where far too many are open."""
+        """What an iteration needs beside gradients. Raises CheckpointError if far too many are open."""
         new = message.iteration > self.held.lowest()
         if new:
             self.held.known.add_step(message, self.epoch)
@@ -222,7 +222,7 @@ class ShadowState:
             self._settle()
 
     def absent(self, rank: int, message: Absent) -> None:
-        """Which of its own parameters a rank left alone. Raises CheckpointError where far too many are open."""
+        """Which of its own parameters a rank left alone. Raises CheckpointError if far too many are open."""
         if message.iteration > self.held.lowest():
             self.held.known.add_absent(rank, message)
             self._lose_void(message.iteration)
@@ -271,7 +271,7 @@ class ShadowState:
         self._settle()
 
     def seed_begun(self, bucket: int, iteration: int) -> None:
-        """A seed arrives. Raises CheckpointError where an earlier one of this bucket is not in its place yet."""
+        """A seed arrives. Raises CheckpointError if an earlier one of this bucket is not in its place yet."""
         found = self.held.buckets.get(bucket)
         if found is None:
             raise CheckpointError(f"bucket {bucket} is not this shadow's")

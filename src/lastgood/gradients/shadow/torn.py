@@ -63,7 +63,7 @@ def find_tears(
             continue
         # The one that is being applied is still among the received.
         missing = bucket.chain_end(bucket.at) + 1
-        # Rank 0 says each step before the word that it is complete, and on a new connection only those behind that.
+        # Rank 0 says each step before the word that it is complete, and on a new connection only those after that.
         reached = range(bucket.at + 1, min(missing - 1, completed) + 1)
         unknown = next((one for one in reached if one not in known.steps), None)
         if unknown is not None:

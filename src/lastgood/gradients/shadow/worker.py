@@ -79,7 +79,7 @@ class ShadowWorker:
                     return f"its checksum is {found:08x}, the trainers' is {work.checksum:08x}; it is not their model"
             else:
                 self._copy_bucket(memory, work)
-        except Exception as error:  # whatever it is, this thread must go on: trainers send the bucket anew
+        except Exception as error:  # whatever it is, this thread must go on: trainers send the bucket again
             if not isinstance(error, (LastgoodError, RuntimeError, ValueError, MemoryError)):
                 _log.exception("bucket %d, iteration %d: unexpected", work.bucket, work.iteration)
             return str(error) or repr(error)

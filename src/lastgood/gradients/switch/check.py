@@ -83,7 +83,7 @@ def check_shadow(number: int, addresses: Sequence[str], token: bytes, timeout_s:
 def answer_checks(address: str, token: bytes, stop: threading.Event, timeout_s: float) -> int:
     """Stand where a rank will listen, and prove the token to those who test the way to it, until `stop`.
 
-    Returns how many did. Raises HostError where this machine cannot listen on `address`.
+    Returns how many did. Raises HostError if this machine cannot listen on `address`.
     """
     good = 0
     listener = listen_ring(*parse_address(address))

@@ -23,7 +23,7 @@ class FaultPlan:
     loss: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
-    """The record comes behind the next one."""
+    """The record comes after the next one."""
     delay: float = 0.0
     delay_s: float = 0.1
     corrupt: float = 0.0

@@ -35,7 +35,7 @@ class CopySettings:
     token: bytes = field(repr=False)
     queue_bytes: int = QUEUE_BYTES
     timeout_s: float = 60.0
-    """A shadow that takes nothing for so long is connected to anew; and how long the last copies are waited for."""
+    """A shadow that takes nothing for so long is connected to again; and how long the last copies are waited for."""
     faults: FaultPlan | None = None
 
 
@@ -183,7 +183,7 @@ class Copier:
             return batch
 
     def _send(self, wire: Wire, batch: list[tuple[Record, bytes]]) -> None:
-        """Send a batch. Raises CheckpointError where the connection breaks: then the batch is lost with it."""
+        """Send a batch. Raises CheckpointError if the connection breaks: then the batch is lost with it."""
         contents = [content for _, content in batch]
         sent = 0
         try:
@@ -208,7 +208,7 @@ class Copier:
     def _begin(self) -> bytes:
         """What a connection says first: nothing up to this iteration comes any more, on this one or another.
 
-        So a shadow learns that what was lost with the connection before is missing for good.
+        So a shadow learns that what was lost with the connection before is missing permanently.
         """
         with self._changed:
             past = self._queue[0][0].iteration - 1 if self._queue else self._ended

@@ -118,7 +118,7 @@ class LinkParser:
     def feed(self, data: memoryview) -> None:
         """Follow what the rank sends to the next one.
 
-        Raises CorruptCheckpoint for what is no link of a ring; there is no going on behind that.
+        Raises CorruptCheckpoint for what is no link of a ring; there is no going on after that.
         """
         at = 0
         while at < len(data):

@@ -69,7 +69,7 @@ class Switch:
     ) -> None:
         """Listen on all links. A rank that takes nothing for `stall_s` loses its connection.
 
-        Raises HostError where this machine cannot listen on an address.
+        Raises HostError if this machine cannot listen on an address.
         """
         self._shadows, self._settings, self._stall_s = tuple(shadows), settings, stall_s
         self._stop = threading.Event()

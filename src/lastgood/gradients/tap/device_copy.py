@@ -65,7 +65,7 @@ class DeviceMover:
     def move(self, iteration: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span], base: int) -> None:
         """Send `spans` of the bytes of `tensors`, one after another; their sources count from `base`.
 
-        Ordered behind what the current stream has done; what it does next is ordered behind the copy, so that the
+        Ordered behind what the current stream has done; what it does next is ordered after the copy, so that the
         tensors may be overwritten.
         """
         memory = self._acquire(sum(tensor.nbytes for tensor in tensors))
@@ -87,7 +87,7 @@ class DeviceMover:
         self._queue.put(_Moved(iteration, arrived, memory, spans, base))
 
     def call(self, what: Callable[[], None]) -> None:
-        """Call something in the thread, behind all that was moved so far."""
+        """Call something in the thread, after all that was moved so far."""
         self._queue.put(what)
 
     def close(self) -> None:

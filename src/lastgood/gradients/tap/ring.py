@@ -41,7 +41,7 @@ class RingTap(BucketTap):
         self._reducer = reducer
 
     def close(self) -> None:
-        """Leave the ring, which ends for all ranks; what is under way fails."""
+        """Leave the ring, which ends for all ranks; what is in progress fails."""
         super().close()
         reducer, self._reducer = self._reducer, None
         if reducer is not None:

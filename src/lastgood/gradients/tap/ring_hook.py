@@ -37,7 +37,7 @@ class RingReducer:
         divide: Divide = Divide.BEFORE,
         first_iteration: int = 1,
     ) -> None:
-        """`parameters` are the layout's, in its order. Raises ConfigError where they are not those that it declares."""
+        """`parameters` are the layout's, in its order. Raises ConfigError if they are not those that it declares."""
         if len(parameters) != len(layout.parameters):
             raise ConfigError(f"the layout declares {len(layout.parameters)} parameters, {len(parameters)} are given")
         self._comm, self._layout, self._divide = comm, layout, divide
@@ -58,7 +58,7 @@ class RingReducer:
         bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch has it where it has distributed
         iteration: int | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket. The future holds its buffer, or the error that ended the ring for good.
+        """Begin to average a bucket. The future holds its buffer, or the error that ended the ring permanently.
 
         A caller that numbers iterations itself gives this one's, the same on all ranks. Raises the first error of the
         ring once it has ended, and ConfigError for a bucket that the ring cannot reduce, or of undeclared parameters.
@@ -111,12 +111,12 @@ class RingReducer:
         self._worker.submit(run)
 
     def _fail(self, error: Exception) -> None:
-        """End the ring for all ranks. What fails behind the first error only says that the ring was closed."""
+        """End the ring for all ranks. What fails after the first error only says that the ring was closed."""
         self._failure = self._failure or error
         self._comm.close()
 
     def close(self) -> None:
-        """End the ring and the thread; what is under way fails."""
+        """End the ring and the thread; what is in progress fails."""
         self._comm.close()
         self._worker.shutdown()
 

@@ -177,7 +177,7 @@ class UpdateNotes:
         self._open.add(part)
 
     def update(self) -> Update:
-        """All steps of the iteration that is open; behind the last of them."""
+        """All steps of the iteration that is open; after the last of them."""
         with contextlib.suppress(ConfigError):  # then the next step says so
             self._count_again()
         rule, shares = self._open.rule, self._shares
