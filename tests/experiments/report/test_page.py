@@ -259,7 +259,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_checkmates_figure_is_found_and_shown_without_being_named(tmp_path: Path) -> None:
     csv_of(tmp_path, panel())
-    updates = collect_updates_files("checkmate", "optimizer", written(tmp_path / "records", record_of()))
+    updates = collect_updates_files(
+        "checkmate", "optimizer", written(tmp_path / "records", record_of()), tmp_path / "ceilings.json"
+    )
     updates.write(tmp_path / "checkmate_optimizer.csv", tmp_path / "checkmate_optimizer_wide.csv")
     (tmp_path / "checkmate_opt.svg").write_bytes(SVG)
     for other in ("claims.csv", "checkmate.csv", "mine_opt.csv"):
