@@ -130,7 +130,7 @@ def test_what_the_registry_names_is_there(figure: str) -> None:
     kind = figure_kind(figure)
     assert callable(kind.collector())
     assert callable(kind.drawer())
-    planned = {spec.workload for spec in kind.plan(configure())}
+    planned = {spec.panel for spec in kind.plan(configure())}
     assert planned == set(kind.panels(configure()))
 
 
