@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import cached_property
@@ -79,7 +80,7 @@ class Places:
 
     @cached_property
     def records(self) -> str:
-        return " ".join(map(str, sorted((self.golden / "records" / "fig8_transformer_xl").rglob("*.json"))))
+        return shlex.join(map(str, sorted((self.golden / "records" / "fig8_transformer_xl").rglob("*.json"))))
 
     @cached_property
     def crowded(self) -> Path:

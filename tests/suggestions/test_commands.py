@@ -40,7 +40,12 @@ def places(tmp_path, monkeypatch):
 
 
 def called(line: str, places: Places, cut: tuple[str, ...]) -> tuple[int, str]:
-    done = CliRunner().invoke(app, shlex.split(line.format_map(_With(places, cut))))
+    words: list[str] = []
+    for word in shlex.split(line):
+        # A place is one word, also with a blank in its path; records, and what was cut out of a message, are several.
+        filled = word.format_map(_With(places, cut))
+        words += shlex.split(filled) if "{cut" in word or word == "{records}" else [filled]
+    done = CliRunner().invoke(app, words)
     said = str(done.exception) if isinstance(done.exception, LastgoodError) else done.output
     assert done.exception is None or isinstance(done.exception, LastgoodError | SystemExit), done.exception
     return done.exit_code, said
