@@ -1,7 +1,6 @@
 """The trainer's side: what a CUDA trainer must tell beside its hyperparameters. Powers are asked of the CPU here."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +11,7 @@ from lastgood.optim import trainer
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
 from lastgood.optim.trainer import DevicePowers, RuleMaker
-
-
-def as_cuda(optimizer, parameters=None, **lanes):
-    spec = OptimizerSpec.of(optimizer, parameters)
-    return replace(spec, arithmetic="cuda", groups=tuple(replace(group, **lanes) for group in spec.groups))
+from tests.optim.cuda_spec import as_cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

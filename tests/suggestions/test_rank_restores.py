@@ -14,8 +14,8 @@ from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.state.shards import describe_shard
-from tests.checkpointers.agreement.test_decide import report
-from tests.checkpointers.ranks.test_directories import a_state, save
+from tests.checkpointers.support.rank_reports import report
+from tests.checkpointers.support.rank_states import a_state, save
 from tests.suggestions.following import advice, follows, hear, refusal
 
 

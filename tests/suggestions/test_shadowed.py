@@ -15,9 +15,9 @@ from lastgood.gradients.tap.bucket import BucketTap
 from lastgood.optim import trainer
 from lastgood.optim.trainer import RuleMaker
 from lastgood.ports import free_ports
-from tests.checkpointers.checkmate.test_ring import TapOf, ring_options, tracked_of
-from tests.gradients.trainer.test_step_parts import Training
-from tests.optim.test_trainer import as_cuda
+from tests.checkpointers.support.ring_parts import TapOf, ring_options, tracked_of
+from tests.gradients.support.step_training import Training
+from tests.optim.cuda_spec import as_cuda
 from tests.suggestions.following import advice, follows, hear, refusal
 
 Checkmate = checkpointer_class("checkmate")

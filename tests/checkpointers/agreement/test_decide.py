@@ -8,37 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lastgood.checkpointers.agreement.decide import Fate, Held, Report, Tally, Wanted, begin
+from lastgood.checkpointers.agreement.decide import Fate, Held, Tally, begin
 from lastgood.checkpointers.agreement.messages import cut, report_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage.marks import kept_sequences
 from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message
+from tests.checkpointers.support.rank_reports import JOB, report
 
-JOB = "ab" * 16
 OTHER = "cd" * 16
-
-
-def report(
-    rank, world, held=(), *, job=JOB, mark=None, highest=None, damaged=(), reached=-1, wrote=None, beside="", **wanted
-):
-    held = tuple(one if isinstance(one, Held) else Held(*one) for one in held)
-    if highest is None:
-        highest = max((one.identity for one in held), default=(0, 0))
-    return Report(
-        rank,
-        world,
-        f"host{rank}",
-        f"/d/{rank}",
-        job,
-        highest,
-        held,
-        damaged,
-        mark,
-        Wanted(**wanted),
-        reached,
-        wrote,
-        beside,
-    )
 
 
 # -- the tally ---------------------------------------------------------------------------------------------------------

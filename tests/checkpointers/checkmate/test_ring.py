@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from lastgood.checkpointers.checkmate.ring import check_ring
-from lastgood.checkpointers.checkmate.system import Checkmate, CheckmateOptions
+from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import ConfigError
-from lastgood.gradients.tap.ring import RingTap
-from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent
 from tests.checkpointers.support.checkmate_shadows import Shadows
 from tests.checkpointers.support.rank_pool import RankPool
+from tests.checkpointers.support.ring_parts import TapOf, ring_options, tracked_of
 
 STEPS = 30
 LONG = 2500
@@ -265,28 +264,6 @@ def test_a_shadow_that_dies_behind_the_switch_is_replaced_while_training_goes_on
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
-
-
-def ring_options(**more):
-    addresses = {"ring_listen": ("a:1", "b:1"), "ring_next": ("switch:1", "switch:2")}
-    return CheckmateOptions(**{"tap": "ring", **addresses, **more})
-
-
-class TapOf(RingTap):
-    """Of a DDP that reduces over so many ranks."""
-
-    def __init__(self, ranks):
-        super().__init__()
-        self.ranks = ranks
-
-    @property
-    def reduced_ranks(self):
-        return self.ranks
-
-
-def tracked_of(device="cpu", dtype=torch.float32):
-    model = torch.nn.Linear(3, 2, device=device, dtype=dtype)
-    return TrackedParameters({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
 
 
 def test_what_goes_together_is_taken():
