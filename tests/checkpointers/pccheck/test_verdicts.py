@@ -288,12 +288,23 @@ def test_spikes_cannot_take_the_newest_good_one_back_without_limit(tmp_path, cap
     back = []
     for height in range(2, 40):
         life.steps(1.0, 1.0, 10.0**height)
-        life.checkpointer.drain()  # the newest one may still be on its way to the disk
         back.append(life.step_number - life.checkpointer.latest())
     assert 20 < max(back) <= DOUBTED_STEPS and back[-1] < max(back)
     first = next(one.message for one in caplog.records if "a restart would begin at" in one.message)
     assert "a restart would begin at step 21: the 2 checkpoints after it, up to step 27, are judged bad" in first
     assert "is not judged, though the loss of iteration" in caplog.text
+    life.checkpointer.close()
+
+
+def test_a_checkpoint_that_lands_before_its_loss_is_seen_begins_no_count_again(tmp_path, caplog):
+    """A fast disk, a slow loss: the newest checkpoint is durable, and nobody has judged it yet."""
+    life = Life(tmp_path)
+    life.steps(1.0, 1.0, *[math.nan] * 5)
+    life.checkpointer.save(life.step_number + 1)
+    life.checkpointer.drain()
+    life.checkpointer._judging.tell_fall_back(life.checkpointer._store)
+    told = [one.message for one in caplog.records if "a restart would begin at step 1:" in one.message]
+    assert len(told) == 2 and "the 4 checkpoints after it" in told[-1]
     life.checkpointer.close()
 
 

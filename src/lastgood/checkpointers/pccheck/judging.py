@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,18 +46,31 @@ class Judging:
 
     def follow(self, store: SlotStore, job: JobOfRanks | None, found: Iterable[Judgement]) -> None:
         """Judge the checkpoints that losses speak of."""
-        for one in found:
-            try:
-                if one.ok:
-                    self._take_back(store, job, one)
-                elif one.certain or not self._doubts_enough(store, one):
-                    self.judge(store, job, one.step, False, one.reason)
-            except StorageError as error:
-                # Training goes on; the verdict holds in memory, and is written with the next one.
-                _log.error("%s", error)
+        judged = [self._follow(store, job, one) for one in found]
+        if any(judged):
+            # Only now: of the checkpoints that one loss speaks of, the later one may be durable and not judged before.
+            self.tell_fall_back(store)
+
+    def _follow(self, store: SlotStore, job: JobOfRanks | None, one: Judgement) -> int:
+        """Returns the step that was judged bad; 0 if none was."""
+        try:
+            if one.ok:
+                self._take_back(store, job, one)
+            elif one.certain or not self._doubts_enough(store, one):
+                return one.step if self._judge(store, job, one.step, False, one.reason) else 0
+        except StorageError as error:
+            # Training goes on; the verdict holds in memory, and is written with the next one.
+            _log.error("%s", error)
+        return 0
 
     def judge(self, store: SlotStore, job: JobOfRanks | None, step: int, ok: bool, reason: str) -> bool:
         """Judge the newest checkpoint of `step`; returns whether there is one. Raises StorageError."""
+        known = self._judge(store, job, step, ok, reason)
+        if known:
+            self.tell_fall_back(store, step)
+        return known
+
+    def _judge(self, store: SlotStore, job: JobOfRanks | None, step: int, ok: bool, reason: str) -> bool:
         from lastgood.storage import Verdict
 
         known = self._find(store, step)
@@ -73,12 +86,17 @@ class Judging:
             _log.warning(
                 "%s: the checkpoint of step %d is judged bad: %s", self._directory, step, reason or "no reason"
             )
-        self.tell_fall_back(store)
         return True
 
-    def tell_fall_back(self, store: SlotStore) -> None:
-        """Say how far a restart would go back, again whenever that is twice as far."""
-        good, newer = _newest_good(store)
+    def tell_fall_back(self, store: SlotStore, judged: int = 0) -> None:
+        """Say how far a restart would go back, again whenever that is twice as far.
+
+        If losses are watched, checkpoints after the newest one that was looked at (and after step `judged`) are no part
+        of it: whether they are good is not known yet, and one that seems good would begin the count again.
+        """
+        known = self._watch.looked_at
+        complete = [info for info in store.everywhere() if not known or info.step <= max(known, judged)]
+        good, newer = _newest_good(store, complete)
         if newer == 0:
             self._fallen_back = 1
         elif newer >= 2 * self._fallen_back:
@@ -88,7 +106,7 @@ class Judging:
                 self._directory,
                 "nothing" if good is None else f"step {good.step}",
                 newer,
-                store.everywhere()[0].step,
+                complete[0].step,
             )
 
     def _find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
@@ -118,7 +136,8 @@ class Judging:
 
     def _doubts_enough(self, store: SlotStore, judgement: Judgement) -> bool:
         """Whether spikes have spoken against so many checkpoints that they are no spikes. Says so."""
-        good, newer = _newest_good(store)
+        # Whether this one and later ones are good is not known yet.
+        good, newer = _newest_good(store, [info for info in store.everywhere() if info.step < judgement.step])
         steps = judgement.step - (0 if good is None else good.step)
         if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self._find(store, judgement.step) is None:
             return False
@@ -134,9 +153,9 @@ class Judging:
         return True
 
 
-def _newest_good(store: SlotStore) -> tuple[SlotInfo | None, int]:
-    """The newest checkpoint that was not judged bad, and how many were begun after it."""
-    complete, book = store.everywhere(), store.book()
+def _newest_good(store: SlotStore, complete: Sequence[SlotInfo]) -> tuple[SlotInfo | None, int]:
+    """The newest one of `complete` (newest first) that was not judged bad, and how many were begun after it."""
+    book = store.book()
     good = next((info for info in complete if not book.is_bad(info.sequence)), None)
     if not complete:
         return None, 0

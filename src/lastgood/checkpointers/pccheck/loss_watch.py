@@ -67,6 +67,8 @@ class LossWatch:
         self._ordinary: deque[float] = deque(maxlen=WINDOW)
         self._pending: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._seen = 0
+        self.looked_at = 0
+        """The newest iteration whose loss was looked at."""
         self._latest: deque[tuple[int, float, bool]] = deque(maxlen=2 * STAYS)
         """The finite losses since the last that was not: iteration, loss, whether it was high."""
         self._run_length = 0
@@ -106,6 +108,7 @@ class LossWatch:
 
     def _judge(self, step: int, loss: float) -> list[Judgement]:
         self._seen += 1
+        self.looked_at = step
         finite = math.isfinite(loss)
         median, spread = self._scale()
         limit = math.inf if self._spike is None else median + self._spike * spread
