@@ -21,7 +21,7 @@ from lastgood.errors import ConfigError, CorruptCheckpoint, DataError, LastgoodE
 from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.plan.load import load_config
 from lastgood.storage.format import RecordError, decode_job, seal_json
-from lastgood.storage.marks import read_mark
+from lastgood.storage.global_commit import read_global_commit
 from lastgood.storage.verdicts import VerdictBook
 from lastgood.text import (
     is_whole,
@@ -387,7 +387,7 @@ def test_numbers_in_sealed_files_end_in_no_other_error(odd: object, tmp_path: Pa
     mark = {"format": "lastgood-global", "incarnation": odd, "step": odd, "sequence": odd}
     (tmp_path / "global.json").write_bytes(of_sealed(mark))
     with contextlib.suppress(LastgoodError):
-        read_mark(tmp_path)
+        read_global_commit(tmp_path)
     verdict = {"sequence": odd, "step": odd, "ok": False, "reason": "x"}
     book = {"format": "lastgood-verdicts", "verdicts": [verdict], "restarts": []}
     (tmp_path / "verdicts.json").write_bytes(of_sealed(book))

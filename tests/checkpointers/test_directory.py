@@ -145,7 +145,7 @@ def test_all_paths_are_absolute_from_the_beginning(tmp_path: Path, monkeypatch: 
     with peers_end_with_the_test(tmp_path):
         gemini = checkpointer_class("gemini")("peers")
         assert gemini.directory == tmp_path / "peers" == gemini._peers._directory
-    assert (made.knobs.archive_dir, made.knobs.resume_from) == (str(tmp_path / "archive"), str(tmp_path / "older"))
+    assert (made.options.archive_dir, made.options.resume_from) == (str(tmp_path / "archive"), str(tmp_path / "older"))
     assert shadowed.options.token_file == str(tmp_path / "token")
     assert SlotStore.peek("job").directory == made.directory == tmp_path / "job"
 

@@ -90,17 +90,17 @@ def _verdicts(thing: Any, folder: Path) -> Prepared:
 
 
 def _mark_sample() -> list[Any]:
-    from lastgood.storage.marks import _FORMAT, GlobalMark
+    from lastgood.storage.global_commit import _FORMAT, GlobalCommit
 
-    mark = GlobalMark(*range(1, len(GlobalMark._fields) + 1))
+    mark = GlobalCommit(*range(1, len(GlobalCommit._fields) + 1))
     return [{"format": _FORMAT, "version": 1, "job_id": "ab" * 16, "world_size": 2, **mark._asdict()}]
 
 
 @decoder("mark of all ranks", _mark_sample, change=tree_or_bits)
 def _mark(thing: Any, folder: Path) -> Prepared:
-    from lastgood.storage.marks import GLOBAL_FILE, read_mark
+    from lastgood.storage.global_commit import GLOBAL_FILE, read_global_commit
 
-    return put(folder / GLOBAL_FILE, sealed(thing)), partial(read_mark, folder)
+    return put(folder / GLOBAL_FILE, sealed(thing)), partial(read_global_commit, folder)
 
 
 @decoder(

@@ -11,7 +11,7 @@ from lastgood.errors import ConfigError
 from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations.deepspeed_traffic import mark_communication
 from lastgood.storage import format as fmt
-from lastgood.storage.single import is_single_file
+from lastgood.storage.standalone_slot import is_standalone_slot
 from tests.integrations.deepspeed_ranks import KILLED
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +38,7 @@ def test_a_killed_training_goes_on_as_with_deepspeeds_own_engine(ranks, tmp_path
     assert codes == [KILLED, KILLED] and None not in before, ranks.logs(folder)
     own, foreign = ([path.name for path in (tmp_path / one).rglob("*.pt")] for one in ("lastgood", "torch"))
     assert sorted(own) == sorted(foreign) and own
-    assert all(is_single_file(path) for path in (tmp_path / "lastgood").rglob("*.pt"))
+    assert all(is_standalone_slot(path) for path in (tmp_path / "lastgood").rglob("*.pt"))
     assert (tmp_path / "lastgood" / "latest").read_text() == "global_step3"
     after = ranks.run("load_both", **what)
     for rank in range(2):

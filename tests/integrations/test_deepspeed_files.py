@@ -21,7 +21,7 @@ from lastgood.integrations.deepspeed import LastgoodFiles, export_torch, use_las
 from lastgood.integrations.deepspeed_objects import decode_objects, encode_objects
 from lastgood.integrations.deepspeed_saves import SaveOptions
 from lastgood.storage import format as fmt
-from lastgood.storage.single import is_single_file
+from lastgood.storage.standalone_slot import is_standalone_slot
 from lastgood.storage.write import SlotWrite
 
 
@@ -101,7 +101,7 @@ def test_a_state_comes_back_as_it_was(tmp_path, engine):
     found = engine().load(str(path), map_location=lambda storage, location: storage)
     assert same(found, state)
     assert found["views"][0].data_ptr() == found["flat"].data_ptr()  # aliases are aliases again
-    assert is_single_file(path)
+    assert is_standalone_slot(path)
     assert [one.name for one in (tmp_path / "a").iterdir()] == ["part-0.pt"]
 
 

@@ -61,7 +61,7 @@ def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None
 
 
 def marks(job: JobOnNodes) -> dict[int, tuple[int, int]]:
-    found = {rank: SlotStore.peek(folder).mark() for rank, folder in rank_directories(job.directory).items()}
+    found = {rank: SlotStore.peek(folder).global_commit() for rank, folder in rank_directories(job.directory).items()}
     return {rank: (mark.incarnation, mark.step) for rank, mark in found.items() if mark is not None}
 
 

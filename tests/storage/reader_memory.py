@@ -22,7 +22,7 @@ from lastgood.checkpointers.slots.contents import read_tree
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
 from lastgood.storage import SlotView
-from lastgood.storage.single import look_at_single
+from lastgood.storage.standalone_slot import look_at_standalone_slot
 
 
 def _memory(field: str) -> int:
@@ -47,7 +47,7 @@ def _command(*arguments: object) -> None:
 
 
 def _single(path: Path) -> None:
-    read_tree(SlotView(path.parent), look_at_single(path), 4)
+    read_tree(SlotView(path.parent), look_at_standalone_slot(path), 4)
 
 
 def readers(directory: Path) -> dict[str, Callable[[], object]]:

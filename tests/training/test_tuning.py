@@ -477,5 +477,5 @@ def test_what_was_tuned_runs(tmp_path):
 def test_a_checkpointer_takes_what_was_tuned(tmp_path: Path) -> None:
     (tmp_path / TUNING_FILE).write_text("tuning_version: 1\ninterval_steps: 7\nmax_in_flight: 3\nwriter_threads: 1\n")
     tuned = PCcheck.tuned(tmp_path)
-    assert (tuned.interval_steps, tuned.knobs.max_in_flight, tuned.knobs.writer_threads) == (7, 3, 1)
+    assert (tuned.interval_steps, tuned.options.max_in_flight, tuned.options.writer_threads) == (7, 3, 1)
     assert PCcheck.tuned(tmp_path / "other", tmp_path / TUNING_FILE).directory == tmp_path / "other"

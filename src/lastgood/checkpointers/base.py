@@ -71,10 +71,10 @@ class Checkpointer(ABC):
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
 
-    It is made with a directory of its own (which need not exist) and either validated `options` or single `knobs` by
+    It is made with a directory of its own (which need not exist) and either validated `options` or single ones by
     name; `interval_steps` is for `step`. A relative directory is taken from where the process is now. What is made
     there can be read by its owner alone, unless `readable_by` is ``group`` or ``all``. With `max_unsaved_s`, `step`
-    raises once so many seconds have gone by without a new durable checkpoint. Raises ConfigError for knobs
+    raises once so many seconds have gone by without a new durable checkpoint. Raises ConfigError for options
     that do not exist or cannot be, and for a directory that is a URL.
 
     Subclasses set class attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured,
@@ -98,9 +98,9 @@ class Checkpointer(ABC):
         interval_steps: int | None = None,
         readable_by: ReadableBy | str = ReadableBy.OWNER,
         max_unsaved_s: float | None = None,
-        **knobs: Any,
+        **given: Any,
     ) -> None:
-        self.options = made_options(self, directory, options, knobs)
+        self.options = made_options(self, directory, options, given)
         check_when_to_save(self.name, interval_steps, max_unsaved_s)
         self.location = Location.parse(directory)
         self.directory = self.location.path

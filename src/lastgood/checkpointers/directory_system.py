@@ -64,11 +64,10 @@ class DirectorySystem(Checkpointer):
 
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = DirectoryOptions
+    options: DirectoryOptions
 
-    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, DirectoryOptions)
-        self._keep_and_limit = self.options
+    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._store = open_store(self.location, self.options.keep, self.readable_by)
         self._flight: LibrarySave | None = None
         self._late: Future[Any] | None = None
@@ -118,7 +117,7 @@ class DirectorySystem(Checkpointer):
             if future is None:
                 self._commit(event, draft)
                 return
-            flight = LibrarySave(self.name, event, draft, future, self._keep_and_limit.limit_s, self._land)
+            flight = LibrarySave(self.name, event, draft, future, self.options.limit_s, self._land)
             try:
                 flight.start()
             except BaseException:
@@ -155,7 +154,7 @@ class DirectorySystem(Checkpointer):
     def _refuse_late(self) -> None:
         if self._late is not None and not self._late.done():
             raise CheckpointError(
-                f"{self.directory}: a save that took more than {self._keep_and_limit.limit_s:.0f} s still runs; look "
+                f"{self.directory}: a save that took more than {self.options.limit_s:.0f} s still runs; look "
                 "into the kernel log for the disk, or raise limit_s"
             )
         self._late = None

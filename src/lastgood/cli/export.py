@@ -45,14 +45,14 @@ def export(
     from lastgood.checkpointers.export.whole_job import export_job
     from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.storage import SlotStore
-    from lastgood.storage.single import look_at_singles
+    from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     known = [one.value for one in ExportFormat]
     if to not in known:
         raise ConfigError(f"--to {to}: known are {', '.join(known)}")
     if rank_directories(directory):
         done = export_job(directory, out, ExportFormat(to), step, force=force, threads=threads)
-    elif look_at_singles(directory) is not None:
+    elif look_at_standalone_slots(directory) is not None:
         raise ConfigError(
             f"{directory}: written by DeepSpeed's save_checkpoint; lastgood.integrations.deepspeed.export_torch writes "
             "the folder of a tag as DeepSpeed would"

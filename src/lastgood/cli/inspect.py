@@ -17,8 +17,8 @@ from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lastgood.state import Layout
-    from lastgood.storage import GlobalMark, SlotInfo, SlotStatus, SlotView, Verdict
-    from lastgood.storage.single import SingleFiles
+    from lastgood.storage import GlobalCommit, SlotInfo, SlotStatus, SlotView, Verdict
+    from lastgood.storage.standalone_slot import StandaloneSlots
 
 __all__ = ["inspect"]
 
@@ -49,12 +49,12 @@ def inspect(
     """
     from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.checkpointers.slots.contents import words_on_none
-    from lastgood.storage.single import look_at_singles
+    from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     ranks = rank_directories(directory)
-    singles = None if ranks else look_at_singles(directory)
-    if singles is not None:
-        _inspect_singles(singles, layout, step, json)
+    standalone = None if ranks else look_at_standalone_slots(directory)
+    if standalone is not None:
+        _inspect_standalone(standalone, layout, step, json)
         return
     shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
     troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
@@ -66,8 +66,8 @@ def inspect(
         emit_json(job if ranks else shown[0][0])
     else:
         for one, contents in shown:
-            mark = one.get("global")
-            marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
+            commit = one.get("global")
+            marked = f", all ranks hold step {commit['step']} of life {commit['incarnation']}" if commit else ""
             if not one["slots"]:
                 sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
                 continue
@@ -83,14 +83,16 @@ def inspect(
         raise CheckpointError("; ".join(troubles))
 
 
-def _inspect_singles(singles: SingleFiles, layout: bool, step: int | None, json: bool) -> None:
+def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | None, json: bool) -> None:
     """Files that stand alone: each with its records, and with its contents where they are asked for."""
     from lastgood.checkpointers.slots.contents import read_layout
     from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
 
-    troubles = list(singles.troubles)
-    statuses = [one for one in singles.statuses if step is None or (one.record is not None and one.record.step == step)]
+    troubles = list(standalone.troubles)
+    statuses = [
+        one for one in standalone.statuses if step is None or (one.record is not None and one.record.step == step)
+    ]
     contents = []
     for info in (status.info for status in statuses):
         if info is not None and (layout or step is not None):
@@ -100,21 +102,21 @@ def _inspect_singles(singles: SingleFiles, layout: bool, step: int | None, json:
                 troubles.append(str(error))
     if (layout or step is not None) and not any(status.info for status in statuses):
         asked = "whole file" if step is None else f"whole file of step {step}"
-        steps = sorted({status.info.step for status in singles.statuses if status.info is not None})
-        troubles.append(f"{singles.place}: no {asked}; steps {steps or 'none'}")
+        steps = sorted({status.info.step for status in standalone.statuses if status.info is not None})
+        troubles.append(f"{standalone.place}: no {asked}; steps {steps or 'none'}")
     described = [_describe(status, None, {}, None) for status in statuses]
     if json:
-        others = [path.name for path in singles.others]
-        found: dict[str, Any] = {"directory": str(singles.place), "files": described, "other_files": others}
+        others = [path.name for path in standalone.others]
+        found: dict[str, Any] = {"directory": str(standalone.place), "files": described, "other_files": others}
         if layout or step is not None:
             found["layouts"] = contents
         emit_json({**found, "trouble": troubles})
     else:
-        _show_slots(str(singles.place), described)
+        _show_slots(str(standalone.place), described)
         for one in contents:
             _show_contents(one)
-        if singles.others:
-            names = ", ".join(path.name for path in singles.others)
+        if standalone.others:
+            names = ", ".join(path.name for path in standalone.others)
             sys.stdout.write(f"not in Lastgood's format: {names}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
@@ -147,12 +149,12 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
         except CheckpointError as error:
             verdicts = {}
             troubles.append(str(error))
-        mark = None
+        commit = None
         try:
-            mark = view.mark()
+            commit = view.global_commit()
         except CheckpointError as error:
             troubles.append(str(error))
-        described = [_describe(status, newest, verdicts, mark) for status in statuses]
+        described = [_describe(status, newest, verdicts, commit) for status in statuses]
         contents = None
         if layout or step is not None:
             try:
@@ -166,8 +168,8 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
         "slots": described,
         "other_checkpoints": others,
     }
-    if mark is not None:
-        found["global"] = mark._asdict()
+    if commit is not None:
+        found["global"] = commit._asdict()
     if layout or step is not None:
         found["layout"] = contents
     return {**found, "trouble": troubles}, contents
@@ -309,7 +311,7 @@ def _print_lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any
 
 
 def _describe(
-    status: SlotStatus, newest: SlotInfo | None, verdicts: Mapping[int, Verdict], mark: GlobalMark | None
+    status: SlotStatus, newest: SlotInfo | None, verdicts: Mapping[int, Verdict], commit: GlobalCommit | None
 ) -> dict[str, Any]:
     record = status.record
     whole = status.info
@@ -319,8 +321,8 @@ def _describe(
         "state": status.state.value,
         "newest": newest is not None and status.info == newest,
         "global": whole is not None
-        and mark is not None
-        and (whole.incarnation, whole.step) == (mark.incarnation, mark.step),
+        and commit is not None
+        and (whole.incarnation, whole.step) == (commit.incarnation, commit.step),
         "good": None if verdict is None else verdict.ok,
         "verdict": "" if verdict is None else verdict.reason,
         "step": None if record is None else record.step,

@@ -14,7 +14,7 @@ from lastgood.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotStatus, SlotView
-    from lastgood.storage.single import SingleFiles
+    from lastgood.storage.standalone_slot import StandaloneSlots
 
 __all__ = ["verify"]
 
@@ -37,12 +37,12 @@ def verify(
     """
     from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.checkpointers.slots.contents import words_on_none
-    from lastgood.storage.single import look_at_singles
+    from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     ranks = rank_directories(directory)
-    singles = None if ranks else look_at_singles(directory)
-    if singles is not None:
-        looked = [_verify_singles(singles, step, threads)]
+    standalone = None if ranks else look_at_standalone_slots(directory)
+    if standalone is not None:
+        looked = [_verify_standalone(standalone, step, threads)]
     else:
         looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
     found = [one for one, _ in looked]
@@ -77,12 +77,12 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
             results.append(_check(view, status, threads))
     found: dict[str, Any] = {"directory": str(directory), "trouble": troubles, "slots": results}
     try:
-        mark = view.mark()
+        commit = view.global_commit()
     except CheckpointError as error:
         troubles.append(str(error))
-        mark = None
-    if mark is not None:
-        found["global"] = mark._asdict()
+        commit = None
+    if commit is not None:
+        found["global"] = commit._asdict()
     whole = {directory / slot["file"] for slot in results if slot["result"] == "whole"}
     if step is None and whole and not troubles:
         try:
@@ -135,23 +135,23 @@ def _show_job(job: dict[str, Any]) -> None:
             console.print(trouble, markup=False)
 
 
-def _verify_singles(singles: SingleFiles, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
     """As `_verify`, for files that stand alone."""
     from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
 
     results = [
         _check(SlotView(status.path.parent), status, threads, ROOT)
-        for status in singles.statuses
+        for status in standalone.statuses
         if step is None or (status.record is not None and status.record.step == step)
     ]
     found = {
-        "directory": str(singles.place),
-        "trouble": singles.troubles,
+        "directory": str(standalone.place),
+        "trouble": standalone.troubles,
         "slots": results,
-        "not_checked": [path.name for path in singles.others],
+        "not_checked": [path.name for path in standalone.others],
     }
-    return found, sorted({status.info.step for status in singles.statuses if status.info is not None})
+    return found, sorted({status.info.step for status in standalone.statuses if status.info is not None})
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -166,8 +166,8 @@ def _show(found: dict[str, Any]) -> None:
         )
         for slot in found["slots"]
     )
-    mark = found.get("global")
-    marked = f", all ranks hold step {mark['step']} of life {mark['incarnation']}" if mark else ""
+    commit = found.get("global")
+    marked = f", all ranks hold step {commit['step']} of life {commit['incarnation']}" if commit else ""
     emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
         console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}", markup=False)

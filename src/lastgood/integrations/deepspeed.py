@@ -26,7 +26,7 @@ from lastgood.files import ReadableBy, local_path, make_directory, readers_of, s
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.storage import SlotView
-from lastgood.storage.single import is_single_file, look_at_single
+from lastgood.storage.standalone_slot import is_standalone_slot, look_at_standalone_slot
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class LastgoodFiles:
         place = Path(path)
         if not place.is_file():
             raise NoCheckpoint(f"{place}: there is no such file; was this tag saved by as many ranks?")
-        tree = self._load_own(place) if is_single_file(place) else _load_foreign(place)
+        tree = self._load_own(place) if is_standalone_slot(place) else _load_foreign(place)
         where = "cpu" if map_location is None or callable(map_location) else map_location
         device = torch.device(where) if isinstance(where, (str, torch.device)) else torch.device("cpu")
         return tree if device.type == "cpu" else _moved(tree, device)
@@ -283,7 +283,7 @@ class LastgoodFiles:
         return f"{Path(info.save_dir) / info.tag} was not saved: {trouble}; older tags and `latest` are as they were"
 
     def _load_own(self, path: Path) -> Any:
-        info = look_at_single(path)
+        info = look_at_standalone_slot(path)
         self._check_one_save(path, info.record.job_id)
         tree = read_tree(SlotView(path.parent), info, _READ_THREADS)
         if list(tree) != [ROOT]:
@@ -294,8 +294,8 @@ class LastgoodFiles:
         """Files of one tag must come from one save: a save over an older tag may have been killed half-way."""
         folder = path.parent
         known, other = self._loaded.get(folder, (job_id, path))
-        if known != job_id and other.is_file() and is_single_file(other):
-            known = look_at_single(other).record.job_id  # it may have been saved again since
+        if known != job_id and other.is_file() and is_standalone_slot(other):
+            known = look_at_standalone_slot(other).record.job_id  # it may have been saved again since
             if known != job_id:
                 raise CorruptCheckpoint(
                     f"{path} and {other.name} are from two saves: one was saved over the other and was not finished; "
@@ -330,8 +330,8 @@ def export_torch(tag_folder: Path | str, target: Path | str) -> list[Path]:
     written = []
     for path in sorted(one for one in source.iterdir() if one.is_file()):
         copy = target / path.name
-        if is_single_file(path):
-            tree = read_tree(SlotView(source), look_at_single(path), _READ_THREADS)
+        if is_standalone_slot(path):
+            tree = read_tree(SlotView(source), look_at_standalone_slot(path), _READ_THREADS)
             torch.save(decode_objects(own_memory(tree.get(ROOT)), str(path)), copy)
         else:
             shutil.copyfile(path, copy)

@@ -40,7 +40,7 @@ from lastgood.integrations.deepspeed_objects import encode_objects
 from lastgood.state import FlatState, flatten
 from lastgood.storage import files
 from lastgood.storage import format as fmt
-from lastgood.storage.single import SingleFile
+from lastgood.storage.standalone_slot import StandaloneSlot
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class _Saving:
     """As it was when the save began, wherever the process goes."""
     job: fmt.Job
     event: CheckpointEvent
-    written: list[SingleFile | _Export] = field(default_factory=list)
+    written: list[StandaloneSlot | _Export] = field(default_factory=list)
     commits: list[Future[int]] = field(default_factory=list)
     failure: str = ""
 
@@ -246,7 +246,7 @@ class TagSaves:
         folder = path.parent
         if folder not in self._direct:
             self._direct = {folder: files.direct_io_works(folder)}
-        file = SingleFile(
+        file = StandaloneSlot(
             path,
             job=saving.job,
             step=saving.event.step,
@@ -267,7 +267,7 @@ class TagSaves:
 
         saving.commits.append(self._committers.submit(commit))
 
-    def _copy(self, file: SingleFile, flat: FlatState, meta: torch.Tensor) -> None:
+    def _copy(self, file: StandaloneSlot, flat: FlatState, meta: torch.Tensor) -> None:
         """All bytes have left the training's memory when this returns."""
         timeout_s = self._options.timeout_s
         if self._pinned is None:

@@ -6,9 +6,9 @@ from lastgood.state.checked import Checked
 from lastgood.state.digest import state_digest
 from lastgood.state.flatten import FlatState, flatten, is_stateful
 from lastgood.state.layout import Layout
+from lastgood.state.new_world import NewWorld
 from lastgood.state.rng import RngState, generators_kept, seed_everything
 from lastgood.state.trial import try_layout
-from lastgood.state.world import NewWorld
 
 __all__ = [
     "Checked",

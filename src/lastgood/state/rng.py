@@ -15,7 +15,7 @@ from lastgood._lazy import lazy_module
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.state.checked import Checked
 from lastgood.state.digest import state_digest
-from lastgood.state.world import NewWorld
+from lastgood.state.new_world import NewWorld
 from lastgood.text import parse_json
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from lastgood.files import local_path, open_regular, read_bounded, storage_error
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block
-from lastgood.storage.marks import GLOBAL_FILE, GlobalMark, read_mark
+from lastgood.storage.global_commit import GLOBAL_FILE, GlobalCommit, read_global_commit
 from lastgood.storage.verdicts import VerdictBook
 
 if TYPE_CHECKING:
@@ -358,9 +358,9 @@ class SlotView:
         """Verdicts and restart counts, as they are on the disk now. Raises StorageError, MismatchError."""
         return VerdictBook(self.directory)
 
-    def mark(self) -> GlobalMark | None:
+    def global_commit(self) -> GlobalCommit | None:
         """The newest checkpoint that all ranks of a job are known to hold, if it has several. Raises MismatchError."""
-        return read_mark(self.directory)
+        return read_global_commit(self.directory)
 
     def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the whole stream and check it. Raises as `read_into` does."""

@@ -23,9 +23,9 @@ from lastgood.files import (
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
-from lastgood.storage.kept import KeptSlots, Slot
 from lastgood.storage.medium import Medium
 from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.retention import Retention, Slot
 from lastgood.storage.verdicts import VerdictBook
 from lastgood.storage.write import WRITE_TIMEOUT_S, SlotWrite
 from lastgood.units import MIB
@@ -37,7 +37,7 @@ log = logging.getLogger("lastgood.storage")
 _CLOSE_S = 60.0
 
 
-class SlotStore(KeptSlots):
+class SlotStore(Retention):
     """Up to `slots` slot files, of which `keep` whole checkpoints are never touched.
 
     These are the newest one that was not judged bad, and the newest of the others. So `slots - keep` checkpoints can be

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lastgood.checkpointers.agreement.decide import Fate, Held, Tally, begin
 from lastgood.checkpointers.agreement.messages import cut, report_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, NoGoodCheckpoint
-from lastgood.storage.marks import kept_sequences
+from lastgood.storage.global_commit import retained_sequences
 from lastgood.wire.frames import HEADER_BYTES, message_frame, parse_header, parse_message
 from tests.checkpointers.support.rank_reports import JOB, report
 
@@ -300,7 +300,7 @@ class SimulatedJob:
         if step <= max((s for life, s in disk.whole.values() if life == self.life), default=-1):
             return
         whole = [Whole(sequence) for sequence in sorted(disk.whole, reverse=True)]
-        stay = kept_sequences(whole, lambda sequence: False, KEEP, disk.known)
+        stay = retained_sequences(whole, lambda sequence: False, KEEP, disk.known)
         free = [sequence for sequence in sorted(disk.whole) if sequence not in stay]
         if len(disk.whole) >= SLOTS:
             if not free:
@@ -364,11 +364,11 @@ def test_no_history_loses_a_global_checkpoint_or_mixes_two(world, history):
 
 def test_what_is_kept_of_one_rank_is_as_before():
     whole = [Whole(sequence) for sequence in (9, 8, 7, 6)]
-    assert kept_sequences(whole, lambda sequence: False, 2) == {9, 8}
-    assert kept_sequences(whole, lambda sequence: sequence in (9, 8), 2) == {7, 9}
-    assert kept_sequences(whole, lambda sequence: False, 2, {7, 6}) == {9, 8, 7, 6}
-    assert kept_sequences(whole, lambda sequence: False, 1, {8, 7, 6}) == {9, 8}
-    assert kept_sequences(whole, lambda sequence: False, 1, ()) == {9, 8, 7, 6}
+    assert retained_sequences(whole, lambda sequence: False, 2) == {9, 8}
+    assert retained_sequences(whole, lambda sequence: sequence in (9, 8), 2) == {7, 9}
+    assert retained_sequences(whole, lambda sequence: False, 2, {7, 6}) == {9, 8, 7, 6}
+    assert retained_sequences(whole, lambda sequence: False, 1, {8, 7, 6}) == {9, 8}
+    assert retained_sequences(whole, lambda sequence: False, 1, ()) == {9, 8, 7, 6}
 
 
 def test_an_unknown_failure_has_a_class():

@@ -37,7 +37,7 @@ def damage_newest(directory):
 
 
 def marks(job):
-    found = {rank: SlotStore.peek(folder).mark() for rank, folder in rank_directories(job.directory).items()}
+    found = {rank: SlotStore.peek(folder).global_commit() for rank, folder in rank_directories(job.directory).items()}
     return {rank: None if mark is None else (mark.incarnation, mark.step) for rank, mark in found.items()}
 
 

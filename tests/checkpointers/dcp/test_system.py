@@ -444,7 +444,7 @@ def test_a_save_that_hangs_fails_in_time_and_later_saves_wait_for_nothing(opened
         assert reached.wait(60), "it is given up, and still comes to write"
     assert outcomes(checkpointer) == [Outcome.FAILED]
     assert "waited 0 s" in checkpointer.events[0].error
-    checkpointer._keep_and_limit = checkpointer.knobs.model_copy(update={"limit_s": 60.0})  # the disk may need more
+    checkpointer.options = checkpointer.options.model_copy(update={"limit_s": 60.0})  # the disk may need more
     training.step()
     checkpointer.save(2)
     assert "still runs" in checkpointer.events[1].error
@@ -504,12 +504,13 @@ def test_a_process_that_stands_still_fails_in_time_and_is_ended(opened, tmp_path
     saved_steps(checkpointer, training, 1)
     (helper,) = helper_processes()
     os.kill(helper.pid, signal.SIGSTOP)
-    checkpointer._keep_and_limit = checkpointer.knobs.model_copy(update={"limit_s": 1.0})
+    made = checkpointer.options
+    checkpointer.options = checkpointer.options.model_copy(update={"limit_s": 1.0})
     saved_steps(checkpointer, training, 1)
     assert outcomes(checkpointer) == [Outcome.DURABLE, Outcome.FAILED]
     assert "waited 1 s" in checkpointer.events[1].error
     assert not helper.is_alive()
-    checkpointer._keep_and_limit = checkpointer.knobs
+    checkpointer.options = made
     saved_steps(checkpointer, training, 1)
     assert outcomes(checkpointer)[-1] is Outcome.DURABLE, checkpointer.events[-1].error
 

@@ -26,7 +26,7 @@ from lastgood.errors import CorruptCheckpoint, WaitTimeout
 from lastgood.state import Layout
 from lastgood.storage import SlotView
 from lastgood.storage import format as fmt
-from lastgood.storage.areas import AreaStore, MappedArea
+from lastgood.storage.mapped_areas import AreaStore, MappedArea
 from tests.checkpointers.support.small_training import SmallTraining
 
 

@@ -19,7 +19,7 @@ from lastgood import PCcheck, locks, notices
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LockHeld
 from lastgood.storage import SlotStore
-from lastgood.storage.areas import AreaStore
+from lastgood.storage.mapped_areas import AreaStore
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck", "dcp"]
 

@@ -182,7 +182,7 @@ class JobOfRanks:
                     status.record is None or status.record.kind is RecordKind.COMMITTED
                 ):
                     damaged.append(f"{status.path.name}: {status.detail}")
-            found = view.mark()
+            found = view.global_commit()
             mark = None if found is None else (found.incarnation, found.step)
             reached = max(book.reached, -1 if found is None else found.step)
         return Report(

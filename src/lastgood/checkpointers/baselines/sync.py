@@ -47,10 +47,10 @@ class SyncCheckpointer(Checkpointer):
     )
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = SyncOptions
+    options: SyncOptions
 
-    def __init__(self, directory: Path | str | Location, options: SyncOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, SyncOptions)
+    def __init__(self, directory: Path | str | Location, options: SyncOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
 
     def _start(self) -> None:

@@ -77,10 +77,10 @@ class CheckFreq(Checkpointer):
     )
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = CheckFreqOptions
+    options: CheckFreqOptions
 
-    def __init__(self, directory: Path | str | Location, options: CheckFreqOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, CheckFreqOptions)
+    def __init__(self, directory: Path | str | Location, options: CheckFreqOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._budget = self.options.overhead_budget
         if self._budget is not None and self.interval_steps is not None:
             raise ConfigError(

@@ -133,7 +133,7 @@ class Incarnation:
 def begin_incarnation(
     directory: Path,
     state: Mapping[str, Any],
-    knobs: CheckmateOptions,
+    options: CheckmateOptions,
     tap: BucketTap | None,
     restored: Restored | None,
     close_open: Callable[[], None],
@@ -145,20 +145,20 @@ def begin_incarnation(
     for what shadows cannot follow; CheckpointError, WaitTimeout for shadows that do not take part; as `open_ring` for a
     ring.
     """
-    check_shadows(knobs)
-    token = read_token(knobs)
+    check_shadows(options)
+    token = read_token(options)
     rank, ranks = world_of_torch()
     together = ranks_together(rank, ranks)
     tracked = TrackedParameters(state)
-    buckets = _takes_buckets(knobs, tap, tracked)
+    buckets = _takes_buckets(options, tap, tracked)
     ring_tap = tap if isinstance(tap, RingTap) else None
     if ring_tap is not None:
-        check_ring(knobs, tracked, ring_tap, ranks)
+        check_ring(options, tracked, ring_tap, ranks)
     spec = probed(tracked.optimizer, tracked.parameters)
-    layout, shares = _layout_of_all(tracked, spec, knobs, together, rank, ranks, union=not buckets)
+    layout, shares = _layout_of_all(tracked, spec, options, together, rank, ranks, union=not buckets)
     first = 0 if buckets else shares.firsts[rank]
     own = range(first, first + len(tracked.parameters))
-    job, epoch, base = _identity(directory, knobs, token, together, rank, restored)
+    job, epoch, base = _identity(directory, options, token, together, rank, restored)
     adopt = base if restored is not None else None
     own_buckets = [number for number, bucket in enumerate(layout.buckets) if bucket.parameters[0] in own]
     if buckets and rank != 0:
@@ -166,9 +166,9 @@ def begin_incarnation(
     conductor = Conductor(
         Identity(job, epoch, rank, layout, adopt),
         base,
-        knobs.shadows,
+        options.shadows,
         token,
-        Settings(knobs.timeout_s, knobs.behind_s, knobs.data_settings()),
+        Settings(options.timeout_s, options.behind_s, options.data_settings()),
         set(own_buckets).__contains__,
         settled,
     )
@@ -176,7 +176,7 @@ def begin_incarnation(
     try:
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
-        mover = _mover_for(tracked, stream, knobs)
+        mover = _mover_for(tracked, stream, options)
         life = Incarnation(
             job,
             rank,
@@ -191,7 +191,7 @@ def begin_incarnation(
             ring_tap,
             mover,
             own_buckets,
-            _zeros_of(layout, rank, ranks, knobs) if buckets else [],
+            _zeros_of(layout, rank, ranks, options) if buckets else [],
         )
         if not buckets and ranks > 1 and not tracked.spread:
             _log.info(
@@ -199,14 +199,14 @@ def begin_incarnation(
                 "checkpointer.watch(model) before, and each sends a part of them"
             )
         conductor.start()
-        _seed_first(life, knobs, together, verify=adopt is not None)
+        _seed_first(life, options, together, verify=adopt is not None)
         if tap is not None and buckets:
-            borrow = tap.owns_memory and knobs.policy == "block"
-            look_every = knobs.verify_every or 100
-            context = TapContext(stream, tracked, notes, rank, ranks, knobs.cover, borrow, look_every, mover)
+            borrow = tap.owns_memory and options.policy == "block"
+            look_every = options.verify_every or 100
+            context = TapContext(stream, tracked, notes, rank, ranks, options.cover, borrow, look_every, mover)
             if ring_tap is not None:
                 # Only now: shadows take a switch's copies once the layout is declared.
-                ring_tap.join(context, open_ring(knobs, tracked, layout, token, job, epoch, rank))
+                ring_tap.join(context, open_ring(options, tracked, layout, token, job, epoch, rank))
             else:
                 tap.open(context)
     except BaseException:
@@ -217,13 +217,13 @@ def begin_incarnation(
     return life
 
 
-def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: TrackedParameters) -> bool:
-    if knobs.tap in ("bucket", "ring") and tap is None:
+def _takes_buckets(options: CheckmateOptions, tap: BucketTap | None, tracked: TrackedParameters) -> bool:
+    if options.tap in ("bucket", "ring") and tap is None:
         raise ConfigError(
-            f'checkmate: tap="{knobs.tap}", and no hook is registered: call checkpointer.watch(model) with the '
+            f'checkmate: tap="{options.tap}", and no hook is registered: call checkpointer.watch(model) with the '
             "DistributedDataParallel model before start()"
         )
-    buckets = knobs.tap in ("bucket", "ring") or (knobs.tap == "auto" and tap is not None)
+    buckets = options.tap in ("bucket", "ring") or (options.tap == "auto" and tap is not None)
     if buckets and tracked.spread:
         raise ConfigError('checkmate: parameters are spread over ranks (DTensor); tap="step" follows them')
     return buckets
@@ -232,7 +232,7 @@ def _takes_buckets(knobs: CheckmateOptions, tap: BucketTap | None, tracked: Trac
 def _layout_of_all(
     tracked: TrackedParameters,
     spec: OptimizerSpec,
-    knobs: CheckmateOptions,
+    options: CheckmateOptions,
     together: RankExchange | None,
     rank: int,
     ranks: int,
@@ -241,9 +241,9 @@ def _layout_of_all(
 ) -> tuple[GradientLayout, Shares]:
     """The layout, and where ranks' parameters lie in it: with `union` each has its own."""
     declared = tracked.declared()
-    shadows = len(knobs.shadows)
+    shadows = len(options.shadows)
     if not union or together is None:
-        layout = plan_layout(declared, spec.to_data(), ranks=ranks, shadows=shadows, bucket_bytes=knobs.bucket_bytes)
+        layout = plan_layout(declared, spec.to_data(), ranks=ranks, shadows=shadows, bucket_bytes=options.bucket_bytes)
         digests = [layout.digest] if together is None else together.tell(layout.digest)
         if len(set(digests)) != 1:
             raise ConfigError("checkmate: ranks have different models or optimizers, so their gradients are no means")
@@ -269,7 +269,7 @@ def _layout_of_all(
         replace(spec, groups=groups).to_data(),
         ranks=ranks,
         shadows=shadows,
-        bucket_bytes=knobs.bucket_bytes,
+        bucket_bytes=options.bucket_bytes,
         owners=owners,
     )
     alike = len({tuple(group.parameters for group in one.groups) for _, one in told}) == 1
@@ -278,7 +278,7 @@ def _layout_of_all(
 
 def _identity(
     directory: Path,
-    knobs: CheckmateOptions,
+    options: CheckmateOptions,
     token: bytes,
     together: RankExchange | None,
     rank: int,
@@ -290,8 +290,8 @@ def _identity(
     told: tuple[str, int, str] = ("", 0, "")
     if rank == 0:
         try:
-            job = job_of(directory, knobs, token) or secrets.token_hex(16)
-            statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
+            job = job_of(directory, options, token) or secrets.token_hex(16)
+            statuses = asking.fence(options.shadows, token, job=job, timeout_s=options.timeout_s)
             note_job(directory, job)
             told = (job, max(status.epoch for status in statuses), "")
         except (LastgoodError, OSError) as error:
@@ -306,47 +306,47 @@ def _identity(
     return job, epoch, 0
 
 
-def _zeros_of(layout: GradientLayout, rank: int, ranks: int, knobs: CheckmateOptions) -> list[Span]:
+def _zeros_of(layout: GradientLayout, rank: int, ranks: int, options: CheckmateOptions) -> list[Span]:
     spans = []
     for number, bucket in enumerate(layout.buckets):
         itemsize = ITEM_BYTES[bucket.dtype]
-        begin, end = piece_of(bucket.nbytes // itemsize, rank, ranks, knobs.cover)
+        begin, end = piece_of(bucket.nbytes // itemsize, rank, ranks, options.cover)
         if begin < end:
             spans.append(Span(number, bucket.dtype, begin * itemsize, 0, (end - begin) * itemsize))
     return spans
 
 
-def _mover_for(tracked: TrackedParameters, stream: GradientStream, knobs: CheckmateOptions) -> DeviceMover | None:
+def _mover_for(tracked: TrackedParameters, stream: GradientStream, options: CheckmateOptions) -> DeviceMover | None:
     devices = {parameter.device for parameter in tracked.parameters}
     if len(devices) != 1:
         raise ConfigError(f"checkmate: parameters lie on several devices: {sorted(map(str, devices))}")
     device = devices.pop()
     if device.type != "cuda":
         return None
-    patience_s = 0.0 if knobs.policy == "drop" else 2 * knobs.behind_s
-    mover = DeviceMover(stream, device, knobs.queue_bytes, patience_s)
+    patience_s = 0.0 if options.policy == "drop" else 2 * options.behind_s
+    mover = DeviceMover(stream, device, options.queue_bytes, patience_s)
     stream.in_order = mover.call
     return mover
 
 
-def _seed_first(life: Incarnation, knobs: CheckmateOptions, together: RankExchange | None, *, verify: bool) -> None:
+def _seed_first(life: Incarnation, options: CheckmateOptions, together: RankExchange | None, *, verify: bool) -> None:
     """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
     conductor = life.conductor
     base = life.stream.iteration
     fault = ""
     try:
-        conductor.wait_connected(knobs.timeout_s)
+        conductor.wait_connected(options.timeout_s)
         own_bytes = sum(life.layout.buckets[bucket].nbytes for bucket in life.own_buckets)
-        deadline = time.monotonic() + knobs.timeout_s + 4 * own_bytes / _SEEDING_BYTES_PER_S
+        deadline = time.monotonic() + options.timeout_s + 4 * own_bytes / _SEEDING_BYTES_PER_S
         given: set[int] = set()
-        while wanted := conductor.wanted_seeds(knobs.seed_bytes_per_step, lambda b: life.layout.buckets[b].nbytes):
+        while wanted := conductor.wanted_seeds(options.seed_bytes_per_step, lambda b: life.layout.buckets[b].nbytes):
             for shadow, bucket in wanted:
                 conductor.seed(shadow, life.copy_bucket(bucket, base))
                 given.add(bucket)
             conductor.wait_seeded(max(0.1, deadline - time.monotonic()))
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"shadows did not take the first seeds: {wanted}")
-        conductor.wait_whole(knobs.timeout_s + max(0.0, deadline - time.monotonic()))
+        conductor.wait_whole(options.timeout_s + max(0.0, deadline - time.monotonic()))
         for bucket in life.own_buckets:
             if verify and bucket not in given:
                 conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, base))

@@ -85,19 +85,19 @@ class _Plan:
 # -- where shadows are -------------------------------------------------------------------------------------------------
 
 
-def check_shadows(knobs: CheckmateOptions) -> None:
+def check_shadows(options: CheckmateOptions) -> None:
     """Raises ConfigError if no shadow is named."""
-    if not knobs.shadows:
+    if not options.shadows:
         raise ConfigError(
             'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
         )
 
 
-def read_token(knobs: CheckmateOptions) -> bytes:
+def read_token(options: CheckmateOptions) -> bytes:
     """The secret that shadows want to see. Raises ConfigError if there is none, or others may read it."""
-    if knobs.token_file is None:
+    if options.token_file is None:
         raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
-    return read_token_file(Path(knobs.token_file))
+    return read_token_file(Path(options.token_file))
 
 
 def ranks_together(rank: int, ranks: int) -> RankExchange | None:
@@ -105,14 +105,14 @@ def ranks_together(rank: int, ranks: int) -> RankExchange | None:
     return None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
 
 
-def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None:
+def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | None:
     """The job that belongs to this directory, or else to the shadows. None for neither.
 
     Raises MismatchError if shadows keep another job, CheckpointError where one cannot be asked.
     """
     on_disk = noted_job(directory)
     noted = None if on_disk is None else on_disk.job
-    kept = {status.job for status in _statuses(knobs, token) if status.job is not None}
+    kept = {status.job for status in _statuses(options, token) if status.job is not None}
     if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
         raise MismatchError(
             f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
@@ -121,26 +121,26 @@ def job_of(directory: Path, knobs: CheckmateOptions, token: bytes) -> str | None
     return noted or (kept.pop() if kept else None)
 
 
-def _statuses(knobs: CheckmateOptions, token: bytes) -> list[Status]:
-    answers = asking.ask_all(knobs.shadows, token, knobs.timeout_s, asking.ShadowClient.status)
+def _statuses(options: CheckmateOptions, token: bytes) -> list[Status]:
+    answers = asking.ask_all(options.shadows, token, options.timeout_s, asking.ShadowClient.status)
     failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
     if failures:
         raise CheckpointError("checkmate: " + "; ".join(failures))
     return [answer for answer in answers if not isinstance(answer, LastgoodError)]
 
 
-def find_newest(directory: Path, knobs: CheckmateOptions) -> int | None:
+def find_newest(directory: Path, options: CheckmateOptions) -> int | None:
     """The newest step that all shadows hold, or None. Fences nobody off."""
-    check_shadows(knobs)
-    token = read_token(knobs)
-    job_of(directory, knobs, token)
+    check_shadows(options)
+    token = read_token(options)
+    job_of(directory, options, token)
     try:
-        return _choose(directory, knobs, token, None).step
+        return _choose(directory, options, token, None).step
     except (NoCheckpoint, CorruptCheckpoint):
         return None
 
 
-def _choose(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
+def _choose(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
     """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint if they held something and lost it.
 
     A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
@@ -149,7 +149,7 @@ def _choose(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | 
     before: list[Status] | None = None
     polls = 0
     while True:
-        statuses = _statuses(knobs, token)
+        statuses = _statuses(options, token)
         polls += 1
         try:
             return asking.choose(statuses, step)
@@ -180,16 +180,18 @@ def _held(statuses: Sequence[Status]) -> list[tuple[Any, ...]]:
 # -- restoring ---------------------------------------------------------------------------------------------------------
 
 
-def restore_together(directory: Path, state: Mapping[str, Any], knobs: CheckmateOptions, step: int | None) -> Restored:
+def restore_together(
+    directory: Path, state: Mapping[str, Any], options: CheckmateOptions, step: int | None
+) -> Restored:
     """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
-    check_shadows(knobs)
-    token = read_token(knobs)
+    check_shadows(options)
+    token = read_token(options)
     rank, ranks = world_of_torch()
     together = ranks_together(rank, ranks)
     told: tuple[_Plan | None, LastgoodError | None] = (None, None)
     if rank == 0:
         try:
-            told = (_find(directory, knobs, token, step), None)
+            told = (_find(directory, options, token, step), None)
         except LastgoodError as one:
             told = (None, one)  # the others wait for what this rank tells
     if together is not None:
@@ -203,7 +205,7 @@ def restore_together(directory: Path, state: Mapping[str, Any], knobs: Checkmate
             f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
             "system restores on as many"
         )
-    load = _Load(state, knobs, token, plan, rank)
+    load = _Load(state, options, token, plan, rank)
     # Loading may need all ranks itself (ZeRO's weights are gathered), so no rank begins before all can.
     for part in (load.fetch, load.apply):
         _all_do(part, together, plan.choice.step)
@@ -227,14 +229,14 @@ def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) 
             raise CheckpointError(f"rank {faults[0][0]} could not restore step {step}: {faults[0][1]}")
 
 
-def check_held(directory: Path, knobs: CheckmateOptions, step: int | None) -> None:
+def check_held(directory: Path, options: CheckmateOptions, step: int | None) -> None:
     """Raise as `restore_together` would now, where it would find nothing; all ranks call it. Fences nobody off."""
     rank, ranks = world_of_torch()
     together = ranks_together(rank, ranks)
     fault: LastgoodError | None = None
     if rank == 0:
         try:
-            _look(directory, knobs, read_token(knobs), step)
+            _look(directory, options, read_token(options), step)
         except LastgoodError as one:
             fault = one
     if together is not None:
@@ -243,31 +245,33 @@ def check_held(directory: Path, knobs: CheckmateOptions, step: int | None) -> No
         raise fault
 
 
-def _look(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> str:
+def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> str:
     """The job, where all shadows hold something of it. Raises as `_choose` and `job_of`."""
-    job = job_of(directory, knobs, token)
+    job = job_of(directory, options, token)
     if job is None:
-        raise NoCheckpoint(f"{directory}: no shadow of {', '.join(knobs.shadows)} has kept anything yet")
+        raise NoCheckpoint(f"{directory}: no shadow of {', '.join(options.shadows)} has kept anything yet")
     try:
-        _choose(directory, knobs, token, step)
+        _choose(directory, options, token, step)
     except NoCheckpoint as error:
         _log.warning("checkmate: %s", error)  # attach() goes on from nothing
         raise
     return job
 
 
-def _find(directory: Path, knobs: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
+def _find(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
     """On rank 0: fence all older lives off, and choose."""
-    job = _look(directory, knobs, token, step)  # nobody is fenced off for nothing
-    statuses = asking.fence(knobs.shadows, token, job=job, timeout_s=knobs.timeout_s)
+    job = _look(directory, options, token, step)  # nobody is fenced off for nothing
+    statuses = asking.fence(options.shadows, token, job=job, timeout_s=options.timeout_s)
     epoch = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)
-    side, _ = asking.fetch_side(knobs.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=knobs.timeout_s)
+    side, _ = asking.fetch_side(
+        options.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=options.timeout_s
+    )
     note_job(directory, job)
     layout = _layout_in(side.layout, f"step {choice.step}")
     most = max(layout.bytes_of(shadow) for shadow in range(layout.shadows))
     return _Plan(
-        job, epoch, choice, layout.ranks, knobs.timeout_s + _RESTORE_READ_FACTOR * most / _SLOWEST_READ_BYTES_PER_S
+        job, epoch, choice, layout.ranks, options.timeout_s + _RESTORE_READ_FACTOR * most / _SLOWEST_READ_BYTES_PER_S
     )
 
 
@@ -283,9 +287,11 @@ def _layout_in(described: Mapping[str, Any] | None, where: str) -> GradientLayou
 class _Load:
     """One rank's part of a restore: its own side record, and its tensors from all shadows in parallel."""
 
-    def __init__(self, state: Mapping[str, Any], knobs: CheckmateOptions, token: bytes, plan: _Plan, rank: int) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], options: CheckmateOptions, token: bytes, plan: _Plan, rank: int
+    ) -> None:
         self._state = state
-        self._knobs = knobs
+        self._options = options
         self._token = token
         self._plan = plan
         self._rank = rank
@@ -297,10 +303,10 @@ class _Load:
 
     def fetch(self) -> None:
         """Get all of it, and change nothing. Raises MismatchError if the state is another one."""
-        plan, knobs = self._plan, self._knobs
+        plan, options = self._plan, self._options
         self._tracked = TrackedParameters(self._state)
         side, record = asking.fetch_side(
-            knobs.shadows,
+            options.shadows,
             self._token,
             plan.choice,
             job=plan.job,
@@ -311,7 +317,7 @@ class _Load:
         layout = _layout_in(side.layout, self._where)
         first = self._first_of(layout)
         asking.fetch(
-            knobs.shadows,
+            options.shadows,
             self._token,
             plan.choice,
             job=plan.job,

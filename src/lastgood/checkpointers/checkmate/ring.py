@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["check_ring", "open_ring"]
 
 
-def check_ring(knobs: CheckmateOptions, tracked: TrackedParameters, tap: RingTap, ranks: int) -> None:
+def check_ring(options: CheckmateOptions, tracked: TrackedParameters, tap: RingTap, ranks: int) -> None:
     """Raises ConfigError, the same on all ranks, for what the ring cannot reduce, and for addresses that it lacks."""
     if ranks < 2:
         raise ConfigError('checkmate: tap="ring" needs two ranks or more; a single one has nothing to reduce')
-    for name, addresses in (("ring_listen", knobs.ring_listen), ("ring_next", knobs.ring_next)):
+    for name, addresses in (("ring_listen", options.ring_listen), ("ring_next", options.ring_next)):
         if len(addresses) != ranks:
             raise ConfigError(
                 f"checkmate: {name} has {len(addresses)} addresses, and there are {ranks} ranks; give one for each, in "
@@ -45,7 +45,7 @@ def check_ring(knobs: CheckmateOptions, tracked: TrackedParameters, tap: RingTap
 
 
 def open_ring(
-    knobs: CheckmateOptions,
+    options: CheckmateOptions,
     tracked: TrackedParameters,
     layout: GradientLayout,
     token: bytes,
@@ -63,13 +63,13 @@ def open_ring(
     comm = RingComm(
         rank,
         layout.ranks,
-        listener=listen_ring(*parse_address(knobs.ring_listen[rank])),
-        next_address=knobs.ring_next[rank],
+        listener=listen_ring(*parse_address(options.ring_listen[rank])),
+        next_address=options.ring_next[rank],
         token=token,
         job=job,
         epoch=epoch,
         layout=layout.digest,
-        timeout_s=knobs.ring_timeout_s,
-        cover=Cover(knobs.cover),
+        timeout_s=options.ring_timeout_s,
+        cover=Cover(options.cover),
     )
     return RingReducer(comm, layout, tracked.parameters)

@@ -75,6 +75,7 @@ class Checkmate(Checkpointer):
         only_interval=1,
     )
     Options: ClassVar[type[BaseOptions]] = CheckmateOptions
+    options: CheckmateOptions
 
     def __init__(
         self,
@@ -82,17 +83,15 @@ class Checkmate(Checkpointer):
         options: CheckmateOptions | None = None,
         *,
         interval_steps: int | None = None,
-        **knobs: Any,
+        **given: Any,
     ) -> None:
         if interval_steps not in (None, 1):
             raise ConfigError(
                 f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, "
                 "so each step is a checkpoint; leave it out"
             )
-        super().__init__(directory, options, interval_steps=interval_steps, **knobs)
-        assert isinstance(self.options, CheckmateOptions)
-        self._knobs: CheckmateOptions = self.options
-        self._tap = RingTap() if self._knobs.tap == "ring" else BucketTap()
+        super().__init__(directory, options, interval_steps=interval_steps, **given)
+        self._tap = RingTap() if self.options.tap == "ring" else BucketTap()
         self._hooked = False
         self._incarnation: Incarnation | None = None
         self._promises: Promises | None = None
@@ -152,7 +151,7 @@ class Checkmate(Checkpointer):
         life = begin_incarnation(
             self.directory,
             self.state,
-            self._knobs,
+            self.options,
             self._tap if self._hooked else None,
             self._restored,
             self._close_unsaved,
@@ -168,7 +167,7 @@ class Checkmate(Checkpointer):
             return
         try:
             with suppress(WaitTimeout):
-                self.drain(min(self._close_s, 2 * self._knobs.behind_s))
+                self.drain(min(self._close_s, 2 * self.options.behind_s))
         finally:
             self._end_life()
 
@@ -262,7 +261,7 @@ class Checkmate(Checkpointer):
         saved = event is not None and trouble is None
         if life.rank == 0:
             self._saves += saved
-            every = self._knobs.spill_every
+            every = self.options.spill_every
             conductor.step(
                 Step(
                     iteration=iteration,
@@ -315,13 +314,13 @@ class Checkmate(Checkpointer):
         """Copy some of the buckets that shadows want, as they are now."""
         if iteration < self._seeds_from:
             return
-        if self._send_seeds(life, iteration) and self._knobs.policy != "drop" and life.conductor.seeds_are_outrun():
-            life.conductor.wait_seeded(self._knobs.behind_s)
+        if self._send_seeds(life, iteration) and self.options.policy != "drop" and life.conductor.seeds_are_outrun():
+            life.conductor.wait_seeded(self.options.behind_s)
 
     def _send_seeds(self, life: Incarnation, iteration: int) -> bool:
         """Whether any was wanted."""
         wanted = life.conductor.wanted_seeds(
-            self._knobs.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
+            self.options.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
         )
         for shadow, bucket in wanted:
             life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
@@ -329,7 +328,7 @@ class Checkmate(Checkpointer):
 
     def _verify(self, life: Incarnation, iteration: int) -> None:
         """Let a shadow compare one of this rank's buckets, the next one each time."""
-        every = self._knobs.verify_every
+        every = self.options.verify_every
         if every and iteration % every == 0 and life.own_buckets:
             bucket = life.own_buckets[self._verified % len(life.own_buckets)]
             self._verified += 1
@@ -356,7 +355,7 @@ class Checkmate(Checkpointer):
                 if number in word.spoiled:
                     why = _NO_SIDE
                 elif word.lost:
-                    names = ", ".join(self._knobs.shadows[shadow] for shadow in word.lost)
+                    names = ", ".join(self.options.shadows[shadow] for shadow in word.lost)
                     why = f"shadow {names} is lost, is being brought up to date, or lacks a side record"
                 self._fail(event, CheckpointError(why))
             self._settling.notify_all()
@@ -402,7 +401,7 @@ class Checkmate(Checkpointer):
                 self._send_seeds(life, iteration)
             # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
             away_since = None if life.conductor.reachable else away_since or now
-            if away_since is not None and now - away_since > self._knobs.behind_s:
+            if away_since is not None and now - away_since > self.options.behind_s:
                 self._fail_pending("no shadow can be reached")
             if now > deadline:
                 raise WaitTimeout(
@@ -423,7 +422,7 @@ class Checkmate(Checkpointer):
 
     def latest(self) -> int | None:
         """The newest step that all shadows hold. Raises CheckpointError if one of them cannot be asked."""
-        return find_newest(self.directory, self._knobs)
+        return find_newest(self.directory, self.options)
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fence off every older life of the job, and load the newest step that all shadows hold.
@@ -435,10 +434,10 @@ class Checkmate(Checkpointer):
         running = self._incarnation is not None
         if running:
             self.drain()
-            check_held(self.directory, self._knobs, step)  # before this life, and what shadows keep of it, ends for it
+            check_held(self.directory, self.options, step)  # before this life, and what shadows keep of it, ends for it
             self._end_life()
         try:
-            restored = self._restored = restore_together(self.directory, state, self._knobs, step)
+            restored = self._restored = restore_together(self.directory, state, self.options, step)
         finally:
             if running:
                 self._start()
@@ -451,8 +450,8 @@ class Checkmate(Checkpointer):
         facts: dict[str, Any] = {
             "direct_io": False,
             "durability": "in the memory of all shadows; on their disks where they spill",
-            "policy": self._knobs.policy,
-            "shadows": len(self._knobs.shadows),
+            "policy": self.options.policy,
+            "shadows": len(self.options.shadows),
         }
         if self._incarnation is not None:
             facts |= self._incarnation.facts()

@@ -68,17 +68,16 @@ class TorchDCP(DirectorySystem):
         ranks_write="first",
     )
     Options: ClassVar[type[BaseOptions]] = DCPOptions
+    options: DCPOptions
 
-    def __init__(self, directory: Path | str | Location, options: DCPOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, DCPOptions)
-        self.knobs = self.options
+    def __init__(self, directory: Path | str | Location, options: DCPOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._stager: Any = None
         self._helper: _Helper | None = None
 
     def _start(self) -> None:
         super()._start()
-        if self.knobs.mode == "async_process":
+        if self.options.mode == "async_process":
             self._helper = _Helper()
         elif torch.cuda.is_available():
             # DCP's writer uses CUDA for states on the CPU too. Left to its thread, the state's list of generators would
@@ -90,15 +89,15 @@ class TorchDCP(DirectorySystem):
 
         from lastgood.checkpointers.dcp.torch_io import DraftWriter
 
-        writer = DraftWriter(draft, self.knobs.writer_threads)
+        writer = DraftWriter(draft, self.options.writer_threads)
         devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
-        if self.knobs.mode == "sync":
+        if self.options.mode == "sync":
             # DCP's threads read on streams of their own, which do not wait for the training's.
             synchronize(tensors)
             save(tensors, storage_writer=writer, no_dist=True)
             return None
         if self._stager is None:
-            self._stager = _stager(devices, pinned=self.knobs.pinned, shared=self._helper is not None)
+            self._stager = _stager(devices, pinned=self.options.pinned, shared=self._helper is not None)
         with contextlib.ExitStack() as stack:
             if len(devices) == 1:
                 stack.enter_context(torch.cuda.device(devices[0]))  # the one that DCP waits for after its copies
@@ -147,8 +146,8 @@ class TorchDCP(DirectorySystem):
             "direct_io": False,
             "durability": "DCP's files, fsync of each, manifest, fsync of the directory, rename, fsync of its parent",
             "checksums": "CRC32C of each file, taken while it is written",
-            "mode": self.knobs.mode,
-            "writer_threads": self.knobs.writer_threads,
+            "mode": self.options.mode,
+            "writer_threads": self.options.writer_threads,
         }
 
     def _read(self, checkpoint: Path, nbytes: int) -> tuple[dict[str, Any], frozenset[Keys]]:

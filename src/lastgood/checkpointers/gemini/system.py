@@ -137,24 +137,25 @@ class Gemini(Checkpointer):
         cost=CostModel(waits=False, takes="slower", over=Sink.LINK),
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
+    options: GeminiOptions
 
-    def __init__(self, directory: Path | str | Location, options: GeminiOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, GeminiOptions)
-        self._knobs: GeminiOptions = self.options
-        self.traffic = Traffic(self._knobs.profile_steps)
-        given, own = self._knobs, self._knobs.peers == "own"
+    def __init__(self, directory: Path | str | Location, options: GeminiOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
+        self.traffic = Traffic(self.options.profile_steps)
+        own = self.options.peers == "own"
         self._peers = Peers(
             self.directory,
             PeerSettings(
-                address_for_peers(given.host) if own else given.host,
-                given.peer_memory_bytes,
-                given.peer_idle_s,
-                given.peer_timeout_s,
-                starts=given.machine if own else None,
+                address_for_peers(self.options.host) if own else self.options.host,
+                self.options.peer_memory_bytes,
+                self.options.peer_idle_s,
+                self.options.peer_timeout_s,
+                starts=self.options.machine if own else None,
             ),
         )
-        self._holders = list(placement(given.machines, given.replicas)[given.machine][0 if own else 1 :])
+        self._holders = list(
+            placement(self.options.machines, self.options.replicas)[self.options.machine][0 if own else 1 :]
+        )
         self._links: dict[int, tuple[PeerLink, Network]] = {}
         self._together: RankExchange | None = None
         self._unmarked = Traffic(1)
@@ -185,7 +186,7 @@ class Gemini(Checkpointer):
             if together is None:
                 raise
             fault = str(error)  # the others wait for what this rank tells
-        held, _ = self._peers.holding(self._knobs.machine, self._holders)
+        held, _ = self._peers.holding(self.options.machine, self._holders)
         self._sequence = max((one.sequence for one in held), default=0)
         if together is not None:
             # The time is for what a peer may hold that cannot be asked now.
@@ -277,14 +278,14 @@ class Gemini(Checkpointer):
             event.copied_s = time.perf_counter()
             assert self._memory is not None
             outgoing = Outgoing(
-                owner=self._knobs.machine,
+                owner=self.options.machine,
                 sequence=sequence,
                 step=event.step,
                 data=memoryview(self._memory.numpy().data),
                 meta=memoryview(snapshot.layout.to_json()),
-                part_bytes=self._knobs.part_bytes,
-                parts=self._knobs.buffer_parts,
-                gamma=self._knobs.gamma,
+                part_bytes=self.options.part_bytes,
+                parts=self.options.buffer_parts,
+                gamma=self.options.gamma,
             )
             self._nbytes = outgoing.nbytes
             failures: list[Exception] = []
@@ -355,7 +356,7 @@ class Gemini(Checkpointer):
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint that a peer holds."""
-        held, _ = self._peers.holding(self._knobs.machine, self._holders)
+        held, _ = self._peers.holding(self.options.machine, self._holders)
         return held[0].step if held else None
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
@@ -366,7 +367,7 @@ class Gemini(Checkpointer):
         """
         self.drain()  # a copy in progress reads what a restore overwrites
         together = self._meet()
-        held, reasons = self._peers.holding(self._knobs.machine, self._holders)
+        held, reasons = self._peers.holding(self.options.machine, self._holders)
         wanted = list(dict.fromkeys((one.sequence, one.step) for one in held if step in (None, one.step)))
         alone = ""
         if together is not None:
@@ -389,7 +390,7 @@ class Gemini(Checkpointer):
         common = f" that all machines have{alone}" if alone else ""
         raise NoCheckpoint(
             f"{self.directory}: no {asked}{common}; peers of machines {self._holders} hold steps "
-            f"{[one.step for one in held] or 'none'} of machine {self._knobs.machine}. Gemini keeps checkpoints in "
+            f"{[one.step for one in held] or 'none'} of machine {self.options.machine}. Gemini keeps checkpoints in "
             "peers' memory only, and what a peer held is gone with it" + "".join(f"; {reason}" for reason in reasons)
         )
 
@@ -414,17 +415,17 @@ class Gemini(Checkpointer):
         of them the older one was complete: ranks save the next one, and tell peers what to forget, after that.
         """
         together = self._together
-        found = self._peers.may_hold(self._knobs.machine, self._holders, at_least=1 if together is None else 2)
+        found = self._peers.may_hold(self.options.machine, self._holders, at_least=1 if together is None else 2)
         if together is None:
             return found
         return list(dict.fromkeys(one for theirs in together.tell(found) for one in theirs))
 
     def _meet(self) -> RankExchange | None:
         """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""
-        if self._knobs.peers != "own" or self._together is not None:
+        if self.options.peers != "own" or self._together is not None:
             return self._together
-        machine = self._knobs.machine
-        together = RankExchange(self.name, machine, self._knobs.machines, DEFAULT_TIMEOUT_S)
+        machine = self.options.machine
+        together = RankExchange(self.name, machine, self.options.machines, DEFAULT_TIMEOUT_S)
         addresses: list[Address] = []
         fault = ""
         try:
@@ -458,14 +459,14 @@ class Gemini(Checkpointer):
         content = memoryview(memory.numpy().data)
         data_bytes = one.nbytes - one.meta_bytes
         outgoing = Outgoing(
-            owner=self._knobs.machine,
+            owner=self.options.machine,
             sequence=one.sequence,
             step=one.step,
             data=content[:data_bytes],
             meta=content[data_bytes:],
-            part_bytes=self._knobs.part_bytes,
-            parts=self._knobs.buffer_parts,
-            gamma=self._knobs.gamma,
+            part_bytes=self.options.part_bytes,
+            parts=self.options.buffer_parts,
+            gamma=self.options.gamma,
         )
         for machine in self._holders:
             try:
@@ -488,11 +489,11 @@ class Gemini(Checkpointer):
         memory = fresh_memory(held.nbytes)
         with self._peers.connect(held.address.path) as link:
             try:
-                link.read(self._knobs.machine, held, memoryview(memory.numpy().data))
+                link.read(self.options.machine, held, memoryview(memory.numpy().data))
             except CorruptCheckpoint:
                 # A fresh connection: this one still has chunks on their way.
                 with self._peers.connect(held.address.path) as second:
-                    second.request("check", owner=self._knobs.machine, sequence=held.sequence)
+                    second.request("check", owner=self.options.machine, sequence=held.sequence)
                 raise
         where = f"{held.address}, step {held.step}"
         data_bytes = held.nbytes - held.meta_bytes
@@ -506,13 +507,13 @@ class Gemini(Checkpointer):
 
     def storage_facts(self) -> dict[str, Any]:
         """Where checkpoints are, what went through idle gaps, and what that cost the training's communication."""
-        knobs = self._knobs
-        holders = placement(knobs.machines, knobs.replicas)
+        options = self.options
+        holders = placement(options.machines, options.replicas)
         facts = {
             "direct_io": False,
             "durability": "in a peer's memory; nothing on disk",
-            "group_size": knobs.replicas,
-            "machines": knobs.machines,
+            "group_size": options.replicas,
+            "machines": options.machines,
             "placement": [list(machines) for machines in holders],
             "peers": {
                 str(machine): {"bytes_per_s": network.bytes_per_s, "latency_s": network.latency_s}
@@ -521,8 +522,8 @@ class Gemini(Checkpointer):
             **self.traffic.facts(),
         }
         gaps_s = self.traffic.profile
-        networks = [network for machine, (_, network) in self._links.items() if machine != knobs.machine]
+        networks = [network for machine, (_, network) in self._links.items() if machine != options.machine]
         if len(gaps_s) > 1 and networks and self._nbytes:
-            chunks = partition(gaps_s, self._nbytes * len(networks), knobs.part_bytes, networks[0], knobs.gamma)
+            chunks = partition(gaps_s, self._nbytes * len(networks), options.part_bytes, networks[0], options.gamma)
             facts["planned_iterations"] = chunks[-1][0] // len(gaps_s) + 1
         return facts

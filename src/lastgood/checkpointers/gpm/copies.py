@@ -22,7 +22,7 @@ from lastgood.files import storage_error
 if TYPE_CHECKING:
     import torch
 
-    from lastgood.storage.areas import AreaWrite, MappedArea
+    from lastgood.storage.mapped_areas import AreaWrite, MappedArea
 else:
     torch = lazy_module("torch")
 

@@ -7,7 +7,7 @@ training: a save does it all before it returns.
 Here the memory is a shared mapping of a file. Where the driver registers such a mapping (tmpfs, DAX), a Triton kernel
 stores into it. Where it refuses (ext4 and other file systems that must see each write), the state goes through a pinned
 area, and CPU threads store it. `storage_facts` says which. A state in host memory is stored by CPU threads. Then msync
-makes it durable; `storage.areas` says in which order, and why a crash always leaves one checkpoint whole.
+makes it durable; `storage.mapped_areas` says in which order, and why a crash always leaves one checkpoint whole.
 
 A device's stores leave no dirty page behind: the kernel sees only those of the CPU. So the CPU stores one byte of each
 page again before msync.
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from lastgood.storage import SlotInfo
-    from lastgood.storage.areas import AreaStore, AreaWrite
+    from lastgood.storage.mapped_areas import AreaStore, AreaWrite
 else:
     torch = lazy_module("torch")
 
@@ -97,11 +97,10 @@ class GPM(Checkpointer):
         loss="half_interval",
     )
     Options: ClassVar[type[BaseOptions]] = GPMOptions
+    options: GPMOptions
 
-    def __init__(self, directory: Path | str | Location, options: GPMOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, GPMOptions)
-        self.knobs = self.options
+    def __init__(self, directory: Path | str | Location, options: GPMOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._store: AreaStore | None = None
         self._restored: SlotInfo | None = None
         self._capacity = 0
@@ -112,12 +111,12 @@ class GPM(Checkpointer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        from lastgood.storage.areas import AreaStore
+        from lastgood.storage.mapped_areas import AreaStore
 
         flat = self._flat()
         self._store = AreaStore(
             self.directory,
-            chunk_bytes=self.knobs.chunk_bytes,
+            chunk_bytes=self.options.chunk_bytes,
             restored=self._restored,
             readable_by=self.readable_by,
         )
@@ -177,7 +176,7 @@ class GPM(Checkpointer):
         """Store the stream by the way that there is; returns the chunks' checksums."""
         tail = bytearray(meta.ljust(write.padded_bytes - flat.layout.stream_bytes, b"\0"))
         stream = stream_pieces(flat.layout, flat.blocks, torch.frombuffer(tail, dtype=torch.uint8))
-        place = (self.knobs.chunk_bytes, self.knobs.copy_threads)
+        place = (self.options.chunk_bytes, self.options.copy_threads)
         device = next((block.device for block in flat.blocks if block.is_cuda), None)
         if device is None:
             self._how = "CPU stores into the mapping"
@@ -187,7 +186,7 @@ class GPM(Checkpointer):
             return store_from_devices(write, stream, *place)
         self._how = f"through a pinned area, because {self._registrar.refused}"
         if self._pinned is None:
-            self._pinned = PinnedMemory(_PINNED_CHUNKS * self.knobs.chunk_bytes)
+            self._pinned = PinnedMemory(_PINNED_CHUNKS * self.options.chunk_bytes)
         return copy_through_pinned(
             write, stream, *place, DeviceStreams(flat.blocks), self._pinned.tensor, DEFAULT_TIMEOUT_S
         )

@@ -81,19 +81,18 @@ class PCcheck(Checkpointer):
         loss="half_interval_and_writes",
     )
     Options: ClassVar[type[BaseOptions]] = PCcheckOptions
+    options: PCcheckOptions
 
-    def __init__(self, directory: Path | str | Location, options: PCcheckOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
-        assert isinstance(self.options, PCcheckOptions)
-        self.knobs = self.options
+    def __init__(self, directory: Path | str | Location, options: PCcheckOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._store: SlotStore | None = None
         self._capacity = 0
         self._pool_memory: PinnedMemory | None = None
-        self._flights = Flights(self.knobs.max_in_flight)
+        self._flights = Flights(self.options.max_in_flight)
         self._job: JobOfRanks | None = None
         self._division: Division | None = None
         self._saves = 0
-        self._judging = Judging(self.directory, self.knobs.loss_spike, self._flights)
+        self._judging = Judging(self.directory, self.options.loss_spike, self._flights)
         self._how = ""
         self._archive: Archive | None = None
         self._began_at: SlotInfo | None = None
@@ -108,7 +107,7 @@ class PCcheck(Checkpointer):
         *,
         readable_by: ReadableBy | str = ReadableBy.OWNER,
     ) -> PCcheck:
-        """With the interval and knobs that ``lastgood tune DIRECTORY`` chose (or those of another file of that kind).
+        """With the interval and options that ``lastgood tune DIRECTORY`` chose (or those of another file of that kind).
 
         Raises ConfigError, naming file and key.
         """
@@ -125,13 +124,13 @@ class PCcheck(Checkpointer):
 
     def _world(self) -> tuple[int, int]:
         """(rank, number of ranks)."""
-        given = self.knobs.model_fields_set & {"rank", "world_size"}
-        return (self.knobs.rank, self.knobs.world_size) if given else world_of_torch()
+        given = self.options.model_fields_set & {"rank", "world_size"}
+        return (self.options.rank, self.options.world_size) if given else world_of_torch()
 
     @property
     def _agrees(self) -> bool:
         """Whether checkpoints count only once all ranks have them."""
-        return self.knobs.control != "off" and self._world()[1] > 1
+        return self.options.control != "off" and self._world()[1] > 1
 
     def _of_rank(self, directory: Path | str) -> Path:
         """A rank's own part of a directory that the job was given."""
@@ -157,25 +156,27 @@ class PCcheck(Checkpointer):
                 raise storage_error(error, self.directory, "making the job's directory") from error
         return SlotStore(
             self._of_rank(self.directory),
-            slots=self.knobs.slots,
-            keep=self.knobs.keep,
-            chunk_bytes=self.knobs.chunk_bytes,
-            writer_threads=self.knobs.writer_threads,
-            pool_bytes=self.knobs.chunk_bytes,  # a stand-in until the size of the state is known
+            slots=self.options.slots,
+            keep=self.options.keep,
+            chunk_bytes=self.options.chunk_bytes,
+            writer_threads=self.options.writer_threads,
+            pool_bytes=self.options.chunk_bytes,  # a stand-in until the size of the state is known
             job_id=job_id,
             rank=rank,
             world_size=world_size,
             agrees=self._agrees if world_size > 1 else None,
-            medium=self.knobs.medium,
-            writer_cpus=self.knobs.writer_cpus,
+            medium=self.options.medium,
+            writer_cpus=self.options.writer_cpus,
             readable_by=self.readable_by,
         )
 
     def _open_archive(self) -> None:
         from lastgood.checkpointers.export.archive import Archive
 
-        if self.knobs.archive_dir is not None and self.knobs.archive_every is not None and self._archive is None:
-            self._archive = Archive(self._of_rank(self.knobs.archive_dir), self.knobs.archive_every, self.readable_by)
+        if self.options.archive_dir is not None and self.options.archive_every is not None and self._archive is None:
+            self._archive = Archive(
+                self._of_rank(self.options.archive_dir), self.options.archive_every, self.readable_by
+            )
 
     def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
         """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
@@ -185,8 +186,8 @@ class PCcheck(Checkpointer):
             raise CheckpointError(
                 f"{self.directory}: ranks restore together, before they start; close() and attach() again on all ranks"
             )
-        knobs = self.knobs
-        settings = Settings(*self._world(), knobs.control, knobs.join_timeout_s, knobs.agreement_timeout_s)
+        options = self.options
+        settings = Settings(*self._world(), options.control, options.join_timeout_s, options.agreement_timeout_s)
         job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
 
         def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
@@ -209,14 +210,14 @@ class PCcheck(Checkpointer):
             super()._refuse_layout()
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
-        limit = self.knobs.max_failed_restarts
+        limit = self.options.max_failed_restarts
         if self._agrees:
             wanted = Wanted(step=step, max_failed_restarts=limit)
             if step is not None and self._ranked().goes_on_from_another(None):
                 wanted = Wanted(restore=False)  # it is a step of the other job
             self._began_at = self._begin_together(state, wanted)
             self._open_archive()
-            if self._began_at is None and self.knobs.resume_from is None:
+            if self._began_at is None and self.options.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
             elsewhere = self._began_at is None
         else:
@@ -232,7 +233,7 @@ class PCcheck(Checkpointer):
     def _place_of(self, step: int) -> Path:
         if self._began_at is not None:
             return self._began_at.path
-        return self.directory if step == 0 or self.knobs.resume_from is None else Path(self.knobs.resume_from)
+        return self.directory if step == 0 or self.options.resume_from is None else Path(self.options.resume_from)
 
     def _begun(self) -> None:
         if self._began_at is not None and self._store is not None:
@@ -246,8 +247,8 @@ class PCcheck(Checkpointer):
         flat = self._flat(spread=True)
         self._still = StillWeights()
         self._still.find(flat)
-        if self.knobs.replicated != "none" and self._world()[1] > 1:
-            self._division = self._ranked().division(self.knobs.replicated, flat)
+        if self.options.replicated != "none" and self._world()[1] > 1:
+            self._division = self._ranked().division(self.options.replicated, flat)
         if all(optimizer.state for optimizer in optimizers_of(self.state)):
             # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
             # would all have to be written again; the first save makes them instead.
@@ -287,7 +288,7 @@ class PCcheck(Checkpointer):
 
     def exit_drain_s(self) -> float:
         """As the option of that name says."""
-        return self.knobs.exit_drain_s
+        return self.options.exit_drain_s
 
     def _drain_beside(self, timeout_s: float) -> None:
         # Of several ranks, the others may be gone: what is committed here, a restart finds without them being asked.
@@ -303,7 +304,7 @@ class PCcheck(Checkpointer):
 
     def storage_facts(self) -> dict[str, Any]:
         """How bytes reached the disk."""
-        direct = self._store.direct_io if self._store is not None and self.knobs.medium == "file" else None
+        direct = self._store.direct_io if self._store is not None and self.options.medium == "file" else None
         return {
             "direct_io": direct,
             "written_by": self._how or None,
@@ -335,7 +336,7 @@ class PCcheck(Checkpointer):
         slot = self._take_slot(store, event, stream_bytes)
         if slot is None:
             if self._job is not None:
-                self._job.refuse(event.step, Fate.SKIPPED, f"{self.knobs.max_in_flight} checkpoints were under way")
+                self._job.refuse(event.step, Fate.SKIPPED, f"{self.options.max_in_flight} checkpoints were under way")
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.SKIPPED
             return
@@ -371,7 +372,7 @@ class PCcheck(Checkpointer):
         """
         job = self._job
         hopeless = None if job is None else job.trouble
-        if self.knobs.pressure == "skip":
+        if self.options.pressure == "skip":
             return store.try_begin(event.step, stream_bytes, later=True) if self._flights.wait_for_place(0.0) else None
         waits_s = time.perf_counter()
         deadline = time.monotonic() + self._timeout_s()
@@ -379,8 +380,8 @@ class PCcheck(Checkpointer):
         event.phases.append(("wait", waits_s, time.perf_counter()))
         if not place:
             if job is not None and (why := job.trouble()):
-                raise CheckpointError(f"{self.knobs.max_in_flight} checkpoints wait for other ranks already: {why}")
-            raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.knobs.max_in_flight} to finish")
+                raise CheckpointError(f"{self.options.max_in_flight} checkpoints wait for other ranks already: {why}")
+            raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.options.max_in_flight} to finish")
         if job is None:
             return store.begin(event.step, stream_bytes, self._timeout_s(), later=True)
         while True:
@@ -473,11 +474,11 @@ class PCcheck(Checkpointer):
         store = self._opened()
         # Plain values change the length of the layout from save to save; a little room spares a second round.
         capacity = needed + max(64 * 1024, meta_bytes // 4)
-        with told_if_slow(*room_for(store.directory, self.knobs.slots * store.slot_file_bytes(capacity))):
+        with told_if_slow(*room_for(store.directory, self.options.slots * store.slot_file_bytes(capacity))):
             store.reserve(capacity)
-        chunk = self.knobs.chunk_bytes
-        least = (self.knobs.writer_threads + 1) * chunk
-        chunks = -(-max(self.knobs.pool_bytes or capacity, least) // chunk)
+        chunk = self.options.chunk_bytes
+        least = (self.options.writer_threads + 1) * chunk
+        chunks = -(-max(self.options.pool_bytes or capacity, least) // chunk)
         self._release_pool()
         if on_device:
             self._pool_memory = PinnedMemory(chunks * chunk)
@@ -525,7 +526,7 @@ class PCcheck(Checkpointer):
         self.drain()  # a copy in progress reads what a restore overwrites
         if self._agrees:
             info = self._begin_together(state, Wanted(step=step, good_only=good_only))
-            if info is None and self.knobs.resume_from is None:
+            if info is None and self.options.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
             if info is not None:
                 return info.step
@@ -537,15 +538,14 @@ class PCcheck(Checkpointer):
         return Recovery(self._of_rank(self.directory), self._read_threads, self._world())
 
     def _ranked(self) -> RankedJob:
-        knobs = self.knobs
         return RankedJob(
             self._of_rank(self.directory),
             *self._world(),
-            knobs.resume_from,
-            knobs.resume_buffers,
+            self.options.resume_from,
+            self.options.resume_buffers,
             self.readable_by,
         )
 
     @property
     def _read_threads(self) -> int:
-        return max(READ_THREADS, self.knobs.writer_threads)
+        return max(READ_THREADS, self.options.writer_threads)

@@ -47,8 +47,8 @@ class Recovery:
             return None
         found = view.committed()
         if of_all_ranks:
-            mark = None if store is not None else view.mark()
-            known = (-1, -1) if mark is None else (mark.incarnation, mark.step)
+            commit = None if store is not None else view.global_commit()
+            known = (-1, -1) if commit is None else (commit.incarnation, commit.step)
             found = (
                 [info for info in found if (info.incarnation, info.step) <= known]
                 if store is None

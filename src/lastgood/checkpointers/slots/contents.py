@@ -151,12 +151,12 @@ def words_on_none(directory: Path) -> str:
     from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.checkpointers.recovery.found_here import others_in
     from lastgood.storage.reader import find_slots
-    from lastgood.storage.single import is_single_file
+    from lastgood.storage.standalone_slot import is_standalone_slot
 
     def holds(folder: Path) -> bool:
         files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
         here = find_slots(folder) or rank_directories(folder) or others_in(folder)
-        return bool(here) or any(is_single_file(path) for path in files)
+        return bool(here) or any(is_standalone_slot(path) for path in files)
 
     others = others_in(directory)
     if others:

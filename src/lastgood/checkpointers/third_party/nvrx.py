@@ -60,8 +60,8 @@ class ResiliencyExtension(DirectorySystem):
         marker="state.pt",
     )
 
-    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **knobs: Any) -> None:
-        super().__init__(directory, options, **knobs)
+    def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._queue: Any = None
         self._unsent: list[BaseException] = []
 

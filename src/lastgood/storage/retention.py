@@ -12,11 +12,11 @@ from pathlib import Path
 from lastgood.errors import CheckpointError
 from lastgood.files import ReadableBy
 from lastgood.storage import format as fmt
-from lastgood.storage.marks import GlobalMark, kept_sequences, write_mark
+from lastgood.storage.global_commit import GlobalCommit, retained_sequences, write_global_commit
 from lastgood.storage.reader import SlotInfo, SlotView
 from lastgood.storage.verdicts import Verdict, VerdictBook
 
-__all__ = ["KeptSlots", "Slot"]
+__all__ = ["Retention", "Slot"]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Slot:
     damaged: bool = False
 
 
-class KeptSlots(SlotView, ABC):
+class Retention(SlotView, ABC):
     """The part of a slot store that knows which checkpoints must not be overwritten. Safe to use from several threads.
 
     All that is guarded is guarded by `_changed`, but for the files beside the slots.
@@ -52,10 +52,10 @@ class KeptSlots(SlotView, ABC):
         self._closed = False
         self._all: list[Slot] = []
         self._book_lock = threading.Lock()
-        """Held while the book or the mark is written: a flush may take long, and saves must not wait for it."""
+        """Held while the book or the commit is written: a flush may take long, and saves must not wait for it."""
         self._everywhere: set[int] | None = None
         """Sequences of what all ranks of the job are known to hold; None for a job of one rank."""
-        self._newest_marked = -1
+        self._newest_noted = -1
         self._reached = -1
         """The highest step that an earlier life of the job had a checkpoint of."""
         self._origin: int | None = None
@@ -80,7 +80,7 @@ class KeptSlots(SlotView, ABC):
 
     def _kept(self) -> set[int]:
         """Sequences of the checkpoints that stay: the newest good one first of all."""
-        return kept_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere, self._origin)
+        return retained_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere, self._origin)
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class KeptSlots(SlotView, ABC):
         """
         known = [info for info in self.committed() if info.sequence in everywhere]
         if known:
-            self._mark(known[0])
+            self._note(known[0])
         with self._changed:
             self.incarnation = incarnation
             self._everywhere = set(everywhere)
@@ -152,7 +152,7 @@ class KeptSlots(SlotView, ABC):
     def confirm(self, info: SlotInfo) -> None:
         """All ranks hold this checkpoint: note it durably; older ones may go. Raises StorageError; then they stay."""
         if info.sequence > self.newest_sequence():
-            self._mark(info)
+            self._note(info)
         with self._changed:
             if self._everywhere is not None:
                 self._everywhere = {*self._everywhere, info.sequence} & {one.sequence for one in self._committed()}
@@ -173,13 +173,13 @@ class KeptSlots(SlotView, ABC):
             whole = self._committed()
             return whole if self._everywhere is None else [one for one in whole if one.sequence in self._everywhere]
 
-    def _mark(self, info: SlotInfo) -> None:
-        mark = GlobalMark(info.incarnation, info.step, info.sequence)
+    def _note(self, info: SlotInfo) -> None:
+        commit = GlobalCommit(info.incarnation, info.step, info.sequence)
         with self._writing_the_book():
             # Two threads may confirm two checkpoints in either order; at its opening the store may fall back.
-            if self._everywhere is None or mark.sequence > self._newest_marked:
-                write_mark(self.directory, self.job, mark, self.readable_by.file_mode)
-                self._newest_marked = mark.sequence
+            if self._everywhere is None or commit.sequence > self._newest_noted:
+                write_global_commit(self.directory, self.job, commit, self.readable_by.file_mode)
+                self._newest_noted = commit.sequence
 
     @contextlib.contextmanager
     def _writing_the_book(self) -> Iterator[None]:

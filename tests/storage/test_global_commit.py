@@ -10,7 +10,7 @@ from slot_helpers import commit, content_of, give, load, open_store, save, steps
 from lastgood.errors import MismatchError, StorageError, WaitTimeout
 from lastgood.storage import SlotInfo, SlotStore, Verdict
 from lastgood.storage.format import seal_json, unseal_json
-from lastgood.storage.marks import GLOBAL_FILE, GlobalMark
+from lastgood.storage.global_commit import GLOBAL_FILE, GlobalCommit
 
 NBYTES = 50_000
 
@@ -37,7 +37,7 @@ def test_only_a_newer_one_of_all_ranks_makes_older_ones_free(tmp_path: Path) -> 
         assert store.everywhere() == []
         begin_fails(store)
         store.confirm(of_step(store, 1))
-        assert store.mark() == GlobalMark(7, 1, of_step(store, 1).sequence)
+        assert store.global_commit() == GlobalCommit(7, 1, of_step(store, 1).sequence)
         begin_fails(store)  # the others may have gone on to any of the newer ones
         store.confirm(of_step(store, 3))
         assert save(store, 5, NBYTES) == "durable"
@@ -48,8 +48,8 @@ def test_only_a_newer_one_of_all_ranks_makes_older_ones_free(tmp_path: Path) -> 
         assert [info.step for info in store.everywhere()] == [3]
         assert load(store, of_step(store, 3)) == content_of(3, NBYTES)
     # A view, and a later life, know it too.
-    mark = SlotStore.peek(tmp_path).mark()
-    assert mark is not None and mark.step == 3
+    commit = SlotStore.peek(tmp_path).global_commit()
+    assert commit is not None and commit.step == 3
     with open_store(tmp_path, rank=1, world_size=3) as store:
         assert store.incarnation == 8
 
@@ -155,10 +155,10 @@ def test_a_mark_that_cannot_be_read_is_no_mark(tmp_path: Path, caplog: pytest.Lo
     for spoilt in (b"", whole[:-20], whole.replace(b'"step": 1', b'"step": 2'), b"[" * 5000, b"null", b"{}"):
         path.write_bytes(spoilt)
         caplog.clear()
-        assert SlotStore.peek(tmp_path).mark() is None
+        assert SlotStore.peek(tmp_path).global_commit() is None
         assert GLOBAL_FILE in caplog.text
     path.write_bytes(seal_json({**unseal_json(whole), "version": 9}))
     with pytest.raises(MismatchError, match="version 9"):
-        SlotStore.peek(tmp_path).mark()
+        SlotStore.peek(tmp_path).global_commit()
     path.unlink()
-    assert SlotStore.peek(tmp_path).mark() is None
+    assert SlotStore.peek(tmp_path).global_commit() is None

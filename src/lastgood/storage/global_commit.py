@@ -16,7 +16,7 @@ from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomicall
 from lastgood.storage import format as fmt
 from lastgood.text import is_whole
 
-__all__ = ["GLOBAL_FILE", "GlobalMark", "kept_sequences", "read_mark", "write_mark"]
+__all__ = ["GLOBAL_FILE", "GlobalCommit", "read_global_commit", "retained_sequences", "write_global_commit"]
 
 log = logging.getLogger("lastgood.storage")
 
@@ -25,7 +25,7 @@ _FORMAT = "lastgood-global"
 _MAX_BYTES = 4096
 
 
-class GlobalMark(NamedTuple):
+class GlobalCommit(NamedTuple):
     """The newest checkpoint that all ranks are known to hold; `sequence` is that of this directory."""
 
     incarnation: int
@@ -39,16 +39,16 @@ class _Whole(Protocol):
         """Place in the order of the directory's checkpoints."""
 
 
-def read_mark(directory: Path) -> GlobalMark | None:
-    """The mark of a rank's directory; None where there is none, or none that can be read (a warning says why).
+def read_global_commit(directory: Path) -> GlobalCommit | None:
+    """The global commit of a rank's directory; None where there is none, or none that can be read (a warning says why).
 
     Raises MismatchError for another format version.
     """
     path = directory / GLOBAL_FILE
     try:
         described = fmt.unseal_json(read_bounded(path, _MAX_BYTES, too_large=fmt.RecordError))
-        mark = GlobalMark(*(described[key] for key in GlobalMark._fields))
-        if described.get("format") != _FORMAT or not all(is_whole(number, 0, (1 << 64) - 1) for number in mark):
+        commit = GlobalCommit(*(described[key] for key in GlobalCommit._fields))
+        if described.get("format") != _FORMAT or not all(is_whole(number, 0, (1 << 64) - 1) for number in commit):
             raise fmt.RecordError(f"not a {_FORMAT} document")
     except FileNotFoundError:
         return None
@@ -61,19 +61,19 @@ def read_mark(directory: Path) -> GlobalMark | None:
     except (fmt.RecordError, KeyError, TypeError, ValueError) as error:
         log.warning("%s is damaged (%s): which checkpoints all ranks hold is not known", path, error)
     else:
-        return mark
+        return commit
     return None
 
 
-def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark, mode: int = PRIVATE) -> None:
-    """Replace the mark; durable at return. Raises StorageError."""
+def write_global_commit(directory: Path, job: fmt.Job, commit: GlobalCommit, mode: int = PRIVATE) -> None:
+    """Replace the global commit; durable at return. Raises StorageError."""
     path = directory / GLOBAL_FILE
     described = {
         "format": _FORMAT,
         "version": fmt.FORMAT_VERSION,
         "job_id": job.job_id.hex(),
         "world_size": job.world_size,
-        **mark._asdict(),
+        **commit._asdict(),
     }
     try:
         write_atomically(path, fmt.seal_json(described), mode=mode)
@@ -81,7 +81,7 @@ def write_mark(directory: Path, job: fmt.Job, mark: GlobalMark, mode: int = PRIV
         raise storage_error(error, path, "writing") from error
 
 
-def kept_sequences(
+def retained_sequences(
     whole: Sequence[_Whole],
     is_bad: Callable[[int], bool],
     keep: int,

@@ -21,13 +21,19 @@ from lastgood.storage.medium import Medium
 from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, find_slots, look_at_slot
 from lastgood.storage.write import SlotWrite
 
-__all__ = ["SingleFile", "SingleFiles", "is_single_file", "look_at_single", "look_at_singles"]
+__all__ = [
+    "StandaloneSlot",
+    "StandaloneSlots",
+    "is_standalone_slot",
+    "look_at_standalone_slot",
+    "look_at_standalone_slots",
+]
 
 """Ends the names of files that are being written. What a killed process left under such a name is of no use."""
 _MAGIC = fmt.SlotHeader(bytes(fmt.JOB_ID_BYTES), 0).encode()[:8]
 
 
-class SingleFile:
+class StandaloneSlot:
     """One file on its way; the `SlotOwner` of its own `write`.
 
     Args:
@@ -134,7 +140,7 @@ class SingleFile:
             self._temporary.unlink(missing_ok=True)
 
 
-def is_single_file(path: Path) -> bool:
+def is_standalone_slot(path: Path) -> bool:
     """Whether a file begins as a slot does. Raises StorageError if it cannot be read."""
     try:
         with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
@@ -143,7 +149,7 @@ def is_single_file(path: Path) -> bool:
         raise storage_error(error, path, "reading") from error
 
 
-def look_at_single(path: Path) -> SlotInfo:
+def look_at_standalone_slot(path: Path) -> SlotInfo:
     """What a file that stands alone holds, by its records; the data is checked as it is read (`SlotView`).
 
     Raises CorruptCheckpoint, MismatchError for another format version, StorageError.
@@ -162,7 +168,7 @@ def _followed(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class SingleFiles:
+class StandaloneSlots:
     """One file that stands alone, or all in a folder, and what else lies there."""
 
     place: Path
@@ -173,7 +179,7 @@ class SingleFiles:
     """What is wrong with them as a whole, in words."""
 
 
-def look_at_singles(place: Path) -> SingleFiles | None:
+def look_at_standalone_slots(place: Path) -> StandaloneSlots | None:
     """A look at a file, or at all in a folder. None for a folder that holds none, or that is a store's (slots, ranks').
 
     A file whose first bytes are damaged is known by its commit record. Raises StorageError, and MismatchError for a
@@ -191,7 +197,7 @@ def look_at_singles(place: Path) -> SingleFiles | None:
     statuses, others, troubles = [], [], []
     for path in paths:
         status = look_at_slot(_followed(path), 0, None, held=False)
-        if status.record is not None or is_single_file(path):
+        if status.record is not None or is_standalone_slot(path):
             statuses.append(status)
         else:
             others.append(path)
@@ -203,4 +209,4 @@ def look_at_singles(place: Path) -> SingleFiles | None:
     if len(jobs) > 1:
         names = " and ".join(list(jobs.values())[:2])
         troubles.append(f"{place}: {names} are from two saves: one was saved over the other and was not finished")
-    return SingleFiles(place, statuses, others, troubles)
+    return StandaloneSlots(place, statuses, others, troubles)

@@ -22,7 +22,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LockHeld, MismatchError, StorageError
 from lastgood.storage import SlotInfo, SlotStore, SlotView
 from lastgood.storage import format as fmt
-from lastgood.storage.areas import AreaStore, AreaWrite, MappedArea
+from lastgood.storage.mapped_areas import AreaStore, AreaWrite, MappedArea
 
 STATE = 2 * CHUNK + 99
 SECTOR = 512
@@ -384,7 +384,7 @@ def test_refused_arguments_and_orders(opened: AreaStore, tmp_path: Path) -> None
 
 def test_one_process_at_a_time(opened: AreaStore, tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom lastgood.storage.areas import AreaStore\nfrom lastgood.errors import LockHeld\n"
+        "import sys\nfrom lastgood.storage.mapped_areas import AreaStore\nfrom lastgood.errors import LockHeld\n"
         "try: AreaStore(sys.argv[1], chunk_bytes=4096)\nexcept LockHeld as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=150)

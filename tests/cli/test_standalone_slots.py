@@ -67,9 +67,9 @@ def flip(path, offset):
 
 
 def data_offset(path):
-    from lastgood.storage.single import look_at_single
+    from lastgood.storage.standalone_slot import look_at_standalone_slot
 
-    return look_at_single(path).record.data_offset
+    return look_at_standalone_slot(path).record.data_offset
 
 
 def test_inspect_shows_a_file_and_what_is_in_it(tag):
