@@ -35,7 +35,7 @@ from lastgood.wire import gate, ring_link
 from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener
 from lastgood.wire.ring_link import RING_GREETING, Hello
-from tests.wire.strangers import come_in, strangers
+from tests.wire.support.strangers import come_in, strangers
 
 WAIT_S = 60.0
 TOKEN = secrets.token_bytes(32)

@@ -21,7 +21,7 @@ from lastgood.wire.records import DType
 from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring
 from tests.gradients.support.receiving_shadow import ReceivingShadow
-from tests.wire.ring_helpers import JOB, TOKEN, together
+from tests.wire.support.ring_helpers import JOB, TOKEN, together
 
 LAYOUT = plan_layout([("p", (1000,), "float32")], {}, ranks=2, shadows=1)
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch"]

@@ -23,7 +23,7 @@ from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.shadow.spill_store import SpillCopy, SpillStore
 from lastgood.state import state_digest
 from lastgood.storage import Verdict, VerdictBook
-from tests.storage.craft import (
+from tests.storage.support.craft import (
     dense,
     entries,
     layout_json,

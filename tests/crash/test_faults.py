@@ -12,7 +12,7 @@ import pytest
 from replay import build_shim
 from store_faults import SCENARIOS as STORE_SCENARIOS
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 PCCHECK_SCENARIOS = [
     "failed_write",
     "failed_flush[void record]",
@@ -50,7 +50,7 @@ Told = dict[str, str]
 def run(shim: Path, program: str, place: Path, names: list[str]) -> Told:
     """What a program tells of each scenario; one that it does not reach has what went wrong."""
     done = subprocess.run(
-        [sys.executable, str(HERE / program), str(place), *names],
+        [sys.executable, str(SUPPORT / program), str(place), *names],
         env={**os.environ, "LD_PRELOAD": str(shim)},
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_gpm(gpm_told: Told, name: str) -> None:
 def test_all_scenarios_are_run(program: str, named: list[str]) -> None:
     listed = subprocess.run(
         [sys.executable, "-c", f"import {program} as f; print('\\n'.join(f.SCENARIOS))"],
-        cwd=HERE,
+        cwd=SUPPORT,
         capture_output=True,
         text=True,
         timeout=240,

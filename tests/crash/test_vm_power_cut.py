@@ -13,7 +13,7 @@ from vm_guest import CHECKPOINTS, KEEP
 from vm_machine import Recording, Unavailable, find_kernel, record, tools
 from vm_replay import Outcome
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 SEEDED = 8
 """Random crash states of each epoch, beside nothing and all."""
 
@@ -48,10 +48,10 @@ def replay(folder: Path, recording: Recording, *, seeded: int) -> Outcome:
     order.write_text(
         json.dumps({**files, "reports": recording.reports, "workplace": str(workplace), "seed": 1, "seeded": seeded})
     )
-    program = [sys.executable, str(HERE / "vm_replay.py"), str(order), str(os.getpid())]
+    program = [sys.executable, str(SUPPORT / "vm_replay.py"), str(order), str(os.getpid())]
     done = subprocess.run(
         [tools()["unshare"], "--mount", "--propagation", "private", *program],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent / "storage")},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT.parents[1] / "storage" / "support")},
         capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

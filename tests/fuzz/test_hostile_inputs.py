@@ -1,7 +1,7 @@
 """Every decoder of bytes from outside on hostile content under sound checksums: a right state or a LastgoodError.
 
 All in bounded memory (4 times the input and 64 MiB) and time, in a process of its own, so that a crash is one fault.
-A fault names its seed; ``python -m tests.fuzz.child NAME SEED`` reads that input again.
+A fault names its seed; ``python -m tests.fuzz.support.child NAME SEED`` reads that input again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.broken import BROKEN
-from tests.fuzz.child import MOST_CPU_S, MOST_FAULTS, load_decoders
-from tests.fuzz.registry import DECODERS
+from tests.fuzz.support.broken import BROKEN
+from tests.fuzz.support.child import MOST_CPU_S, MOST_FAULTS, load_decoders
+from tests.fuzz.support.registry import DECODERS
 
 load_decoders()
 NAMES = sorted(set(DECODERS) - set(BROKEN))
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Child:
-    """The process of tests/fuzz/child.py; started again after a crash."""
+    """The process of tests/fuzz/support/child.py; started again after a crash."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class Child:
         if self._process is None:
             with self._errors.open("wb") as errors:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.fuzz.child", f"--at={self._at}"],
+                    [sys.executable, "-m", "tests.fuzz.support.child", f"--at={self._at}"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

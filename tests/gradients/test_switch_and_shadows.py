@@ -20,7 +20,7 @@ from lastgood.wire.ring_comm import Place, RingComm
 from lastgood.wire.ring_link import listen_ring
 from tests.gradients.support.scripted_trainer import Trainer
 from tests.gradients.support.shadow_processes import ShadowThread, shadow_threads
-from tests.wire.ring_helpers import WAIT_S, together
+from tests.wire.support.ring_helpers import WAIT_S, together
 
 
 class RingTrainer(Trainer):  # type: ignore[misc]  # the script has no types

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
-from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
+from tests.multinode.support.slurm_fixture import slurm  # noqa: F401 - a fixture
 from tests.support.folder_marks import mark_folder
 
 

@@ -15,10 +15,10 @@ from lastgood.checkpointers.rank_directory import rank_directories, rank_directo
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.storage import SlotStore
 from tests.checkpointers.support.job_of_ranks import Refused
-from tests.multinode.jobs_on_nodes import JobOnNodes, Nodes
+from tests.multinode.support.jobs_on_nodes import JobOnNodes, Nodes
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "storage" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash" / "support"))
 
 from replay import build_shim
 

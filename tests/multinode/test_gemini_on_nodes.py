@@ -24,7 +24,7 @@ from tests.checkpointers.support.peer_processes import peers_below, peers_end_wi
 from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.root
-SCRIPT = str(Path(__file__).with_name("gemini_node.py"))
+SCRIPT = str(Path(__file__).parent / "support" / "gemini_node.py")
 WIDTH = 128
 PORTS = itertools.count(29820)
 

@@ -28,7 +28,7 @@ from tests.multinode.support.processes import processes_with
 from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.root
-SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))
+SUM_RANKS = str(Path(__file__).parent / "support" / "sum_ranks.py")
 NO_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"
 )

@@ -16,12 +16,12 @@ from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.launch.job import launch
 from lastgood.errors import LaunchError
 from lastgood.ports import free_ports
-from tests.multinode.slurm_cluster import SlurmCluster
 from tests.multinode.support.processes import processes_with
+from tests.multinode.support.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm
 HOSTS = parse_hostfile("node1 slots=2\nnode2 slots=1\n")
-SUM_RANKS = str(Path(__file__).with_name("sum_ranks.py"))
+SUM_RANKS = str(Path(__file__).parent / "support" / "sum_ranks.py")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.support.rank_runs import Job, proved, spec_of
-from tests.multinode.slurm_cluster import SlurmCluster
+from tests.multinode.support.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multinode.slurm_cluster import NODE_TIMEOUT_S, SlurmCluster, why_not
 from tests.multinode.support.processes import processes_with
+from tests.multinode.support.slurm_cluster import NODE_TIMEOUT_S, SlurmCluster, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "install" / "slurm"
@@ -37,7 +37,8 @@ def test_a_template_without_a_command_says_how_to_call_it(name: str) -> None:
 @pytest.mark.slow
 def test_ranks_on_several_nodes_meet(slurm: SlurmCluster, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), slurm.env["PATH"]])
-    words = [str(TEMPLATES / "several-nodes.sbatch"), str(Path(__file__).with_name("sum_ranks.py")), "an argument"]
+    program = Path(__file__).parent / "support" / "sum_ranks.py"
+    words = [str(TEMPLATES / "several-nodes.sbatch"), str(program), "an argument"]
     job = slurm.submit(*words, folder=tmp_path, PATH=path, RANKS="2")
     assert slurm.exit_status(job, timeout_s=120) == 0, (tmp_path / f"lastgood-{job}.log").read_text()
     said = sorted(path.read_text() for path in tmp_path.glob(f"lastgood-{job}/**/stdout.log"))
@@ -89,7 +90,7 @@ def test_a_killed_test_leaves_no_daemon(tmp_path: Path) -> None:
     if reason is not None:
         pytest.skip(reason)
     code = (
-        "import pathlib, sys, time; from tests.multinode.slurm_cluster import SlurmCluster\n"
+        "import pathlib, sys, time; from tests.multinode.support.slurm_cluster import SlurmCluster\n"
         "with SlurmCluster(pathlib.Path(sys.argv[1]), nodes=1): print('up', flush=True); time.sleep(100)"
     )
     driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)

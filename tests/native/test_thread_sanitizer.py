@@ -20,7 +20,9 @@ def test_receiver_and_sender_race_nowhere(tmp_path: Path) -> None:
     sources = [NATIVE / f"{name}.cpp" for name in [*SOURCES, "storage/crc32c", "storage/os_io"]]
     build = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=thread", f"-I{NATIVE}", "-pthread", "-o", str(program)]
     subprocess.run(
-        [*build, str(Path(__file__).with_name("receiver_threads.cpp")), *map(str, sources)], check=True, timeout=400
+        [*build, str(Path(__file__).parent / "support" / "receiver_threads.cpp"), *map(str, sources)],
+        check=True,
+        timeout=400,
     )
     done = subprocess.run([program], capture_output=True, text=True, timeout=400, check=False)
     assert done.stderr == "" and done.stdout == "done\n" and done.returncode == 0

@@ -17,7 +17,7 @@ from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.state import Layout, flatten, unflatten
 from lastgood.state.layout import check_cost
 from lastgood.state.layout_rules import MAX_DEPTH
-from tests.storage.craft import dense, entries, layout_json, part
+from tests.storage.support.craft import dense, entries, layout_json, part
 
 HUGE = 1 << 61
 TENSOR = dense([4])

@@ -80,7 +80,7 @@ def test_through_libpmem_itself(tmp_path: Path) -> None:
     if ctypes.util.find_library("pmem") is None:
         pytest.skip("libpmem is not installed (Debian: libpmem1)")
     done = subprocess.run(
-        [sys.executable, "-c", LIBPMEM, str(tmp_path / "job"), str(Path(__file__).parent)],
+        [sys.executable, "-c", LIBPMEM, str(tmp_path / "job"), str(Path(__file__).parent / "support")],
         env={**os.environ, "PMEM_IS_PMEM_FORCE": "1"},
         capture_output=True,
         text=True,

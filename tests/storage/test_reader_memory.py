@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.storage.craft import dense, entries, part, put, put_ranks
+from tests.storage.support.craft import dense, entries, part, put, put_ranks
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def test_no_reader_takes_more_memory_than_its_file_accounts_for(tmp_path):
     named = [entries(w=["d", [[["s", "x"], node]]]) for node in (left, again)]
     put_ranks(tmp_path / "left and expanded", [(named[0], []), (named[1], [WORD])])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.reader_memory", str(tmp_path)],
+        [sys.executable, "-m", "tests.storage.support.reader_memory", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -17,13 +17,15 @@ from slot_helpers import content_of, load, open_store
 
 from lastgood.storage import SlotStore
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 
 
 def run_and_kill(directory: Path, after_s: float, *, from_start: bool) -> int:
     """Kill the writer `after_s` after its start or its first report; return the highest step it reported."""
     child = subprocess.Popen(
-        [sys.executable, str(HERE / "kill_writer.py"), str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(SUPPORT / "kill_writer.py"), str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert child.stdout is not None and child.stderr is not None
     first = b"" if from_start else child.stdout.readline()

@@ -350,7 +350,7 @@ def test_closing_gives_up_what_is_unfinished(tmp_path: Path) -> None:
 def test_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parent / "support")!r})
 from slot_helpers import open_store
 from lastgood.errors import LockHeld
 try:

@@ -10,7 +10,7 @@ import pytest
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.wire.frames import MAX_CHUNK_BYTES, PEER_GREETING, Kind, Wire, proof
-from tests.wire.answering import prove_peer
+from tests.wire.support.answering import prove_peer
 
 
 @pytest.mark.parametrize("kind", [Kind.CHUNK, Kind.ACK])

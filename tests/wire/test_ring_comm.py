@@ -27,7 +27,7 @@ from lastgood.wire.ring import Cover, one_channel
 from lastgood.wire.ring_comm import NO_BUCKET, Divide, Place, RingComm
 from lastgood.wire.ring_link import Link, connect_ring, listen_ring
 from tests.support.patience import wait_until
-from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, WireTap, make_ring, together
+from tests.wire.support.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, WireTap, make_ring, together
 
 TORCH = {
     DType.float32: torch.float32,

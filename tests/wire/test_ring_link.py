@@ -11,8 +11,8 @@ import pytest
 
 from lastgood.wire.frames import Wire
 from lastgood.wire.ring_link import RING_GREETING, Hello, connect_ring, listen_ring
-from tests.wire.answering import prove_peer
-from tests.wire.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, together
+from tests.wire.support.answering import prove_peer
+from tests.wire.support.ring_helpers import JOB, LAYOUT, TOKEN, WAIT_S, together
 
 
 def test_an_interrupt_does_not_wait_for_a_neighbour_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

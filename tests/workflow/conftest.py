@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.experiments.machine.facts import is_tmpfs
-from tests.multinode.slurm_fixture import slurm  # noqa: F401 - a fixture
+from tests.multinode.support.slurm_fixture import slurm  # noqa: F401 - a fixture
 from tests.support.folder_marks import mark_folder
 from tests.workflow.house import ROOT, House
 

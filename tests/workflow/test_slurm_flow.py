@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lastgood.experiments.records.run import RunRecord
-from tests.multinode.slurm_cluster import SlurmCluster
+from tests.multinode.support.slurm_cluster import SlurmCluster
 from tests.workflow.house import ROOT, House
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "storage" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "crash" / "support"))
 
 from replay import build_shim
 

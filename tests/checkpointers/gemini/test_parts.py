@@ -30,7 +30,7 @@ from lastgood.wire.frames import (
     chunk_checksum,
     prove_trainer,
 )
-from tests.wire.answering import prove_peer
+from tests.wire.support.answering import prove_peer
 
 # -- placement ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.parts import RankParts
 from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError
-from tests.storage.craft import dense, entries, part, put_ranks
+from tests.storage.support.craft import dense, entries, part, put_ranks
 
 N = 1000
 HUGE = 1 << 38

@@ -17,7 +17,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "crash" / "support"))
 
 import torch
 import torch._dynamo

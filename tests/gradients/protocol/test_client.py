@@ -13,7 +13,7 @@ from lastgood.gradients.protocol.client import _scratch, check_set, choose, sign
 from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import CHUNK_BYTES, PROTOCOL_VERSION, Hello, Status
 from lastgood.wire.frames import Wire
-from tests.wire.answering import prove_peer
+from tests.wire.support.answering import prove_peer
 
 LAYOUT = "b" * 64
 

@@ -13,8 +13,8 @@ from lastgood.errors import CheckpointError
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol.messages import GREETING, Hello, Refused, Welcome, parse_message
 from lastgood.wire.frames import Wire
-from tests.wire.answering import prove_peer
-from tests.wire.ring_helpers import WAIT_S
+from tests.wire.support.answering import prove_peer
+from tests.wire.support.ring_helpers import WAIT_S
 
 SLOTS = 4
 

@@ -14,7 +14,7 @@ from lastgood.gradients.switch.check import Checked, answer_checks, check_link
 from lastgood.gradients.switch.relay import SwitchLink
 from lastgood.ports import free_ports
 from lastgood.wire.ring_link import listen_ring
-from tests.wire.ring_helpers import TOKEN, WAIT_S
+from tests.wire.support.ring_helpers import TOKEN, WAIT_S
 
 
 class Exhausted(socket.socket):

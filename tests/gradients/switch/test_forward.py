@@ -16,7 +16,7 @@ from lastgood.gradients.switch.forward import Copier, CopySettings
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from tests.gradients.support.receiving_shadow import ReceivingShadow
 from tests.support.patience import wait_until
-from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S
+from tests.wire.support.ring_helpers import JOB, TOKEN, WAIT_S
 
 COUNT = 5000
 VALUES = np.arange(COUNT, dtype=np.float32)

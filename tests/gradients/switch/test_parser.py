@@ -20,7 +20,7 @@ from lastgood.wire.frames import NO_PROOF, message_frame, proof
 from lastgood.wire.gate import Gate, Guest, open_listener
 from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_link import RING_GREETING, Hello
-from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S
+from tests.wire.support.ring_helpers import JOB, TOKEN, WAIT_S
 
 GREETED = Hello(JOB, 1, 2, 3, "ab" * 32, "host")
 NONCE, ANSWER_NONCE = bytes(range(32)), bytes(range(32, 64))

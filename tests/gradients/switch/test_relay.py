@@ -24,8 +24,8 @@ from lastgood.wire.records import FINAL, DType, Record, RecordKind, pack_header
 from lastgood.wire.ring_comm import Divide, Place, RingComm
 from lastgood.wire.ring_link import RING_GREETING, Hello, listen_ring
 from tests.gradients.support.receiving_shadow import ReceivingShadow
-from tests.wire.answering import prove_peer
-from tests.wire.ring_helpers import JOB, TOKEN, WAIT_S, together
+from tests.wire.support.answering import prove_peer
+from tests.wire.support.ring_helpers import JOB, TOKEN, WAIT_S, together
 
 RANKS, SHADOWS = 3, 2
 ELEMENTS = 30_000

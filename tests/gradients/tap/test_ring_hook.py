@@ -21,7 +21,7 @@ from lastgood.wire.records import FINAL, RecordKind
 from tests.gradients.support.ddp_bucket import Bucket
 from tests.gradients.support.ring_rank import declared_layout
 from tests.support.patience import wait_until
-from tests.wire.ring_helpers import PROCESS_S, WAIT_S, WireTap, make_ring
+from tests.wire.support.ring_helpers import PROCESS_S, WAIT_S, WireTap, make_ring
 
 RANKS, SHADOWS, STEPS = 2, 2, 3
 

@@ -18,10 +18,10 @@ import torch
 from lastgood import _native
 from lastgood.state import flatten
 from lastgood.storage import format as fmt
-from tests.fuzz.hostile import changed_bytes, changed_pickle, changed_tree, json_of
-from tests.fuzz.registry import Prepared, decoder
-from tests.fuzz.text_files import put, tree_or_bits
-from tests.storage import craft
+from tests.fuzz.support.hostile import changed_bytes, changed_pickle, changed_tree, json_of
+from tests.fuzz.support.registry import Prepared, decoder
+from tests.fuzz.support.text_files import put, tree_or_bits
+from tests.storage.support import craft
 
 
 def a_state() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "storage" / "support"))
 
 from fault_tools import ANY, EIO, ENOSPC, HANG, SHORT, fault, fill, run_scenarios, small_disk
 from reference_reader import read_directory

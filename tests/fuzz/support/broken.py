@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import CorruptCheckpoint
-from tests.fuzz.hostile import json_of
-from tests.fuzz.registry import Prepared, decoder
+from tests.fuzz.support.hostile import json_of
+from tests.fuzz.support.registry import Prepared, decoder
 
 BROKEN = ("broken: another error", "broken: memory", "broken: crash", "broken: time")
 

@@ -212,7 +212,7 @@ def _make_initramfs(folder: Path, busybox: str, kernel: Kernel, mount_point: Pat
     init.write_text(
         _INIT.format(
             disk=shlex.quote(str(mount_point)),
-            paths=shlex.quote(str(HERE.parent / "storage")),
+            paths=shlex.quote(str(HERE.parents[1] / "storage" / "support")),
             command=shlex.join(command),
         )
     )

@@ -1,4 +1,6 @@
-"""A process that reads hostile inputs, one after another, and tells what became of them. ``python -m tests.fuzz.child``
+"""A process that reads hostile inputs, one after another, and tells what became of them.
+
+``python -m tests.fuzz.support.child``
 
 With no arguments it takes orders, a line of JSON each, on standard input (`Reader.answer`). With
 ``NAME SEED [COUNT]`` it reads those inputs and shows the whole traceback of what goes wrong.
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import LastgoodError
-from tests.fuzz.registry import DECODERS, Decoder
+from tests.fuzz.support.registry import DECODERS, Decoder
 
 MODULES = ["text_files", "messages", "checkpoints", "broken"]
 MOST_CPU_S = 10.0
@@ -48,7 +50,7 @@ class TooLong(BaseException):
 def load_decoders() -> None:
     """Register them all."""
     for name in MODULES:
-        importlib.import_module(f"tests.fuzz.{name}")
+        importlib.import_module(f"tests.fuzz.support.{name}")
 
 
 def outcome(decoder: Decoder, samples: list[Any], seed: int, folder: Path, *, sound: bool = False) -> tuple[bool, int]:

@@ -19,9 +19,9 @@ from lastgood import _native
 from lastgood.errors import LastgoodError
 from lastgood.wire import frames
 from lastgood.wire.records import DType, Record, RecordKind, pack_header
-from tests.fuzz.hostile import changed_bytes, json_of
-from tests.fuzz.registry import Prepared, decoder
-from tests.fuzz.text_files import text_of, tree_or_bits
+from tests.fuzz.support.hostile import changed_bytes, json_of
+from tests.fuzz.support.registry import Prepared, decoder
+from tests.fuzz.support.text_files import text_of, tree_or_bits
 
 JOB = "ab" * 16
 TIMEOUT_S = 5.0
@@ -492,7 +492,7 @@ def _header(thing: Any, folder: Path) -> Prepared:
 def _receiver(thing: Any, folder: Path) -> Prepared:
     from lastgood._native import Receiver
 
-    sys.path.append(str(Path(__file__).parents[1] / "native"))  # as pytest does for the tests there
+    sys.path.append(str(Path(__file__).parents[2] / "native" / "support"))  # as pytest does for the tests there
     from record_stream import EPOCH, JOB, Slots, connect  # type: ignore[import-not-found]
 
     content = b"".join(thing)

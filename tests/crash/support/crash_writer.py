@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "storage" / "support"))
 
 from slot_helpers import TIMEOUT_S, commit, content_of, give, open_store
 

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointers" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpointers" / "support"))
 
 import torch
 import torch.distributed as dist

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.multinode.slurm_cluster import SlurmCluster, why_not
+from tests.multinode.support.slurm_cluster import SlurmCluster, why_not
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from typing import Any
 
 from lastgood import _native
 from lastgood.errors import LastgoodError
-from tests.fuzz.hostile import changed_bytes, changed_text, changed_tree, json_of
-from tests.fuzz.registry import Prepared, decoder
+from tests.fuzz.support.hostile import changed_bytes, changed_text, changed_tree, json_of
+from tests.fuzz.support.registry import Prepared, decoder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def put(path: Path, content: bytes) -> int:

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointers" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpointers" / "support"))
 
 import rank_server
 import torch

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpointers" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpointers" / "support"))
 
 import torch
 from fault_tools import ANY, EIO, ENOSPC, FOR_EVER, SHORT, fault, fill, mount, own_mounts, run_scenarios, small_disk

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.hostile import changed_tree
+from tests.fuzz.support.hostile import changed_tree
 
 __all__ = ["Decoder", "Prepared", "decoder"]
 
