@@ -64,11 +64,24 @@ class FileLock:
         """
         if self._descriptor is not None:
             raise LockHeld(f"{self.path}: this process already holds the lock for {self.purpose}")
-        try:
-            descriptor = self._open()
-        except OSError as error:
-            raise storage_error(error, self.path, "opening the lock file") from error
         deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                descriptor = self._open()
+            except OSError as error:
+                raise storage_error(error, self.path, "opening the lock file") from error
+            self._wait(descriptor, deadline, timeout_s, on_wait)
+            if self._is_named(descriptor):
+                break
+            os.close(descriptor)  # its holder has removed it: others lock the file that has the name now
+        self._descriptor = descriptor
+        self._dropped = weakref.finalize(self, os.close, descriptor)
+        self._dropped.atexit = False  # the kernel does it then
+        if not self._shared:
+            _not_shared.add(self)
+
+    def _wait(self, descriptor: int, deadline: float, timeout_s: float, on_wait: Callable[[str], None] | None) -> None:
+        """Until the open file is locked; it is closed if it cannot be."""
         told = ""
         collected, looks = False, 0
         try:
@@ -92,14 +105,21 @@ class FileLock:
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
-        self._dropped = weakref.finalize(self, os.close, descriptor)
-        self._dropped.atexit = False  # the kernel does it then
-        if not self._shared:
-            _not_shared.add(self)
+
+    def _is_named(self, descriptor: int) -> bool:
+        """Whether the open file is still the one of that name."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Remove the file of a lock that is held: who waits for it finds that out, and makes another."""
+        if self.held:
+            self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
+        """Give the lock back. The file stays, or all who come later would have to make it again."""
         if self._descriptor is not None:
             _not_shared.discard(self)
             if self._dropped is not None:

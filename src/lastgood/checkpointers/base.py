@@ -172,6 +172,7 @@ class Checkpointer(ABC):
         find nothing, the first `step` raises MismatchError on all of them.
         """
         from lastgood.checkpointers.attach.attachment import Attachment
+        from lastgood.checkpointers.recovery.traces import Traces
 
         if self.interval_steps is None and not self._chooses_interval():
             raise ConfigError(
@@ -181,6 +182,7 @@ class Checkpointer(ABC):
         if self._state is not None:
             raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
         attachment = Attachment(self.name, parts, data, data_changed)
+        traces = Traces(self._folders())
         try:
             self._refuse_layout()
             self._hold_directory()
@@ -198,7 +200,10 @@ class Checkpointer(ABC):
                     attachment.trained.refuse_forgotten(attachment.state)
                 self.start(attachment.state)
         except BaseException:
-            self.close()
+            try:
+                self.close()
+            finally:
+                traces.take_back()
             raise
         attachment.begin()
         began = attachment.progress.step if resumed else None
@@ -296,6 +301,10 @@ class Checkpointer(ABC):
         """Where the checkpoint of `step` is, for people."""
         del step
         return self.directory
+
+    def _folders(self) -> list[Path]:
+        """Where this training writes; what it has made there is removed if `attach` refuses it."""
+        return [self.directory]
 
     def _chooses_interval(self) -> bool:
         """Whether this system decides by itself when to save, so that `attach` needs no interval_steps."""

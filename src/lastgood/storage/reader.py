@@ -21,7 +21,7 @@ from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block
 from lastgood.storage.global_commit import GLOBAL_FILE, GlobalCommit, read_global_commit
-from lastgood.storage.verdicts import VerdictBook
+from lastgood.storage.verdicts import VERDICT_FILE, VerdictBook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -139,6 +139,21 @@ def read_job(directory: Path) -> fmt.Job | None:
         raise MismatchError(f"{path}: {error}") from error
     except OSError as error:
         raise storage_error(error, path, "reading") from error
+
+
+def nothing_committed(directory: Path) -> bool:
+    """Whether no checkpoint was ever committed in the slots here: a job that began here, or was refused, has no claim.
+
+    Raises StorageError.
+    """
+    if (directory / GLOBAL_FILE).exists() or (directory / VERDICT_FILE).exists():
+        return False
+    statuses = [look_at_slot(path, number, None, held=False) for number, path in find_slots(directory).items()]
+    return all(
+        status.state is SlotState.VOID
+        or (status.record is not None and status.record.kind is fmt.RecordKind.WRITING and status.record.sequence == 1)
+        for status in statuses
+    )
 
 
 def written_by_agreement(directory: Path) -> bool | None:

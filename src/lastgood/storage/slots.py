@@ -343,14 +343,22 @@ class SlotStore(Retention):
         else:
             described = True
         wanted = fmt.Job(job_id or (found.job_id if found else os.urandom(fmt.JOB_ID_BYTES)), rank, world_size)
-        if found is not None and found != wanted:
+        if found is not None and found != wanted and not self._is_unused():
             raise MismatchError(
                 f"{self.directory} belongs to {found}, and {wanted} was asked for; use a directory of its own for each "
                 "job and rank, and as many ranks as before (or a new job, and this one as its resume_from)"
             )
-        if not described or (agrees is not None and reader.written_by_agreement(self.directory) is not agrees):
+        if (
+            not described
+            or found != wanted
+            or (agrees is not None and reader.written_by_agreement(self.directory) is not agrees)
+        ):
             write_atomically(path, fmt.encode_job(wanted, agrees), mode=self.readable_by.file_mode)
         return wanted
+
+    def _is_unused(self) -> bool:
+        """Whether a job began here and left no more than its description, as one that was killed at once does."""
+        return not reader.find_slots(self.directory) and reader.nothing_committed(self.directory)
 
     def _begin(self, step: int, stream_bytes: int, timeout_s: float, later: bool) -> SlotWrite | None:
         if step < 0 or stream_bytes < 0:

@@ -170,6 +170,11 @@ class PCcheck(Checkpointer):
             readable_by=self.readable_by,
         )
 
+    def _folders(self) -> list[Path]:
+        archive = self.options.archive_dir
+        archives = [] if archive is None else [self._of_rank(archive)]
+        return [self._of_rank(self.directory), *archives]
+
     def _open_archive(self) -> None:
         from lastgood.checkpointers.export.archive import Archive
 

@@ -26,12 +26,13 @@ from lastgood.files import (
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
 
-__all__ = ["Buffers", "JobCheckpoint", "job_of", "shared_job_id", "whole_checkpoints"]
+__all__ = ["ID_FILE", "Buffers", "JobCheckpoint", "job_of", "shared_job_id", "whole_checkpoints"]
 
 Buffers = Literal["equal", "rank0"]
 """What of modules' buffers on another number of ranks: they must be equal on all that wrote, or rank 0's are taken."""
 
-_ID_FILE = "job-id"
+ID_FILE = "job-id"
+"""In the directory of a job of several ranks: the id that all of them take."""
 _ID_BYTES = 16
 _NAME = re.compile(r"rank-(\d{5,7})")
 
@@ -47,7 +48,7 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
 
     It lies in the job's directory, so ranks that share none have different ids. Raises StorageError.
     """
-    path = local_path(job) / _ID_FILE
+    path = local_path(job) / ID_FILE
     temporary = temporary_beside(path)
     try:
         make_directory(path.parent, readable_by.directory_mode)
@@ -132,8 +133,8 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
             held[rank] = {(info.incarnation, info.step): info for info in reversed(view.committed())}
         except StorageError as error:
             raise MismatchError(f"{error}; the directories of all ranks must be readable here") from error
-    world_size, job_id = _one_job(job, views, held)
-    missing = [rank for rank in range(world_size) if rank not in held]
+    world_size, job_id, strays = _one_job(job, views, held)
+    missing = [rank for rank in range(world_size) if rank not in held or rank in strays]
     if missing:
         expected = ", ".join(str(rank_directory(job, rank)) for rank in missing[:4])
         raise MismatchError(
@@ -161,9 +162,12 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
 
 def _one_job(
     job: Path, views: Mapping[int, SlotView], held: Mapping[int, Mapping[tuple[int, int], SlotInfo]]
-) -> tuple[int, bytes]:
-    """Number of ranks and id that all directories agree on."""
-    from lastgood.storage.reader import read_job
+) -> tuple[int, bytes, list[int]]:
+    """Number of ranks and id that all directories agree on, but for ranks of another job that committed nothing.
+
+    Such a one was refused, or killed, when it began: a job that was started on another number of ranks leaves them.
+    """
+    from lastgood.storage.reader import nothing_committed, read_job
 
     owners = {}
     for rank, view in views.items():
@@ -180,10 +184,18 @@ def _one_job(
     kinds: dict[tuple[int, bytes], list[int]] = {}
     for rank, owner in owners.items():
         kinds.setdefault((owner.world_size, owner.job_id), []).append(rank)
+    strays: list[int] = []
+    if len(kinds) > 1:
+        began = {
+            key for key, ranks in kinds.items() if not all(nothing_committed(views[rank].directory) for rank in ranks)
+        }
+        if len(began) == 1:
+            strays = [rank for key, ranks in kinds.items() if key not in began for rank in ranks]
+            kinds = {key: ranks for key, ranks in kinds.items() if key in began}
     if len(kinds) > 1:
         named = "; ".join(f"ranks {ranks[:8]}: job {key[1].hex()} of {key[0]} ranks" for key, ranks in kinds.items())
         raise MismatchError(f"{job}: a mixture of several jobs: {named}; move the directories of all but one away")
-    return next(iter(kinds))
+    return *next(iter(kinds)), strays
 
 
 def _bad(

@@ -12,7 +12,7 @@ from pathlib import Path
 from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.known import all_traits
 from lastgood.checkpointers.rank_directory import rank_directories
-from lastgood.checkpointers.ranks.directories import job_of
+from lastgood.checkpointers.ranks.directories import job_of, whole_checkpoints
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.checkpointers.traits import Keeps, Traits
@@ -22,10 +22,6 @@ from lastgood.files import storage_error
 __all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
 
 _MOST_STEPS = 4
-_ADVICE = (
-    "start it as before; or, to go on from them, give it a new directory and (PCcheck) this one with "
-    'resume_from="..."; or, to begin anew, move them away'
-)
 
 
 @dataclass(frozen=True)
@@ -150,11 +146,12 @@ def words_on_layout(directory: Path, rank: int, ranks: int, *, parted: bool) -> 
     if not beside:
         return ""
     more = f", and there are more in {job}" if len(beside) > 1 else ""
+    advice = _advice(job)
     layout = f"in {job} itself" if wrote == 1 else "that keep a directory each (rank-NNNNN)"
     return (
         f"{beside[0]}{more}, written by a job of {_number(wrote)} {layout}; this training is rank {rank} of "
         f"{_number(ranks)}, and uses {_place(directory, parted, ranks)}. Was the number of ranks, or `control`, "
-        f"changed? {_ADVICE[0].upper()}{_ADVICE[1:]}"
+        f"changed? {advice[0].upper()}{advice[1:]}"
     )
 
 
@@ -180,7 +177,7 @@ def words_on_control(directory: Path, ranks: int, *, agrees: bool) -> str:
     did, do = ("agreed on them", 'do not (control="off")') if theirs else ('did not agree (control="off")', "do")
     return (
         f"{found_in(directory)[0]}, rank {job.rank} of a job of {_number(job.world_size)} whose ranks {did}, and those "
-        f"of this training {do}: `control` was changed; {_ADVICE}"
+        f"of this training {do}: `control` was changed; {_advice(job_of(directory) or directory)}"
     )
 
 
@@ -203,8 +200,22 @@ def refuse_beside(directory: Path, system: str, ranks: int) -> None:
         wrote = found[0].world_size or len(rank_directories(folder.parent))
         raise MismatchError(
             f"{directory} holds no checkpoint, and {found[0]}, written by a job of {_number(wrote)}; this training has "
-            f"{_number(ranks)}. If this rank is new, {_ADVICE}; if its checkpoints were lost, bring them back"
+            f"{_number(ranks)}. If this rank is new, {_advice(folder.parent)}; if its checkpoints "
+            "were lost, bring them back"
         )
+
+
+def _advice(job: Path) -> str:
+    """What to do where another number of ranks has left checkpoints."""
+    try:
+        go_on = (
+            f"; or, to go on from them, give PCcheck a new directory and resume_from={str(job)!r}"
+            if whole_checkpoints(job)
+            else ""
+        )
+    except CheckpointError:  # those of other systems, or not of all ranks
+        go_on = ""
+    return f"start it as before{go_on}; or, to begin anew, move them away"
 
 
 def _number(ranks: int) -> str:
