@@ -1,6 +1,6 @@
 """What Checkmate costs a training: its tap, and its policies when a shadow is slow or gone.
 
-Trainers and shadows (`lastgood storage serve`) are processes of this machine, over loopback. Every iteration is saved.
+Trainers and shadows (`lastgood shadow serve`) are processes of this machine, over loopback. Every iteration is saved.
 
 Where there are at least two cores for each of two ranks and one more, two ranks train with DistributedDataParallel and
 the hook, each has two cores (one to compute, one free), and shadows have the others. Where there are fewer, one rank

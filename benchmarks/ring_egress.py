@@ -37,13 +37,14 @@ _RANK_TIMEOUT_S = 900.0
 
 
 class RunningSwitch:
-    """`lastgood switch` on the machine itself, and its last counters."""
+    """`lastgood shadow switch` on the machine itself, and its last counters."""
 
     def __init__(self, folder: Path, token: str, links: list[str], shadows: list[str]) -> None:
         path = folder / "token"
         path.touch(mode=0o600)
         path.write_text(token)
-        words = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch", "--token-file", str(path)]
+        words = [sys.executable, "-c", "from lastgood.cli import main; main()"]
+        words += ["shadow", "switch", "--token-file", str(path)]
         words += [word for link in links for word in ("--link", link)]
         words += [word for shadow in shadows for word in ("--shadow", shadow)]
         self.counters: dict[str, Any] = {}

@@ -30,7 +30,7 @@ ABOVE = {"cli", "experiments", "__main__"}
 
 AT_IMPORT = {
     ("checkpointers", "triton"),  # torch brings it where there are CUDA devices; the module is imported for those only
-    ("gradients", "prometheus_client"),  # gradients/shadow/metrics.py, which `lastgood storage serve` imports
+    ("gradients", "prometheus_client"),  # gradients/shadow/metrics.py, which `lastgood shadow serve` imports
     *(("workloads", package) for package in ("tokenizers", "torchvision", "transformers")),  # a workload's own module
 }
 """Room, and package of an extra that a module there needs when it is imported."""

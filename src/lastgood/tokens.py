@@ -48,7 +48,7 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
             content = file.read(_MOST_BYTES + 1).strip()
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: there is no token; copy the other side's file there (`lastgood storage serve` makes one)"
+            f"{path}: there is no token; copy the other side's file there (`lastgood shadow serve` makes one)"
         ) from None
     except OSError as error:
         raise StorageError(f"{path}: the token cannot be read: {error.strerror or error}") from error

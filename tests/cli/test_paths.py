@@ -22,7 +22,7 @@ COMMANDS = {
     "tune": ["tune", "s3://b/r", "--iteration-s", "1", "--state-bytes", "1M"],
     "data": ["data", "prepare", "--data-dir", "s3://b/r"],
     "trace": ["trace", "show", "s3://b/r"],
-    "storage": ["storage", "serve", "--token-file", "s3://b/r"],
+    "shadow": ["shadow", "serve", "--token-file", "s3://b/r"],
     "launch": ["launch", "--hostfile", "s3://h", "--logs", "logs", "--", "true"],
 }
 

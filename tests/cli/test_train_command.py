@@ -1,4 +1,4 @@
-"""`lastgood train` beside `lastgood storage serve`: real processes, started by environment variables alone."""
+"""`lastgood train` beside `lastgood shadow serve`: real processes, started by environment variables alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Job:
 
     def shadow(self, *words: str, **environment: object) -> tuple[subprocess.Popen[str], Path]:
         address = self.folder / "address.json"
-        common = ["storage", "serve", "--token-file", str(self.folder / "token"), "--rendezvous"]
+        common = ["shadow", "serve", "--token-file", str(self.folder / "token"), "--rendezvous"]
         return self.start([*common, "--address-file", str(address), *words], **environment), address
 
     def trainers(self, steps: int, *words: str, ranks: int = 2, **environment: object) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tm
             job.trainers(steps, *where, WORLD_SIZE=2, MASTER_PORT=port)
             for steps, port in zip((3, 5), life_ports, strict=True)
         ]
-        status = CliRunner().invoke(app, ["storage", "status", address, "--token-file", f"{tmp_path}/token", "--json"])
+        status = CliRunner().invoke(app, ["shadow", "status", address, "--token-file", f"{tmp_path}/token", "--json"])
         pinned_threads = affinities(shadow.pid)
     assert json.loads(status.stdout)["step"] == 5
     assert {cpu} in pinned_threads

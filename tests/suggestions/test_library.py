@@ -115,13 +115,13 @@ def test_an_interval_of_checkmate(tmp_path):
     Checkmate(tmp_path).close()
 
 
-@follows('give shadows=["host:port", ...]', "give token_file=, the one that `lastgood storage serve --token-file` has")
+@follows('give shadows=["host:port", ...]', "give token_file=, the one that `lastgood shadow serve --token-file` has")
 def test_what_checkmate_needs_of_its_shadows(tmp_path):
     message = refusal(lambda: check_shadows(CheckmateOptions()))
     given = advice(message, r"give (shadows=\[.*?\])").replace("host:port", "127.0.0.1:29400").replace(", ...", "")
     check_shadows(eval(f"CheckmateOptions({given})"))
     message = refusal(lambda: read_token(CheckmateOptions()))
-    read_token_file(tmp_path / "token", make=True)  # as `lastgood storage serve --token-file` does
+    read_token_file(tmp_path / "token", make=True)  # as `lastgood shadow serve --token-file` does
     given = advice(message, r"give (token_file=)") + "path"
     assert read_token(eval(f"CheckmateOptions({given})", {**globals(), "path": str(tmp_path / "token")}))
 

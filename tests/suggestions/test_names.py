@@ -118,7 +118,7 @@ def wrong(text: str) -> list[str]:
     "text",
     [
         "call `lastgood mend --all`",
-        "see `lastgood storage serves`",
+        "see `lastgood shadow serves`",
         "give `lastgood verify --repair`",
         "or raise it with --limit-of-bytes",
         "pass intervall=5",

@@ -22,15 +22,12 @@ from lastgood.cli import (
     inspect,
     launch,
     netbench,
-    offset,
-    optbench,
     plan,
     plot,
     provision,
     report,
     run,
-    storage,
-    switch,
+    shadow,
     testbed,
     trace,
     train,
@@ -62,12 +59,9 @@ app.command()(netbench.netbench)
 app.command()(tune.tune)
 app.command()(train.train)
 app.command()(launch.launch)
-app.command()(optbench.optbench)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
-app.command()(offset.offset)
-app.command()(switch.switch)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(config.app, name="config")
@@ -75,18 +69,23 @@ app.add_typer(data.app, name="data", help="Small real data for the workloads: li
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
-app.add_typer(storage.app, name="storage")
+app.add_typer(shadow.app, name="shadow")
 app.add_typer(trace.app, name="trace")
 
-_REPLACED = {"goodput": "run", "optimizers": "run"}
-"""Commands of earlier versions, and what to call now."""
+_REPLACED = {
+    "goodput": "run",
+    "optimizers": "run",
+    "storage": "shadow",
+    "offset": "shadow offset",
+    "switch": "shadow switch",
+    "optbench": "shadow bench",
+}
+"""Commands of earlier versions, and what to call now. To be removed in version 0.2."""
 
 
 def _replaced(context: typer.Context) -> None:
     name = str(context.info_name)
-    raise ConfigError(
-        f"`lastgood {name}` is replaced: call `lastgood {_REPLACED[name]}` with the same --spec and --out"
-    )
+    raise ConfigError(f"`lastgood {name}` is replaced: call `lastgood {_REPLACED[name]}` with the same options")
 
 
 for _name in _REPLACED:

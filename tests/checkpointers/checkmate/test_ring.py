@@ -27,11 +27,11 @@ STEPS = 30
 LONG = 2500
 """A training goes on while a shadow is away."""
 FAULTS = ("corrupt=0.03,seed=4", "truncate=0.03,seed=5", "duplicate=0.2,reorder=0.2,delay=0.02,delay_s=0.05,seed=6")
-COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch"]
+COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "shadow", "switch"]
 
 
 class SwitchProcess:
-    """`lastgood switch` between `ranks` ranks of this machine."""
+    """`lastgood shadow switch` between `ranks` ranks of this machine."""
 
     def __init__(self, shadows, ranks, folder, faults=None):
         ports = free_ports(2 * ranks)

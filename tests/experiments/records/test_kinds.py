@@ -78,11 +78,22 @@ def test_options_of_another_kind_are_refused(name: str, given: list[str], refuse
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", [["goodput", "run", "--spec", "{}", "--out", "r0.json"], ["optimizers", "--help"]])
-def test_commands_of_earlier_versions_name_the_one_to_call(command: list[str]) -> None:
-    done = CliRunner().invoke(app, command)
-    assert isinstance(done.exception, ConfigError)
-    assert f"`lastgood {command[0]}` is replaced: call `lastgood run`" in str(done.exception)
+@pytest.mark.parametrize(
+    ("command", "now"),
+    [
+        ("goodput run --spec {} --out r0.json", "run"),
+        ("optimizers --help", "run"),
+        ("storage serve --token-file token", "shadow"),
+        ("offset 64 4 --json", "shadow offset"),
+        ("switch --link a:1=b:2", "shadow switch"),
+        ("optbench --model vgg11", "shadow bench"),
+    ],
+)
+def test_commands_of_earlier_versions_name_the_one_to_call(command: str, now: str) -> None:
+    done = CliRunner().invoke(app, command.split())
+    assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2
+    assert f"`lastgood {command.split()[0]}` is replaced: call `lastgood {now}` with" in str(done.exception)
+    assert CliRunner().invoke(app, [*now.split(), "--help"]).exit_code == 0
 
 
 def test_a_misplaced_record_is_refused_where_its_place_matters(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # of another test, and at its end
-            if "storage" in child.cmdline():
+            if "shadow" in child.cmdline():
                 found.append(child)
     return found
 

@@ -75,7 +75,7 @@ def test_prometheus_text(trained):
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["storage", *map(str, words)])
+    return CliRunner().invoke(app, ["shadow", *map(str, words)])
 
 
 def test_status_and_watch(trained):

@@ -26,7 +26,7 @@ for _make in (torch.optim.SGD, torch.optim.AdamW):
 
 
 def serve(settings: ShadowSettings, token: bytes, port: int, ready: Any) -> None:
-    """What `lastgood storage serve` does, until it is killed."""
+    """What `lastgood shadow serve` does, until it is killed."""
     die_with_parent()
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
     service = ShadowService(settings, token, listener)

@@ -20,14 +20,14 @@ SERVE = "from lastgood.cli import main; main()"
 
 
 class ShadowProcess:
-    """One `lastgood storage serve`."""
+    """One `lastgood shadow serve`."""
 
     def __init__(self, folder: Path, shadow: int, shadows: int, *arguments: str, port: int = 0, environment=None):
         folder.mkdir(parents=True, exist_ok=True)
         self.address_file = folder / f"address-{shadow}.json"
         self.log = folder / f"shadow-{shadow}.log"
         self.address_file.unlink(missing_ok=True)
-        words = [sys.executable, "-c", SERVE, "storage", "serve", "--token-file", str(folder / "token")]
+        words = [sys.executable, "-c", SERVE, "shadow", "serve", "--token-file", str(folder / "token")]
         words += ["--shadow", str(shadow), "--shadows", str(shadows), "--port", str(port)]
         words += ["--address-file", str(self.address_file), "--timeout-s", "60", *arguments]
         own = os.getpid()

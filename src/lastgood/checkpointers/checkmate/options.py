@@ -27,7 +27,7 @@ class CheckmateOptions(BaseOptions):
     path_options: ClassVar[tuple[str, ...]] = ("token_file",)
 
     shadows: tuple[str, ...] = ()
-    """``host:port`` of every shadow, in their order (`lastgood storage serve`)."""
+    """``host:port`` of every shadow, in their order (`lastgood shadow serve`)."""
     token_file: str | None = None
     """The file with the secret that trainers and shadows share."""
     policy: Literal["block", "queue", "drop"] = "block"
@@ -49,7 +49,7 @@ class CheckmateOptions(BaseOptions):
     tap: Literal["auto", "bucket", "step", "ring"] = "auto"
     """Where gradients are taken: ``bucket`` in DDP's communication hook, ``step`` at the optimizer's step (FSDP2,
     DeepSpeed, one process); ``auto`` takes the hook where it is registered. ``ring``: the hook reduces by Lastgood's
-    own ring, and `lastgood switch` copies its final sends to the shadows; on CPUs only."""
+    own ring, and `lastgood shadow switch` copies its final sends to the shadows; on CPUs only."""
     ring_listen: tuple[str, ...] = ()
     """``host:port`` where each rank listens for the one before it, in the order of ranks; with ``tap="ring"`` only."""
     ring_next: tuple[str, ...] = ()

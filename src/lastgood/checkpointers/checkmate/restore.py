@@ -89,14 +89,14 @@ def check_shadows(options: CheckmateOptions) -> None:
     """Raises ConfigError if no shadow is named."""
     if not options.shadows:
         raise ConfigError(
-            'checkmate: give shadows=["host:port", ...]; `lastgood storage serve` starts one each (docs/checkmate.md)'
+            'checkmate: give shadows=["host:port", ...]; `lastgood shadow serve` starts one each (docs/checkmate.md)'
         )
 
 
 def read_token(options: CheckmateOptions) -> bytes:
     """The secret that shadows want to see. Raises ConfigError if there is none, or others may read it."""
     if options.token_file is None:
-        raise ConfigError("checkmate: give token_file=, the one that `lastgood storage serve --token-file` has")
+        raise ConfigError("checkmate: give token_file=, the one that `lastgood shadow serve --token-file` has")
     return read_token_file(Path(options.token_file))
 
 

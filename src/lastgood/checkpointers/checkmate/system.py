@@ -1,6 +1,6 @@
 """Checkmate (NSDI'26): shadows repeat every update from the gradients alone, so each step is a checkpoint.
 
-The final gradients of each iteration go to shadows (`lastgood storage serve`), processes on CPUs that hold parameters
+The final gradients of each iteration go to shadows (`lastgood shadow serve`), processes on CPUs that hold parameters
 and optimizer state, and apply the same update. Training saves nothing but a small side record of what gradients do not
 carry. docs/checkmate.md says what it promises.
 

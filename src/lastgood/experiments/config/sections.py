@@ -179,7 +179,7 @@ class OptimizerBench(Part):
     """The panel of Checkmate's figure that times a shadow's update."""
 
     model: Annotated[str, AfterValidator(_shape)] = Field(
-        description=f"one of {', '.join(MODELS)}: shapes of `lastgood optbench`"
+        description=f"one of {', '.join(MODELS)}: shapes of `lastgood shadow bench`"
     )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(description="sgd, adam or adamw")
     threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(

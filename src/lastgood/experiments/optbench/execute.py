@@ -1,4 +1,4 @@
-"""Times a shadow's updates with `lastgood optbench`, in processes of their own, and makes a record of it."""
+"""Times a shadow's updates with `lastgood shadow bench`, in processes of their own, and makes a record of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["execute_optimizer"]
 
 _BENCH_S: Final = 30 * 3600.0
 """For all numbers of threads at one number of shadows, the wait for this machine's turn included."""
-_BENCH: Final = (sys.executable, "-m", "lastgood", "optbench")
+_BENCH: Final = (sys.executable, "-m", "lastgood", "shadow", "bench")
 _POLL_S: Final = 0.1
 _END_S: Final = 60.0
 _MAX_BYTES: Final = 16 << 20
@@ -52,7 +52,7 @@ def execute_optimizer(
 ) -> OptimizerRecord:
     """Time all points of `spec` and return the record. Several shadows work at the same time.
 
-    `optbench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
+    `shadow bench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
     machine's disk is. Raises LastgoodError if the benchmark fails, with its words, and WaitTimeout.
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -63,7 +63,7 @@ def execute_optimizer(
         report(f"{spec.updates} updates, {shadows} shadows with {', '.join(map(str, spec.threads))} threads")
         answer = _bench(spec, shadows)
         if answer.shards != shadows or [row.threads for row in answer.rows] != list(spec.threads):
-            raise LastgoodError(f"{spec.title()}: `lastgood optbench` timed something else than it was asked for")
+            raise LastgoodError(f"{spec.title()}: `lastgood shadow bench` timed something else than it was asked for")
         parameters = answer.parameters
         points += [OptimizerPoint(threads=row.threads, shadows=shadows, update_s=row.update_s) for row in answer.rows]
     return OptimizerRecord(
@@ -103,12 +103,12 @@ def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
             for one in [one for one in left if one[0].poll() is not None]:
                 left.remove(one)
                 if one[0].returncode:
-                    raise LastgoodError(f"{spec.title()}: `lastgood optbench` failed: {_read(one[2])[-2000:]}")
+                    raise LastgoodError(f"{spec.title()}: `lastgood shadow bench` failed: {_read(one[2])[-2000:]}")
             if time.monotonic() > deadline:
-                raise WaitTimeout(f"{spec.title()}: `lastgood optbench` did not end within {_BENCH_S / 3600:.0f} h")
+                raise WaitTimeout(f"{spec.title()}: `lastgood shadow bench` did not end within {_BENCH_S / 3600:.0f} h")
             time.sleep(_POLL_S)
         text = _read(started[0][1])
-    what = f"{spec.title()}: `lastgood optbench` told something else"
+    what = f"{spec.title()}: `lastgood shadow bench` told something else"
     return parse_model(_Answer, text, what, most_bytes=4 * _MAX_BYTES, error=LastgoodError)
 
 

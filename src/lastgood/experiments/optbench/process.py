@@ -28,7 +28,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         result = run_bench(parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB), _say)
     except LastgoodError as error:
-        sys.stderr.write(f"lastgood optbench: {error}\n")
+        sys.stderr.write(f"lastgood shadow bench: {error}\n")
         return error.exit_code
     if result is not None:
         write_result(Path(path), result.model_dump_json().encode(), mode=PRIVATE)

@@ -29,7 +29,7 @@ class OptimizerSpec(Spec):
     machine: MachineLabel
     scale: Scale
     model: str = Field(pattern=r"^[A-Za-z0-9_]{1,40}$")
-    """A shape of `lastgood optbench`."""
+    """A shape of `lastgood shadow bench`."""
     optimizer: Literal["sgd", "adam", "adamw"]
     threads: tuple[_Count, ...] = Field(min_length=1, max_length=64)
     shadows: tuple[_Count, ...] = Field(min_length=1, max_length=64)

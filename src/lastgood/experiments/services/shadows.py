@@ -21,7 +21,7 @@ from lastgood.text import is_whole, parse_json
 __all__ = ["Shadows"]
 
 _MAX_ADDRESS_BYTES: Final = 1 << 16
-_SERVE: Final = (sys.executable, "-m", "lastgood", "storage", "serve")
+_SERVE: Final = (sys.executable, "-m", "lastgood", "shadow", "serve")
 
 
 class Shadows:
@@ -43,7 +43,7 @@ class Shadows:
         return {self._token_file(folder): f"{secrets.token_hex(32)}\n".encode()}
 
     def command(self, seat: Seat, folder: Path) -> Sequence[str]:
-        """`lastgood storage serve`, at ports that are free."""
+        """`lastgood shadow serve`, at ports that are free."""
         return [
             *_SERVE,
             *("--shadow", str(seat.number), "--shadows", str(self._shadows), "--trainers", str(self._trainers)),

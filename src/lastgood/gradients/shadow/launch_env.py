@@ -50,9 +50,7 @@ def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
             "shadows (NUM_STORAGE)"
         )
     if rank >= ranks:
-        raise ConfigError(
-            f"RANK {rank} does not train: ranks 0 to {ranks - 1} do; a shadow is `lastgood storage serve`"
-        )
+        raise ConfigError(f"RANK {rank} does not train: ranks 0 to {ranks - 1} do; a shadow is `lastgood shadow serve`")
     return TrainerPlace(rank, ranks, shadows)
 
 

@@ -1,4 +1,4 @@
-"""`lastgood offset`: where the chunks of a ring all-reduce lie, and on which link each travels with the whole sum."""
+"""`lastgood shadow offset`: where the chunks of a ring all-reduce lie, and which link carries the final sum of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offset(
     from lastgood.wire.nccl import nccl_layout
 
     if len(numbers) not in (2, 3):
-        raise ConfigError(f"lastgood offset takes NELEM [ELEM_SIZE] NRANKS, not {len(numbers)} numbers")
+        raise ConfigError(f"lastgood shadow offset takes NELEM [ELEM_SIZE] NRANKS, not {len(numbers)} numbers")
     elements, ranks = numbers[0], numbers[-1]
     element_bytes = numbers[1] if len(numbers) == 3 else _DEFAULT_ELEMENT_BYTES
     try:

@@ -1,4 +1,4 @@
-"""`lastgood storage`: Checkmate's gradient storage service, and how it stands (docs/checkmate-storage.md)."""
+"""`lastgood shadow`: Checkmate's shadows, and what belongs to them (docs/checkmate-storage.md)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lastgood.cli import shadow_bench, shadow_offset, shadow_switch
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = App(help="Checkmate's shadows: serve gradients' storage, see how it stands.", no_args_is_help=True)
+app = App(help="Checkmate's shadows: serve one, see how they stand, copy gradients to them.", no_args_is_help=True)
+app.command("bench")(shadow_bench.bench)
+app.command("offset")(shadow_offset.offset)
+app.command("switch")(shadow_switch.switch)
 
 TokenFile = Annotated[Path, typer.Option("--token-file", help="File with the token that trainers and shadows share.")]
 Shadows = Annotated[list[str], typer.Argument(help="HOST:PORT of every shadow, in their order.")]

@@ -1,4 +1,4 @@
-"""`lastgood switch` as a process: a ring through it, its counters, its test of the ways, and what it refuses."""
+"""`lastgood shadow switch` as a process: a ring through it, its counters, its test of the ways, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.gradients.support.receiving_shadow import ReceivingShadow
 from tests.wire.support.ring_helpers import JOB, TOKEN, together
 
 LAYOUT = plan_layout([("p", (1000,), "float32")], {}, ranks=2, shadows=1)
-COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "switch"]
+COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "shadow", "switch"]
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_check_goes_through_a_running_switch(token_file: Path, shadow: Receiving
     good, bad = f"127.0.0.1:{ports[1]}=127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[2]}=127.0.0.1:{ports[0]}"
     running = start("--token-file", token_file, "--link", good, ready="goes to")
     try:
-        arguments = ["switch", "--token-file", str(token_file), "--link", good, "--check", "--timeout", "30"]
+        arguments = ["shadow", "switch", "--token-file", str(token_file), "--link", good, "--check", "--timeout", "30"]
         done = CliRunner().invoke(app, [*arguments, "--shadow", shadow.address, "--json"])
         assert done.exit_code == 0, done.output
         assert [(row["good"], row["found"]) for row in json.loads(done.stdout)] == [
@@ -153,9 +153,10 @@ def test_check_goes_through_a_running_switch(token_file: Path, shadow: Receiving
 )
 def test_refuses(token_file: Path, arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        CliRunner().invoke(app, ["switch", "--token-file", str(token_file), *arguments], catch_exceptions=False)
+        arguments = ["shadow", "switch", "--token-file", str(token_file), *arguments]
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_without_a_token_it_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no token"):
-        CliRunner().invoke(app, ["switch", "--token-file", str(tmp_path / "none")], catch_exceptions=False)
+        CliRunner().invoke(app, ["shadow", "switch", "--token-file", str(tmp_path / "none")], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""`lastgood optbench`: how long a shadow's whole update takes, against threads and shards."""
+"""`lastgood shadow bench`: how long a shadow's whole update takes, against threads and shards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lastgood.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from lastgood.experiments.optbench.bench import BenchOrder, BenchResult
 
-__all__ = ["optbench"]
+__all__ = ["bench"]
 
 _TIMEOUT_S = 6 * 3600.0
 _FETCH_S = 60.0
 _MAX_RESULT_BYTES = 16 << 20
 
 
-def optbench(
+def bench(
     model: Annotated[
         str,
         typer.Option(help="resnet50, resnet152, vgg11, vit_h_14, gpt3_medium, gpt3_large, gpt3_xl or gpt3_6_7B."),
@@ -51,7 +51,7 @@ def optbench(
     order = _order(model, optimizer, implementation, arithmetic, threads, steps, bucket)
 
     def report(text: str) -> None:
-        console.print(f"optbench: {text}", markup=False)
+        console.print(f"shadow bench: {text}", markup=False)
 
     if nodes is not None:
         result: BenchResult | None = _on_nodes(order, nodes, logs, ssh_config, report)

@@ -1,4 +1,4 @@
-"""`lastgood offset`: two and three numbers, a table for people, JSON for programs, and what it refuses."""
+"""`lastgood shadow offset`: two and three numbers, a table for people, JSON for programs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lastgood.errors import ConfigError
 
 
 def offset(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["offset", *arguments], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["shadow", "offset", *arguments], catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
 
@@ -69,4 +69,4 @@ def test_several_channels_take_a_version() -> None:
 )
 def test_refuses(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        CliRunner().invoke(app, ["offset", *arguments], catch_exceptions=False)
+        CliRunner().invoke(app, ["shadow", "offset", *arguments], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""`lastgood switch`: a replicating switch in user space between the ranks of a ring (docs/checkmate-switch.md)."""
+"""`lastgood shadow switch`: a replicating switch in user space between a ring's ranks (docs/checkmate-switch.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lastgood optbench`: what it prints, and what it refuses by name."""
+"""`lastgood shadow bench`: what it prints, and what it refuses by name."""
 
 import json
 
@@ -10,7 +10,7 @@ from lastgood.errors import ConfigError
 from lastgood.experiments.optbench import bench
 from lastgood.locks import FileLock
 
-SMALL = ["optbench", "--model", "vgg11", "--steps", "2", "--bucket", "1KiB"]
+SMALL = ["shadow", "bench", "--model", "vgg11", "--steps", "2", "--bucket", "1KiB"]
 
 
 @pytest.fixture(autouse=True)
