@@ -1,14 +1,8 @@
 """Heavy modules, and names that a package offers, that are imported at their first use.
 
 torch costs seconds to import. Configuration, planning and the command line need the names, options and METHOD versions
-of checkpointers and workloads, but no torch; so modules on those paths write::
-
-    if TYPE_CHECKING:
-        import torch
-    else:
-        torch = lazy_module("torch")
-
-and a package that offers names of modules which need torch keeps a table of them for `lazy_names`, and a stub
+of checkpointers and workloads, but no torch; so modules on those paths write ``from lastgood._lazy import torch``. A
+package that offers names of modules which need torch keeps a table of them for `lazy_names`, and a stub
 (``__init__.pyi``) for type checkers.
 """
 
@@ -17,9 +11,9 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["lazy_module", "lazy_names"]
+__all__ = ["dist", "lazy_module", "lazy_names", "torch"]
 
 
 class _LazyModule(types.ModuleType):
@@ -34,6 +28,14 @@ class _LazyModule(types.ModuleType):
 def lazy_module(name: str) -> types.ModuleType:
     """Return a stand-in that imports module `name` when an attribute of it is first asked for."""
     return _LazyModule(name)
+
+
+if TYPE_CHECKING:
+    import torch as torch
+    from torch import distributed as dist
+else:
+    torch = lazy_module("torch")
+    dist = lazy_module("torch.distributed")
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from lastgood._lazy import torch
 
 __all__ = ["fresh_memory", "map_memory"]
 

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lastgood._lazy import lazy_module
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
@@ -47,14 +46,10 @@ from lastgood.state.rng import generators_kept
 from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.checkpointers.attach.attachment import Attachment
     from lastgood.checkpointers.attach.data_cursor import CountedLoader
     from lastgood.checkpointers.attach.data_facts import DataChanged
     from lastgood.checkpointers.copies.host import CopyFence
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Checkpointer"]
 

@@ -13,11 +13,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.directories.manifest import check_files
 from lastgood.checkpointers.directories.named_state import live_tensors
@@ -29,11 +29,6 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, St
 from lastgood.locations import Location
 from lastgood.state import apply_tree
 from lastgood.state.compare import Keys
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DirectoryOptions", "DirectorySystem", "LibrarySave", "in_thread", "synchronize"]
 

@@ -14,9 +14,9 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import Refused
 from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.slots.contents import read_tree
@@ -28,11 +28,6 @@ from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, Ta
 from lastgood.storage import SlotView
 from lastgood.storage.standalone_slot import is_standalone_slot, look_at_standalone_slot
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["LastgoodFiles", "check_interface", "export_torch", "use_lastgood"]
 

@@ -10,17 +10,12 @@ import enum
 import importlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.pickles import Record
 from lastgood.state import is_stateful
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["build_records", "decode_objects", "encode_objects", "listed_classes"]
 

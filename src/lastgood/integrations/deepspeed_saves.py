@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood._native import ChunkPool
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
@@ -42,11 +42,6 @@ from lastgood.storage import files
 from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import StandaloneSlot
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["ROOT", "SaveOptions", "TagInfo", "TagSaves", "own_memory"]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError, MismatchError
 from lastgood.optim.device_step import DeviceStep
 from lastgood.optim.flat_state import FlatState
@@ -13,11 +12,6 @@ from lastgood.optim.fused_step import FusedStep
 from lastgood.optim.host_step import HostStep
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DenseOptimizer"]
 

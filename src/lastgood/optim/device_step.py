@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.optim.flat_state import FlatState
 from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DeviceStep"]
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.host_memory import fresh_memory
 from lastgood.optim.spec import OptimizerSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["FlatState"]
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.optim.flat_state import FlatState
 from lastgood.optim.host_adam import HostAdam, TorchAdam
 from lastgood.optim.preparation import Preparation
 from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.optim.threads import intra_op_threads
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["PIECE_ELEMENTS", "FusedStep"]
 

@@ -7,19 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["HostAdam", "TorchAdam", "makes_torchs_steps"]
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.optim.flat_state import FlatState
 from lastgood.optim.preparation import Preparation
 from lastgood.optim.rule import GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.optim.threads import intra_op_threads
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["HostStep"]
 

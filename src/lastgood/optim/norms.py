@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.optim.rule import ClipNorm
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["clip_by_norm", "global_norm", "parameter_norms"]
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.optim.rule import ClipNorm, ClipValue, UpdateRule
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Preparation"]
 

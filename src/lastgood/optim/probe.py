@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import GroupRule, UpdateRule
 from lastgood.optim.spec import ALL_LANES, GroupSpec, Kind, OptimizerSpec
 from lastgood.optim.trainer import DevicePowers
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Probe", "find_lanes", "probed", "run_on_device"]
 

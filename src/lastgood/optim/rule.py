@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.optim.data import MAX_GROUPS, MAX_PARAMETERS, Reader
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["MAX_POWERS", "ClipNorm", "ClipValue", "GroupRule", "UpdateRule"]
 

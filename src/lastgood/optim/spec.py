@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError, CorruptCheckpoint
 from lastgood.optim.data import MAX_GROUPS, MAX_PARAMETERS, Reader
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["ALL_LANES", "Arithmetic", "GroupSpec", "Implementation", "Kind", "OptimizerSpec"]
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.optim.rule import MAX_POWERS, ClipNorm, ClipValue, GroupRule, UpdateRule
 from lastgood.optim.spec import OptimizerSpec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DevicePowers", "RuleMaker"]
 

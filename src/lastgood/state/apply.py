@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.state.bits import copy_bits, needs_own_copy
 from lastgood.state.checked import loads_last
@@ -18,11 +18,6 @@ from lastgood.state.flatten import is_stateful
 from lastgood.state.optimizer_loads import load_optimizer
 from lastgood.state.optimizers import is_optimizer
 from lastgood.state.shards import is_sharded, local_part, same_place
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["apply_tree", "check_tree", "holds_its_values", "load_tree"]
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.state.shards import local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["copy_bits", "needs_own_copy"]
 

@@ -6,20 +6,15 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state.layout import Layout, Node
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Leaf", "stateful_paths", "tensor_over", "unflatten"]
 

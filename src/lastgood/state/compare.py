@@ -7,11 +7,11 @@ compared here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.state.checked import Checked
 from lastgood.state.flatten import is_stateful
@@ -19,11 +19,6 @@ from lastgood.state.layout_rules import MAX_DEPTH
 from lastgood.state.optimizer_loads import has_torch_layout
 from lastgood.state.optimizers import is_optimizer
 from lastgood.state.shards import is_sharded, same_place
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Keys", "check_tree", "holds_live_parts", "other_order", "plain_names", "stays_itself"]
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import StateError
 from lastgood.state.flatten import is_stateful
 from lastgood.state.shards import is_sharded, local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["state_digest"]
 

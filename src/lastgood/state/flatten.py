@@ -7,22 +7,17 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import StateError
 from lastgood.state.layout import LAYOUT_VERSION, RANKS_VERSION, Layout, Node
 from lastgood.state.layout_rules import MAX_DEPTH, MAX_DIMENSIONS
 from lastgood.state.numpy_values import describe_numpy
 from lastgood.state.optimizers import optimizers_of, state_of
 from lastgood.state.shards import describe_shard, is_sharded, local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "FlatState",

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.state.checked import Checked
 from lastgood.state.flatten import is_stateful
 from lastgood.state.layout_rules import MAX_DEPTH
 from lastgood.state.optimizers import is_optimizer
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["held_in"]
 

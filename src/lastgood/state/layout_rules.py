@@ -10,18 +10,13 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import check_hashes
 from lastgood.state.shards import MAX_BOXES, Shard
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "MAX_DEPTH",

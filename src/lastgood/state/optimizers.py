@@ -8,15 +8,10 @@ wrapper often has none, or has them and never calls them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import StateError
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["calls_step_hooks", "is_optimizer", "optimizers_beneath", "optimizers_of", "state_of", "trained_parameters"]
 

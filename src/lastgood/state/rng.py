@@ -7,21 +7,16 @@ import json
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.state.checked import Checked
 from lastgood.state.digest import state_digest
 from lastgood.state.new_world import NewWorld
 from lastgood.text import parse_json
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["RngState", "generators_kept", "seed_everything"]
 

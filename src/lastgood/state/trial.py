@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.state.build import stateful_paths, unflatten
 from lastgood.state.compare import check_tree
 from lastgood.state.flatten import FlatState
 from lastgood.state.layout import Layout, Node
 from lastgood.state.layout_rules import dtype_named
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["try_layout"]
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from lastgood._lazy import torch
 
 __all__ = ["StepClock"]
 

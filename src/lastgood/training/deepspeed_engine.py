@@ -10,18 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero, import_deepspeed
 from lastgood.training.parallel import loss_module
 from lastgood.workloads.base import Batch, Workload
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["cut_into_stages", "partition"]
 

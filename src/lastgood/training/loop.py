@@ -6,19 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.attach.attachment import Progress
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.state import RngState, state_digest
 from lastgood.training.clock import StepClock
 from lastgood.workloads.base import Batch, Workload
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["HEARTBEAT_S", "Segment", "TrainingLoop", "configure_compute"]
 

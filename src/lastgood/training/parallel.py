@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.workloads.base import Batch, BatchStream, Workload
 
 if TYPE_CHECKING:
-    import torch
     from torch.nn.parallel import DistributedDataParallel
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["RankStream", "loss_module", "shard", "wrap_data_parallel"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import dist
 from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint
@@ -15,11 +15,6 @@ from lastgood.gradients.shadow.launch_env import TrainerPlace
 from lastgood.training.loop import TrainingLoop
 from lastgood.training.parallel import RankStream, wrap_data_parallel
 from lastgood.workloads.base import Workload
-
-if TYPE_CHECKING:
-    from torch import distributed as dist
-else:
-    dist = lazy_module("torch.distributed")
 
 __all__ = ["Trained", "join_trainers", "leave_trainers", "train_with_shadows"]
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
 from lastgood.checkpointers.pccheck.tuning_file import SlowdownCheck, Tuning, choose, shortest_interval
@@ -34,11 +34,6 @@ from lastgood.state import flatten
 from lastgood.storage.format import stream_layout
 from lastgood.training.write_curve import WriteCurve, grid, lies_in_memory, most_that_fit, probe_folder
 from lastgood.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Limits", "tune", "tune_training"]
 

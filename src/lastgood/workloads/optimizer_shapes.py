@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["MODELS", "model_shapes"]
 

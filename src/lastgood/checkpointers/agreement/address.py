@@ -8,17 +8,12 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.tokens import check_token, new_token, read_token
 from lastgood.wire.gate import open_listener
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "Address", "check_control", "find_address"]
 

@@ -9,17 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.attach.data_facts import DataChanged, describe_data, difference, epoch_of, set_epoch
 from lastgood.errors import DataError, MismatchError
 from lastgood.state import Checked, NewWorld, RngState, generators_kept, is_stateful, state_digest
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["CountedLoader"]
 

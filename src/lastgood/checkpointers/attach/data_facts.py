@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lastgood._lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from lastgood._lazy import torch
 
 __all__ = ["DataChanged", "Difference", "describe_data", "difference", "epoch_of", "set_epoch"]
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError, MismatchError
 from lastgood.state import flatten
 from lastgood.state.compare import other_order, plain_names
 from lastgood.state.held import held_in
 from lastgood.state.optimizers import is_optimizer, trained_parameters
 from lastgood.state.shards import local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Trained"]
 

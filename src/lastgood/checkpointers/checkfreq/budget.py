@@ -11,16 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.checkfreq.policy import IntervalTuner, Profile, Window
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["PLAIN_ITERATIONS", "WARM_UP_ITERATIONS", "BudgetKeeper"]
 

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkfreq.budget import BudgetKeeper
 from lastgood.checkpointers.copies.host import HostSnapshot, host_buffer
@@ -31,11 +31,6 @@ from lastgood.locations import Location
 from lastgood.locks import finishes_beside
 from lastgood.sinks import Sink
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["CheckFreq", "CheckFreqOptions"]
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import (
     Restored,
@@ -40,11 +40,6 @@ from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.wire.records import ITEM_BYTES
 from lastgood.world import world_of_torch
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Incarnation", "begin_incarnation"]
 

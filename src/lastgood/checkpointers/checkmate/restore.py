@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
@@ -32,11 +32,6 @@ from lastgood.state import check_tree, load_tree
 from lastgood.state.shards import local_part
 from lastgood.tokens import read_token as read_token_file
 from lastgood.world import world_of_torch
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "Restored",

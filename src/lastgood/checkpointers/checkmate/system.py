@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkmate.incarnation import Incarnation, begin_incarnation
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
@@ -40,11 +40,6 @@ from lastgood.gradients.trainer.step_parts import Part
 from lastgood.gradients.trainer.updates import Update
 from lastgood.locations import Location
 from lastgood.sinks import Sink
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Checkmate", "CheckmateOptions"]
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.addresses import address_in
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence
@@ -15,11 +15,7 @@ from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotWrite
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "stream_pieces"]
 

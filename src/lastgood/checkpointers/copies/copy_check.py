@@ -15,18 +15,13 @@ import random
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, side_stream
 from lastgood.errors import StateError
 from lastgood.state import FlatState
 from lastgood.state.flatten import changed_while_copied
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["CopyCheck", "Sample"]
 

@@ -7,20 +7,15 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.copies.copy_check import CopyCheck
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, copy_bytes
 from lastgood.checkpointers.copies.still_weights import StillBlocks
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "CopyFence",

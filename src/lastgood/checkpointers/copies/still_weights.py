@@ -11,16 +11,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.copies.copy_check import Sample
 from lastgood.state import FlatState
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["StillBlocks", "StillWeights"]
 

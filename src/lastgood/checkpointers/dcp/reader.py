@@ -16,19 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, Refused, require
 from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names, size_maker
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded, storage_error
 from lastgood.pickles import Maker, Record, load_pickle
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["StoredTensors", "metadata_names"]
 

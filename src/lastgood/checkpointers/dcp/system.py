@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import Draft
@@ -26,11 +26,6 @@ from lastgood.errors import CheckpointError, ConfigError
 from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DCPOptions", "TorchDCP"]
 

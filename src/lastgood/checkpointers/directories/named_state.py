@@ -10,18 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import FlatState, Layout, stateful_paths, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["LAYOUT_NAME", "live_tensors", "read_tree", "stored_tensors"]
 

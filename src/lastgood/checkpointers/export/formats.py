@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.export.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, read_blocks, read_layout
@@ -30,11 +30,7 @@ from lastgood.state import Layout, unflatten
 from lastgood.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo, SlotView
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "ExportFormat",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, json_cost, require
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, typed_view
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
@@ -28,11 +28,7 @@ from lastgood.text import parse_json
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["SafetensorsPlan", "load_safetensors", "read_facts", "write_safetensors"]
 

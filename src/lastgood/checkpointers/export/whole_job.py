@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.export.formats import Exported, ExportFormat, check_target, write_export
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
@@ -20,11 +20,6 @@ from lastgood.errors import NoCheckpoint, NoGoodCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout import Node
 from lastgood.state.layout_rules import dtype_named
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["export_job"]
 

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import HostSnapshot, PinnedMemory
 from lastgood.checkpointers.copies.still_weights import StillWeights
@@ -40,11 +40,6 @@ from lastgood.sinks import Sink
 from lastgood.state import FlatState, Layout, apply_tree, stateful_paths, unflatten
 from lastgood.state.compare import Keys
 from lastgood.wire.frames import MAX_CHUNK_BYTES, available_memory_bytes
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Gemini", "GeminiOptions"]
 

@@ -14,17 +14,13 @@ from concurrent.futures import TimeoutError as NotInTime
 from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, copy_bytes
 from lastgood.errors import WaitTimeout
 from lastgood.files import storage_error
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage.mapped_areas import AreaWrite, MappedArea
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Registrar", "copy_through_pinned", "store_from_devices", "store_from_host"]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.chunks import stream_pieces
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
@@ -50,12 +50,8 @@ from lastgood.state.optimizers import optimizers_of
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo
     from lastgood.storage.mapped_areas import AreaStore, AreaWrite
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["GPM", "GPMOptions"]
 

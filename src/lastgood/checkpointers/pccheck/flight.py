@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, freeze
@@ -16,11 +16,7 @@ from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo, SlotWrite
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Flight", "Flights"]
 

@@ -24,14 +24,9 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from lastgood._lazy import torch
 
 __all__ = ["STAYS", "Judgement", "LossWatch"]
 

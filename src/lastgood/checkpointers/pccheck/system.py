@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lastgood._lazy import lazy_module
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
@@ -43,14 +42,10 @@ from lastgood.state.optimizers import optimizers_of
 from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.checkpointers.agreement.job import JobOfRanks
     from lastgood.checkpointers.export.archive import Archive
     from lastgood.checkpointers.ranks.replicated import Division
     from lastgood.storage import SlotInfo, SlotStore, SlotWrite
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["PCcheck", "PCcheckOptions"]
 

@@ -13,7 +13,7 @@ from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.addresses import address_in, row_addresses
 from lastgood.checkpointers.ranks.boxes import Overlap, row_elements, row_offsets
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, read_timeout_s
@@ -23,12 +23,9 @@ from lastgood.state.layout_rules import dtype_named
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
 
     from lastgood.storage import SlotInfo, SlotView
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["BoxReader", "dense_bytes"]
 

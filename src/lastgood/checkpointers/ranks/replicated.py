@@ -14,21 +14,15 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.errors import ConfigError, StateError, WaitTimeout
 from lastgood.state import FlatState, Layout
 from lastgood.state.layout import RANKS_VERSION, Node
 from lastgood.state.shards import Placement, describe_shard
 from lastgood.text import parse_json
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Declared", "Division", "Exchange", "Item", "StoreExchange", "assign", "holders", "without_blocks"]
 

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
 from lastgood.checkpointers.ranks.boxes import Overlap, full_runs
@@ -36,11 +36,6 @@ from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
 from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["FromRanks", "decides_itself", "restore_ranks"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.addresses import address_in
 from lastgood.checkpointers.copies.chunks import host_ranges
 from lastgood.checkpointers.copies.device_streams import copy_bytes
@@ -29,11 +29,7 @@ from lastgood.state.shards import Shard, wrap
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo, SlotView
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["InPlace"]
 

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.copies.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
@@ -20,11 +20,7 @@ from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.storage import SlotInfo, SlotStatus, SlotView
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "NamedTensor",

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.state import flatten, is_stateful
 from lastgood.state.build import tensor_over
 from lastgood.state.shards import describe_shard, is_sharded
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["LiveTensors", "keeps_its_tensors", "parameter_beside"]
 

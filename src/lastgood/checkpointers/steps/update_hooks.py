@@ -7,17 +7,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["UpdateHooks", "remove_all"]
 

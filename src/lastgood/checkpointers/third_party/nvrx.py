@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import (
@@ -34,11 +34,6 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
 from lastgood.locations import Location
 from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["ResiliencyExtension"]
 

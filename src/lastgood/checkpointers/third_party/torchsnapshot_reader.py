@@ -11,19 +11,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, json_cost, require
 from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded, storage_error
 from lastgood.text import parse_json
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["StoredSnapshot"]
 

@@ -16,20 +16,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, Refused, hashable, require, tree_cost
 from lastgood.checkpointers.torch_files.zip import TorchZip
 from lastgood.errors import CorruptCheckpoint, StateError
 from lastgood.files import open_regular, storage_error
 from lastgood.pickles import Maker, Record, load_pickle
 from lastgood.units import format_bytes
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = [
     "TorchFile",

@@ -13,11 +13,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.bounds import MOST_DEPTH, require
 from lastgood.checkpointers.torch_files.archive import check_proportion, read_torch_file, reading_cost
 from lastgood.errors import CorruptCheckpoint, NoCheckpoint, StateError, StorageError
@@ -36,11 +36,6 @@ from lastgood.state.compare import Keys
 from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 from lastgood.state.optimizers import state_of
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["TorchFiles", "pack_numpy", "plain_tree", "unpack_numpy"]
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
@@ -25,11 +25,6 @@ from lastgood.optim.spec import GroupSpec, OptimizerSpec
 from lastgood.units import format_bytes
 from lastgood.wire.frames import available_memory_bytes
 from lastgood.workloads.optimizer_shapes import model_shapes
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["BenchOrder", "BenchResult", "BenchRow", "buckets_of", "needed_bytes", "run_bench"]
 

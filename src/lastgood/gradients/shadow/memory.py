@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood import _native
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
@@ -22,11 +22,6 @@ from lastgood.optim.rule import UpdateRule
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.units import format_bytes
 from lastgood.wire.records import ITEM_BYTES
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["BucketValue", "MemoryNeed", "ShadowMemory", "memory_need", "tensor_bytes"]
 

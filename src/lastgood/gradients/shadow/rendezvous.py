@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import dist
 from lastgood.errors import ConfigError, HostError
 from lastgood.gradients.shadow.launch_env import Place
-
-if TYPE_CHECKING:
-    from torch import distributed as dist
-else:
-    dist = lazy_module("torch.distributed")
 
 __all__ = ["Rendezvous", "ask_addresses"]
 

@@ -11,9 +11,9 @@ import logging
 import queue
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError
 from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.protocol.messages import (
@@ -44,11 +44,6 @@ from lastgood.gradients.shadow.restore import Reader
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.wire.frames import Wire, keep_alive, message_frame, message_step, peer_handshake
 from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["ShadowService"]
 

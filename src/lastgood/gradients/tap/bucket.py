@@ -9,20 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.gradients.layout.spans import Cover, Span, piece_of, spans_of
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.updates import UpdateNotes
 from lastgood.wire.records import DType
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["BucketTap", "TapContext"]
 

@@ -9,17 +9,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.gradients.layout.spans import Span
 from lastgood.gradients.link.data_link import Ticket
 from lastgood.gradients.link.gradient_stream import GradientStream, keep_for_ever
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["DeviceMover"]
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.gradients.tap.bucket import BucketTap, TapContext
 
 if TYPE_CHECKING:
-    import torch
-
     from lastgood.gradients.tap.ring_hook import RingReducer
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["RingTap"]
 

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.gradients.layout.spans import Span
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.gradients.trainer.parameters import TrackedParameters, flat_bytes
 from lastgood.state.shards import local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["StepTap"]
 

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.gradients.layout.entries import Entry
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.state.optimizers import calls_step_hooks
 from lastgood.state.shards import is_sharded, local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["PARAMETER", "BucketCopy", "TrackedParameters", "flat_bytes", "memory_order"]
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.trainer.parameters import PARAMETER, TrackedParameters
@@ -22,11 +22,6 @@ from lastgood.gradients.trainer.record_pieces import LENGTH_BYTES, ModuleSide, P
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.state.shards import is_sharded, local_part, wrap
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["SIDE_VERSIONS", "Arrival", "SideRecords", "open_side", "restored_tree"]
 

@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.state import flatten
 from lastgood.state.layout import BLOCK_ALIGNMENT
 from lastgood.state.shards import local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["LENGTH_BYTES", "ModuleSide", "Piece", "place_of"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lastgood._lazy import lazy_module
+from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.gradients.trainer.parameters import TrackedParameters, flat_bytes
 from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
@@ -15,11 +15,6 @@ from lastgood.optim.rule import ClipNorm, ClipValue
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.optim.trainer import RuleMaker
 from lastgood.state.shards import local_part
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 __all__ = ["Samples", "Shares", "Update", "UpdateNotes"]
 
