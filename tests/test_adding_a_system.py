@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,64 @@ class Clash(SyncCheckpointer):
 """
 """A system that declares nothing, and one with PCcheck's colour."""
 
+HELPED = """
+import sys
+from lastgood.checkpointers.baselines.sync import SyncCheckpointer, SyncOptions
+from lastgood.checkpointers.traits import Traits
+
+PROGRAM = '''
+import os, pathlib, sys, time
+part = pathlib.Path(sys.argv[1] + ".part")
+part.write_text(str(os.getpid()))
+part.rename(sys.argv[1])
+time.sleep(600)
+'''
+
+class HelpedOptions(SyncOptions):
+    helpers: int = 2
+    told: str = ""
+
+class Helped(SyncCheckpointer):
+    name = "helped"
+    Options = HelpedOptions
+    traits = Traits(helper="helped:Service")
+
+    def storage_facts(self):
+        return {**super().storage_facts(), "told": self.options.told}
+
+class Service:
+    name, directory, ready_s = "helper", "helpers", 60.0
+
+    def __init__(self, spec):
+        self.helpers = spec.system_options["helpers"]
+
+    def hosts(self, names):
+        return [names[0]] * self.helpers
+
+    def secrets(self, folder):
+        return {}
+
+    def command(self, seat, folder):
+        return [sys.executable, "-c", PROGRAM, str(self.ready_file(seat.number, folder))]
+
+    def ready_file(self, number, folder):
+        return folder / "helpers" / f"{number}.pid"
+
+    def announce(self, ready, folder):
+        told = b" ".join(content for _, content in ready)
+        return {folder / "checkpoints" / "helpers": told}
+
+    def options(self, checkpoints):
+        return {"told": (checkpoints / "helpers").read_text()}
+
+    def meter(self, checkpoints):
+        return dict
+
+    def check(self, place, folder):
+        pass
+"""
+"""A system with helper processes of its own, whose ids its checkpointer is told."""
+
 USE = """
 import json, sys
 import torch
@@ -43,7 +102,9 @@ from lastgood.experiments.plots.canvas import read_tidy
 from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.plots.throughput import draw_throughput
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.errors import ConfigError
 from lastgood.experiments.runs.execute import execute
+from lastgood.experiments.services.registry import services_of
 from lastgood.experiments.systems.labels import system_rank, system_styles
 from lastgood.experiments.systems.over_ranks import why_not_over_ranks, writers_of
 from lastgood.experiments.tables.runs import collect
@@ -59,7 +120,14 @@ spec = RunSpec(machine="here", scale="laptop", workload="blob", workload_options
                seed=0, repetition=0)
 scratch = folder / "scratch"
 scratch.mkdir()
+said = []
 record = execute(spec, folder, scratch, folder / "logs", lambda stage: None)
+helped = execute(spec.model_copy(update={"system": "helped", "system_options": {"helpers": 2}}), folder, scratch,
+                 folder / "logs", said.append)
+try:
+    services_of(spec.model_copy(update={"system": "lost"}))
+except ConfigError as error:
+    lost = str(error)
 mine = checkpointer_class("mine")(folder / "checkpoints")
 mine.start({"x": torch.zeros(3)})
 mine.save(1)
@@ -78,6 +146,8 @@ print(json.dumps({
     "writers": [writers_of("mine", "ddp"), writers_of("mine", "zero1")],
     "proof": record.proof is not None and record.proof.equal,
     "durable": record.counts.durable,
+    "helped": [helped.proof is not None and helped.proof.equal, helped.storage["told"], said],
+    "lost": lost,
     "found": [str(found) for found in others_in(folder / "checkpoints")],
 }))
 """
@@ -99,6 +169,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (site / "others.py").write_text(OTHERS)
     more = {"bare": "others:Bare", "clash": "others:Clash", "broken": "no_such_module:Broken"}
     install(site, "others", entry[0], more)
+    (site / "helped.py").write_text(HELPED)
+    (site / "lost.py").write_text(HELPED.replace('"helped:Service"', '"lost:NoSuchThing"'))
+    install(site, "helped", entry[0], {"helped": "helped:Helped", "lost": "lost:Helped"})
     return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
 
 
@@ -138,6 +211,16 @@ def test_the_pages_command_plans_its_runs(environment: dict[str, str]) -> None:
 def test_it_runs_and_is_proved(used: Any) -> None:
     assert used["proof"] is True
     assert used["durable"] == 2
+
+
+def test_helper_processes_of_another_package_run_beside_the_training_and_end_with_it(used: Any) -> None:
+    proved, told, said = used["helped"]
+    assert proved is True
+    assert "starting 2 helpers on this machine" in said
+    pids = [int(pid) for pid in told.split()]
+    assert len(set(pids)) == 2
+    assert not any(psutil.pid_exists(pid) and "helpers" in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
+    assert "system 'lost': its helper lost:NoSuchThing cannot be imported" in used["lost"]
 
 
 def test_what_it_leaves_in_a_directory_may_be_its_own(used: Any) -> None:

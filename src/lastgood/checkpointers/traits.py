@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from lastgood.sinks import Sink
 
-__all__ = ["LAST", "CostModel", "Helper", "Keeps", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
+__all__ = ["LAST", "CostModel", "Keeps", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
 
 LAST: Final = 1000
 """The order of a system that declares none: after all that do."""
@@ -24,17 +24,14 @@ RanksWrite = Literal["nobody", "first", "each", "peers", "shadows"]
 ``nobody``: nothing is written. ``first``: rank 0 writes for all, which hold the same state; the others wait for it in
 the next exchange of gradients. ``each``: every rank writes its own, and they agree on each checkpoint; Options then has
 `rank` and `world_size`. ``peers``: every rank sends its own to the memory of other machines; Options then has
-`machine`, `machines` and `peers`, and the system a `traffic` that the training's communication is reported to.
-``shadows``: every rank sends its part of the gradients to shadows; the system then has `watch`, which takes the loss.
+`machine`, `machines` and `peers`, the system `watch`, which takes a DistributedDataParallel module, and a `traffic`
+that DeepSpeed's communication is reported to. ``shadows``: every rank sends its part of the gradients to shadows; the
+system then has `watch`.
 """
 
 Keeps = Literal["files", "folders", "slots", "shadows"]
 """``files``: checkpoint-*.pt (checkpointers/torch_files). ``folders``: checkpoint-*-step-* (checkpointers/directories).
 ``slots``: slot-*.lgs (storage). ``shadows``: in the memory of shadows, with the job's id in the directory."""
-
-Helper = Literal["shadows", "peers"]
-"""Processes beside the training that a run must start before it: a configured number of shadows, or, for a run over
-several ranks, a peer of Gemini's on every host."""
 
 LossFormula = Literal["interval", "half_interval", "half_interval_and_writes"]
 """What a failure costs, by the formulas of PCcheck's artefact (experiments/formulas/goodput.py): the interval (one
@@ -56,7 +53,10 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a system is. Raises ValueError for a colour that is not ``#RRGGBB``, and a `safe_in` that is no Sink."""
+    """What a system is.
+
+    Raises ValueError for a colour that is not ``#RRGGBB``, a `safe_in` that is no Sink, or a `helper` of another form.
+    """
 
     label: str = ""
     """Its name in print; the registry's name if empty."""
@@ -74,8 +74,12 @@ class Traits:
     """The file in each of its folders that no other system writes, if it keeps ``folders``."""
     ranks_write: RanksWrite | None = None
     """Who writes over several ranks; None: it is measured in one process only."""
-    helper: Helper | None = None
-    """What must run beside the training."""
+    helper: str | None = None
+    """The processes that a run must start before the training: ``shadows`` (a configured number of them), ``peers``
+    (one of Gemini's on every host of a run over several ranks), or ``module:name`` of what makes a `Service`
+    (experiments/services/service.py) from a RunSpec."""
+    takes_gradients: bool = False
+    """Whether it is given gradients instead of state: nothing copies the state, and a checkpoint writes none of it."""
     only_interval: int | None = None
     """The one interval, in iterations, at which it is measured: 1 if it saves each step, 0 if it never saves. None: at
     the configured ones."""
@@ -91,6 +95,8 @@ class Traits:
             raise ValueError(f"a system's colour is written as #RRGGBB, not {self.colour!r}")
         if self.safe_in is not None and not isinstance(self.safe_in, Sink):
             raise ValueError(f"a system is safe in a Sink, as Sink.DISK, not in {self.safe_in!r}")
+        if self.helper not in (None, "shadows", "peers") and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.helper)):
+            raise ValueError(f"a system's helper is shadows, peers or module:name, not {self.helper!r}")
 
     @property
     def hides_copy(self) -> bool:

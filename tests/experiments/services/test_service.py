@@ -105,7 +105,7 @@ def test_a_service_is_started_announced_used_and_ended(tmp_path: Path, monkeypat
         assert [one.ppid() for one in found] == [os.getpid()] * 2
         for path in (tmp_path / "echoes" / "secret", tmp_path / "checkpoints" / "echoes"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        monkeypatch.setattr("lastgood.experiments.services.registry._SERVICES", {"peers": lambda spec: echo})
+        monkeypatch.setattr("lastgood.experiments.services.registry._OWN", {"peers": lambda spec: echo})
         spec = make_spec(system="gemini", system_options={})
         options = trainer_options(spec, tmp_path / "checkpoints")
         assert options == {"echoes": [f"{n} {LOCAL} 127.0.0.1 {one.pid}" for n, one in enumerate(found)]}

@@ -67,6 +67,7 @@ class Checkmate(Checkpointer):
         keeps="shadows",
         ranks_write="shadows",
         helper="shadows",
+        takes_gradients=True,
         only_interval=1,
     )
     Options: ClassVar[type[BaseOptions]] = CheckmateOptions

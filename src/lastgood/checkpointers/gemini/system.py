@@ -113,9 +113,8 @@ class GeminiOptions(BaseOptions):
 class Gemini(Checkpointer):
     """Snapshot to host memory, then to peers' memory in the gaps of the training's traffic; one checkpoint at a time.
 
-    `traffic` is where training says when it communicates: ``with checkpointer.traffic.busy(): ...``, or, for
-    DistributedDataParallel, ``model.register_comm_hook(checkpointer.traffic, marked_all_reduce)`` (gemini_memory/ddp).
-    Without any mark every moment counts as idle.
+    Training tells `traffic` when it communicates: ``with checkpointer.traffic.busy(): ...``, or, for
+    DistributedDataParallel, ``checkpointer.watch(model)``. Without any mark every moment counts as idle.
 
     Durable means: complete in the memory of every peer that the placement names. It survives this process, not those.
     """
@@ -211,6 +210,12 @@ class Gemini(Checkpointer):
             if worker.ident is None:  # else Ctrl-C came while it began: it runs, and is waited for
                 self._snapshot = self._worker = None
             raise
+
+    def watch(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Register `marked_all_reduce` as the communication hook, which marks in `traffic` when gradients are sent."""
+        from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
+
+        model.register_comm_hook(self.traffic, marked_all_reduce)
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory. The last optimizer's update ends an iteration."""

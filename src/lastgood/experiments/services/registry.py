@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lastgood.checkpointers.registry import system_traits
-from lastgood.checkpointers.traits import Helper
+from lastgood.errors import ConfigError
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.gemini_peers import GeminiPeers
 from lastgood.experiments.services.service import Meter, Service
@@ -15,14 +16,25 @@ from lastgood.experiments.services.shadows import Shadows
 
 __all__ = ["begin_meters", "services_of", "trainer_options"]
 
-_SERVICES: Final[Mapping[Helper, Callable[[RunSpec], Service]]] = {"shadows": Shadows, "peers": GeminiPeers}
-"""By what a system's traits name."""
+_OWN: Final[Mapping[str, Callable[[RunSpec], Service]]] = {"shadows": Shadows, "peers": GeminiPeers}
 
 
 def services_of(spec: RunSpec) -> list[Service]:
-    """What must run beside the training of `spec`."""
+    """What must run beside the training of `spec`, by the traits of its system.
+
+    Raises ConfigError for a helper of another package that cannot be imported.
+    """
     helper = system_traits(spec.system).helper
-    return [] if helper is None else [_SERVICES[helper](spec)]
+    if helper is None:
+        return []
+    if helper in _OWN:
+        return [_OWN[helper](spec)]
+    module_name, _, name = helper.partition(":")
+    try:
+        make: Callable[[RunSpec], Service] = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"system {spec.system!r}: its helper {helper} cannot be imported: {error}") from error
+    return [make(spec)]
 
 
 def trainer_options(spec: RunSpec, checkpoints: Path) -> dict[str, Any]:
