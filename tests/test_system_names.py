@@ -33,8 +33,6 @@ PAPERS = {
     "plan/machine_checks.py": "figure 14 varies PCcheck's pool",
     "plan/variants.py": "figures 11 to 14 vary PCcheck's options",
     "plots/captions.py": "captions of figures 11 to 14",
-    "plots/checkmate.py": "Checkmate's figure",
-    "plots/checkmate_numbers.py": "Checkmate's figure",
     "tables/checkmate.py": "Checkmate's figure",
     "tables/goodput.py": "PCcheck's published gains",
     "tables/optimizer.py": "Checkmate's figure",

@@ -32,13 +32,7 @@ COLLECTIVE_S = 900.0
 def _data_parallel(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
     del spec
     wrapper = wrap_data_parallel(workload)
-
-    def mark(traffic: Any) -> None:
-        from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
-
-        wrapper.register_comm_hook(traffic, marked_all_reduce)
-
-    return mark
+    return lambda system: system.watch(wrapper)
 
 
 def _sharded(workload: Workload, spec: RunSpec) -> None:
@@ -47,21 +41,25 @@ def _sharded(workload: Workload, spec: RunSpec) -> None:
 
 def _zero(stage: int) -> _Way:
     def way(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
-        from lastgood.integrations.deepspeed_traffic import mark_communication
         from lastgood.training.deepspeed_engine import partition
 
         partition(workload, stage, _batch_size(spec), spec.device)
-        return mark_communication
+        return _mark_deepspeed
 
     return way
 
 
 def _pipeline(workload: Workload, spec: RunSpec) -> Callable[[Any], None]:
-    from lastgood.integrations.deepspeed_traffic import mark_communication
     from lastgood.training.deepspeed_engine import cut_into_stages
 
     cut_into_stages(workload, spec.ranks, _batch_size(spec), spec.device)
-    return mark_communication
+    return _mark_deepspeed
+
+
+def _mark_deepspeed(system: Any) -> None:
+    from lastgood.integrations.deepspeed_traffic import mark_communication
+
+    mark_communication(system.traffic)
 
 
 def _batch_size(spec: RunSpec) -> int:
@@ -78,7 +76,8 @@ _WAYS: Final[Mapping[Parallel, _Way]] = {
     "zero3": _zero(3),
     "pipeline": _pipeline,
 }
-"""Each spreads a workload that was just built over all ranks, and returns what marks its communication for Gemini."""
+"""Each spreads a workload that was just built over all ranks, and returns what shows its communication to a
+checkpointer that follows it."""
 
 
 class JoinedPart:
@@ -89,8 +88,8 @@ class JoinedPart:
         self._restoring = restoring
         self._writers = writers_of(spec.system, spec.parallel)
         self._workload: Workload | None = None
-        self._mark: Callable[[Any], None] | None = None
-        """Makes training's communication known to what Gemini calls traffic."""
+        self._show: Callable[[Any], None] | None = None
+        """Shows the training's communication to a checkpointer; None until the workload is built."""
         self.rank = dist.get_rank()
 
     @classmethod
@@ -112,7 +111,7 @@ class JoinedPart:
         """
         if self._spec.parallel != "pipeline":
             workload.data = RankStream(workload.data, self.rank, self._spec.ranks)
-        self._mark = _WAYS[self._spec.parallel](workload, self._spec)
+        self._show = _WAYS[self._spec.parallel](workload, self._spec)
         self._workload = workload
 
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
@@ -131,12 +130,8 @@ class JoinedPart:
             own |= {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
         found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
         found.events_kept = None
-        if self._writers == "shadows" and self._workload is not None:
-            watch: Any = found
-            watch.watch(self._workload.loss)
-        if self._writers == "peers" and self._mark is not None:
-            sending: Any = found
-            self._mark(sending.traffic)
+        if self._writers in ("shadows", "peers") and self._show is not None:
+            self._show(found)
         return found
 
     def common_step(self, checkpointer: Checkpointer) -> int | None:

@@ -302,7 +302,7 @@ def _in_memory(system: str) -> bool:
 
 def _may_pass(frame: pd.DataFrame) -> str:
     """Of systems that write to no disk and whose bound is a disk's: that of a run with shadows is not."""
-    passing = [name for name in set(frame["system"]) if _in_memory(name) and system_traits(name).helper != "shadows"]
+    passing = [name for name in set(frame["system"]) if _in_memory(name) and not system_traits(name).takes_gradients]
     if not passing:
         return ""
     names = [system_label(system) for system in sorted(passing, key=system_rank)]

@@ -32,12 +32,19 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import checkmate_caption
-from lastgood.experiments.plots.checkmate_numbers import Lost, Reach, costs, lost_work, published_ranges, reaches
+from lastgood.experiments.plots.checkmate_numbers import (
+    Lost,
+    Reach,
+    costs,
+    lost_work,
+    published_ranges,
+    reaches,
+    subject_of,
+)
 from lastgood.experiments.plots.optimizer import plot_optimizer
 from lastgood.experiments.plots.page import lay_out_grid
 from lastgood.experiments.plots.style import BOUND_COLOUR
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
-from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.units import MIB
 
 __all__ = ["draw_checkmate", "plot_checkmate"]
@@ -81,14 +88,15 @@ def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:
         systems = sorted(set(frame["system"]) - {BASELINE})
         styles = system_styles(systems)
         ranges = published_ranges(frame)
+        subject = subject_of(frame)
         figure = Figure()
         panels = [figure.add_subplot() for _ in range(5)]
         handles: list[Any] = [
             Patch(facecolor=style.colour, edgecolor=INK, linewidth=0.5, label=style.label) for style in styles.values()
         ]
         handles += _throughput(panels[0], frame, styles, ranges.get("throughput_gain"))
-        _frequency(panels[1], reaches(frame), styles, ranges.get("frequency_gain"))
-        _lost(panels[2], lost_work(frame), styles, ranges.get("repeated_work_less"))
+        _frequency(panels[1], subject, reaches(frame), styles, ranges.get("frequency_gain"))
+        _lost(panels[2], subject, lost_work(frame), styles, ranges.get("repeated_work_less"))
         found = costs(frame)
         _bytes(panels[3], {name: cost.handed_bytes for name, cost in found.items() if name in styles}, styles)
         handles += _cpu(panels[4], found, styles)
@@ -155,7 +163,7 @@ def _throughput(
         if len(values) > 1:
             draw_repetitions(axes, [float(place)] * len(values), values, 2.2)
         _below(axes, place, f"{median:.3g}")
-        own = median if system == CHECKMATE else own
+        own = median if system == subject_of(frame) else own
         bound = rows["bound_iterations_per_s"].dropna()
         if len(bound):
             binds = str(rows["bound_binds"].mode().iloc[0])
@@ -171,7 +179,7 @@ def _throughput(
             )
     handles = draw_none(axes, none)
     if published and own is not None:
-        # Where the other systems would be, had Checkmate the published gain over them here.
+        # Where the other systems would be, had the subject the published gain over them here.
         low, high = own / published[1], own / published[0]
         axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
     axes.set_ylim(0, None)
@@ -191,14 +199,17 @@ def _hatch(rows: pd.DataFrame) -> str:
 
 
 def _frequency(
-    axes: Axes, found: dict[str, Reach], styles: dict[str, SystemStyle], published: tuple[float, float] | None
+    axes: Axes,
+    subject: str | None,
+    found: dict[str, Reach],
+    styles: dict[str, SystemStyle],
+    published: tuple[float, float] | None,
 ) -> None:
-    _places(
-        axes, styles, "(b) at Checkmate's throughput", "iterations per checkpoint", [_PAPER_PLACE] if published else []
-    )
+    whose = "at equal throughput" if subject is None else f"at {styles[subject].label}'s throughput"
+    _places(axes, styles, f"(b) {whose}", "iterations per checkpoint", [_PAPER_PLACE] if published else [])
     for place, (system, style) in enumerate(styles.items()):
         reach = found.get(system)
-        if system == CHECKMATE and found:
+        if system == subject and found:
             axes.bar(place, 1, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
             _below(axes, place, "1")
         elif reach is None:
@@ -218,7 +229,11 @@ def _frequency(
 
 
 def _lost(
-    axes: Axes, found: dict[str, Lost], styles: dict[str, SystemStyle], published: tuple[float, float] | None
+    axes: Axes,
+    subject: str | None,
+    found: dict[str, Lost],
+    styles: dict[str, SystemStyle],
+    published: tuple[float, float] | None,
 ) -> None:
     _places(axes, styles, "(c) lost by a failure", "iterations done again", [_PAPER_PLACE] if published else [])
     for place, (system, style) in enumerate(styles.items()):
@@ -229,9 +244,9 @@ def _lost(
         axes.bar(place, lost.mean, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
         draw_repetitions(axes, [float(place)] * len(lost.steps), [float(step) for step in lost.steps], 2.6)
         _below(axes, place, f"{lost.mean:.3g}\nf{lost.interval_steps}")
-    others = [lost.mean for system, lost in found.items() if system != CHECKMATE]
+    others = [lost.mean for system, lost in found.items() if system != subject]
     if published and others:
-        # Where Checkmate would be, had it the published saving over the mean of the others here.
+        # Where the subject would be, had it the published saving over the mean of the others here.
         mean = sum(others) / len(others)
         low, high = mean * (1 - published[1] / 100), mean * (1 - published[0] / 100)
         axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)

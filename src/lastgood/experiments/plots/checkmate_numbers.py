@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.errors import LastgoodError
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.systems.labels import system_rank
-from lastgood.experiments.systems.papers import CHECKMATE
 
-__all__ = ["Cost", "Lost", "Reach", "costs", "lost_work", "others_of", "published_ranges", "reaches"]
+__all__ = ["Cost", "Lost", "Reach", "costs", "lost_work", "others_of", "published_ranges", "reaches", "subject_of"]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How often a system can take checkpoints at the throughput that Checkmate has with one in each iteration."""
+    """How often a system can take checkpoints at the throughput that the subject has with one in each iteration."""
 
     interval_steps: int | None
     """The shortest measured interval with at least that throughput; None where no measured one has it."""
@@ -51,17 +51,26 @@ class Cost:
     """What trainers hand to storage, to peers or to shadows."""
 
 
+def subject_of(frame: pd.DataFrame) -> str | None:
+    """The system that others are compared with: the first, in the order of all figures, that takes gradients."""
+    return next((name for name in _ranked(frame) if system_traits(name).takes_gradients), None)
+
+
 def others_of(frame: pd.DataFrame) -> list[str]:
-    """The systems that Checkmate is compared with, in the order of all figures."""
-    return sorted(set(frame["system"]) - {BASELINE, CHECKMATE}, key=system_rank)
+    """The systems that the subject is compared with, in the order of all figures."""
+    return [name for name in _ranked(frame) if name not in (BASELINE, subject_of(frame))]
+
+
+def _ranked(frame: pd.DataFrame) -> list[str]:
+    return sorted(set(frame["system"]), key=system_rank)
 
 
 def reaches(frame: pd.DataFrame) -> dict[str, Reach]:
-    """By system, for all others. Empty where Checkmate itself was not measured.
+    """By system, for all others. Empty if the subject itself was not measured.
 
     Throughput is that of training, without the drain at the end, which weighs more on the others in a short run.
     """
-    own = frame[frame["system"] == CHECKMATE]
+    own = frame[frame["system"] == subject_of(frame)]
     if own.empty:
         return {}
     wanted = float(own["iterations_per_s"].median())
@@ -74,15 +83,14 @@ def reaches(frame: pd.DataFrame) -> dict[str, Reach]:
 
 
 def lost_work(frame: pd.DataFrame) -> dict[str, Lost]:
-    """By system: at the interval of its `Reach`, or else the longest measured; Checkmate at its own.
+    """By system: at the interval of its `Reach`, or else the longest measured; the subject at its own.
 
     Systems without a kill are not there. Raises LastgoodError for text that no number of steps is.
     """
     places = {system: reach.interval_steps or reach.longest_steps for system, reach in reaches(frame).items()}
-    for system in (*others_of(frame), CHECKMATE):
-        intervals = frame.loc[frame["system"] == system, "interval_steps"]
-        if system not in places and len(intervals):
-            places[system] = int(intervals.max())
+    for system in _ranked(frame):
+        if system != BASELINE and system not in places:
+            places[system] = int(frame.loc[frame["system"] == system, "interval_steps"].max())
     found = {}
     for system in sorted(places, key=system_rank):
         rows = frame[(frame["system"] == system) & (frame["interval_steps"] == places[system])]
@@ -102,7 +110,7 @@ def _whole_numbers(text: str) -> list[int]:
 def costs(frame: pd.DataFrame) -> dict[str, Cost]:
     """By system, `none` included: at the shortest interval that was measured for it."""
     found = {}
-    for system in sorted(set(frame["system"]), key=system_rank):
+    for system in _ranked(frame):
         rows = frame[frame["system"] == system]
         interval = int(rows["interval_steps"].min())
         rows = rows[rows["interval_steps"] == interval]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.formulas.bound import throughput_bound
@@ -224,8 +225,7 @@ def _of_bound(record: RunRecord, ceilings: CeilingsRecord, baseline: Baseline | 
     bound = throughput_bound(
         iteration_s=baseline.iteration_s,
         interval_steps=spec.interval_steps,
-        # Checkmate sends gradients from where they are; nothing copies the state.
-        state_bytes=0 if spec.shadows else record.workload.state_bytes,
+        state_bytes=0 if system_traits(spec.system).takes_gradients else record.workload.state_bytes,
         copy_bytes_per_s=copy_ceiling,
         persist_bytes_per_s=stored.bytes_per_s,
         hide_s=baseline.hide_s,
@@ -257,7 +257,8 @@ def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
     ranks = record.ranks
     sink, nbytes = (Sink.DISK, record.workload.state_bytes) if ranks is None else ranks.most_on
     if sink is Sink.DISK:
-        return _Stored(0 if record.spec.shadows else nbytes, ceilings.persist_bytes_per_s, sink)
+        written = 0 if system_traits(record.spec.system).takes_gradients else nbytes
+        return _Stored(written, ceilings.persist_bytes_per_s, sink)
     if ranks is None or ranks.link_bits_per_s is None:
         return None
     return _Stored(nbytes, ranks.link_bits_per_s / 8, sink)
