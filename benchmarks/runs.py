@@ -112,7 +112,7 @@ class Trainer:
         self.name = name
         self.device = device
         self.sizes: dict[str, Any] = sizes
-        self.knobs = {**(settings.get("knobs") or {}).get("pccheck", {}), **knobs}
+        self.knobs = {**(settings.get("options") or settings.get("knobs") or {}).get("pccheck", {}), **knobs}
         self._folder = folder
         prepare_dataset(workload_data_kind(name), data_dir)
         options = workload_options_class(name).model_validate(sizes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURES = re.compile(r"warm_runs|slurm_cluster|workflow\.house|mark\.slurm\b|\"snakemake\"|import snakemake")
+MEASURES = re.compile(r"warm_runs|slurm_cluster|workflow_folder|mark\.slurm\b|\"snakemake\"|import snakemake")
 """What shows that a module takes its turn on the machine, or starts Slurm or Snakemake."""
 
 

@@ -195,7 +195,7 @@ def test_without_a_proof_or_a_baseline_there_is_no_formula():
 
 
 def test_faults_are_in_the_rows_and_the_warnings():
-    fault = "life 1: restored step 4, and step 10 had been called durable"
+    fault = "incarnation 1: restored step 4, and step 10 had been called durable"
     found = collect_goodput("fig9", "vgg16", known_runs(), [make_goodput(faults=[fault])], CEILINGS)
     assert row_of(found, "pccheck", 10, "measured").faults == fault
     assert any(fault in warning for warning in found.warnings)
@@ -317,7 +317,7 @@ def test_a_picture_says_what_it_shows_and_is_the_same_twice(width, tmp_path):
 
 
 def test_a_fault_is_in_the_picture(tmp_path):
-    found = collect_goodput("fig9", "vgg16", known_runs(), [make_goodput(faults=["life 1: wrong"])], CEILINGS)
+    found = collect_goodput("fig9", "vgg16", known_runs(), [make_goodput(faults=["incarnation 1: wrong"])], CEILINGS)
     figure = draw_goodput(read_goodput(csv_of(tmp_path, found)))
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "RESTORE DIFFERS" in labels

@@ -185,11 +185,11 @@ def test_sizes_that_do_not_fit_are_refused_by_key(monkeypatch: pytest.MonkeyPatc
 # -- from records to CSV files -------------------------------------------------------------------------------------
 
 
-def pccheck(interval: int, repetition: int = 0, *, rate: float, knobs: dict[str, Any], **more: Any) -> RunRecord:
-    options = {"max_in_flight": 2, "writer_threads": 2, "pool_bytes": None, **knobs}
+def pccheck(interval: int, repetition: int = 0, *, rate: float, options: dict[str, Any], **more: Any) -> RunRecord:
+    own = {"max_in_flight": 2, "writer_threads": 2, "pool_bytes": None, **options}
     common: dict[str, Any] = {"workload_options": VGG, "state_bytes": STATE_BYTES + 6000, "measured_steps": 20}
     values = {**common, "proof": True, **more}
-    return make_record("pccheck", interval, repetition, iterations_per_s=rate, system_options=options, **values)
+    return make_record("pccheck", interval, repetition, iterations_per_s=rate, system_options=own, **values)
 
 
 def none(rate: float = 10.0, repetition: int = 0) -> RunRecord:
@@ -200,8 +200,8 @@ def concurrency() -> list[RunRecord]:
     rates = {(1, 1): 2.5, (1, 5): 5.0, (4, 1): 4.0, (4, 5): 8.0}
     found = [none(), none(8.0, 1)]
     for (count, interval), rate in rates.items():
-        knobs = {"max_in_flight": count, "writer_threads": 1}
-        found += [pccheck(interval, 0, rate=rate, knobs=knobs), pccheck(interval, 1, rate=rate, knobs=knobs)]
+        options = {"max_in_flight": count, "writer_threads": 1}
+        found += [pccheck(interval, 0, rate=rate, options=options), pccheck(interval, 1, rate=rate, options=options)]
     return found
 
 
@@ -273,7 +273,7 @@ def test_figure_12_from_known_records(tmp_path: Path) -> None:
 
 def test_slowdown_counts_the_drain(tmp_path: Path) -> None:
     # 20 steps in 4 s and 1 s of drain: 4 durable iterations/s against 10.
-    csv_of(tmp_path, "fig13", [none(), pccheck(1, rate=5.0, knobs={}, drain_s=1.0)])
+    csv_of(tmp_path, "fig13", [none(), pccheck(1, rate=5.0, options={}, drain_s=1.0)])
     row = read_tidy(tmp_path / "fig13.csv").iloc[1]
     assert row["slowdown"] == pytest.approx(2.5)
     # The disk takes 1e9 / state checkpoints a second, the copy state / 1e9 s less the 0.06 s that it can hide behind.
@@ -284,7 +284,7 @@ def test_slowdown_counts_the_drain(tmp_path: Path) -> None:
 def test_figure_13_from_known_records(tmp_path: Path) -> None:
     records = [none()]
     records += [
-        pccheck(interval, rate=rate, knobs={"writer_threads": count})
+        pccheck(interval, rate=rate, options={"writer_threads": count})
         for count, interval, rate in ((1, 1, 2.0), (1, 10, 8.0), (3, 1, 4.0), (3, 10, 10.0))
     ]
     assert wide(tmp_path, "fig13", records) == [
@@ -296,14 +296,14 @@ def test_figure_13_from_known_records(tmp_path: Path) -> None:
 
 def test_figure_14_from_known_records(tmp_path: Path) -> None:
     pools = {STATE_BYTES // 4: 2.0, None: 4.0, 2 * STATE_BYTES: 5.0}
-    records = [none(), *(pccheck(1, rate=rate, knobs={"pool_bytes": pool}) for pool, rate in pools.items())]
+    records = [none(), *(pccheck(1, rate=rate, options={"pool_bytes": pool}) for pool, rate in pools.items())]
     assert wide(tmp_path, "fig14", records) == [["interval_steps", "0.25", "1.0", "2.0"], ["1", "5.0", "2.5", "2.0"]]
     frame = read_tidy(tmp_path / "fig14.csv")
     assert list(frame["pool_bytes"].dropna()) == [STATE_BYTES // 4, STATE_BYTES + 6000, 2 * STATE_BYTES]
 
 
 def test_two_settings_at_one_value_of_the_axis_are_refused() -> None:
-    records = [none(), *(pccheck(1, rate=2.0, knobs={"max_in_flight": 4, "writer_threads": p}) for p in (1, 2))]
+    records = [none(), *(pccheck(1, rate=2.0, options={"max_in_flight": 4, "writer_threads": p}) for p in (1, 2))]
     with pytest.raises(LastgoodError, match="two settings of pccheck at interval 1 and max_in_flight 4: "):
         collect("fig12", "vgg16", records, CEILINGS)
     assert len(collect("fig13", "vgg16", records, CEILINGS).tidy) == 3
@@ -370,7 +370,7 @@ def test_persist_times_stand_where_the_numbers_are(tmp_path: Path) -> None:
 def test_shares_of_the_state_are_written_as_in_the_paper(tmp_path: Path) -> None:
     shares = (0.25, 0.5, 0.3, 2.0)
     records = [none()]
-    records += [pccheck(1, rate=2.0, knobs={"pool_bytes": int(share * STATE_BYTES)}) for share in shares]
+    records += [pccheck(1, rate=2.0, options={"pool_bytes": int(share * STATE_BYTES)}) for share in shares]
     figure = draw_sweep(read_tidy(csv_of(tmp_path, "fig14", records)))
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["m/4", "3m/10", "m/2", "2m"]
 
@@ -378,10 +378,10 @@ def test_shares_of_the_state_are_written_as_in_the_paper(tmp_path: Path) -> None
 def test_numbers_that_mean_less_are_marked(tmp_path: Path) -> None:
     records = [
         none(),
-        pccheck(1, rate=2.0, knobs={"writer_threads": 1}, proof=False),
-        pccheck(1, rate=2.0, knobs={"writer_threads": 2}, proof=None),
-        pccheck(1, rate=2.0, knobs={"writer_threads": 3}, durable=1),
-        pccheck(1, rate=2.0, knobs={"writer_threads": 4}),
+        pccheck(1, rate=2.0, options={"writer_threads": 1}, proof=False),
+        pccheck(1, rate=2.0, options={"writer_threads": 2}, proof=None),
+        pccheck(1, rate=2.0, options={"writer_threads": 3}, durable=1),
+        pccheck(1, rate=2.0, options={"writer_threads": 4}),
     ]
     meanings = {"RESTORE DIFFERS", "restore not proved", "fewer than 2 checkpoints"}
     assert set(texts_of(draw_sweep(read_tidy(csv_of(tmp_path, "fig13", records))))) >= {*meanings, "?", "<2"}
@@ -417,11 +417,11 @@ def many(figure: str) -> list[RunRecord]:
             for size in (10, 30, 100, 300, 1000, 10_000)
             for repetition in range(3)
         ]
-    knob = {"fig12": "max_in_flight", "fig13": "writer_threads", "fig14": "pool_bytes"}[figure]
+    option = {"fig12": "max_in_flight", "fig13": "writer_threads", "fig14": "pool_bytes"}[figure]
     intervals = (1, 5, 10, 15, 20, 25, 30) if figure == "fig12" else (1, 10, 25)
     values = [STATE_BYTES // 4, STATE_BYTES // 2, None, 2 * STATE_BYTES] if figure == "fig14" else [1, 2, 4, 6, 8]
     return [none(20.0, repetition) for repetition in range(3)] + [
-        pccheck(interval, repetition, rate=19 * interval / (interval + 30 / (place + 1)), knobs={knob: value})
+        pccheck(interval, repetition, rate=19 * interval / (interval + 30 / (place + 1)), options={option: value})
         for place, value in enumerate(values)
         for interval in intervals
         for repetition in range(3)
@@ -451,7 +451,7 @@ def test_no_text_touches_another(tmp_path: Path, figure: str, width: Any) -> Non
 
 @pytest.mark.parametrize("highest", [1.02, 1.4, 3.5, 30, 4000])
 def test_the_slowdown_axis_has_labels_at_any_range(tmp_path: Path, highest: float) -> None:
-    records = [none(), pccheck(1, rate=10 / highest, knobs={}), pccheck(10, rate=9.9, knobs={})]
+    records = [none(), pccheck(1, rate=10 / highest, options={}), pccheck(10, rate=9.9, options={})]
     figure = draw_sweep(read_tidy(csv_of(tmp_path, "fig13", records)), "single")
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]

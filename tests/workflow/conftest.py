@@ -13,7 +13,7 @@ import pytest
 from lastgood.experiments.machine.facts import is_tmpfs
 from tests.multinode.support.slurm_fixture import slurm  # noqa: F401 - a fixture
 from tests.support.folder_marks import mark_folder
-from tests.workflow.house import ROOT, House
+from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkflowFolder]:
     if importlib.util.find_spec("snakemake") is None:
         pytest.skip("snakemake is not installed (it needs Python 3.11)")
     base = tmp_path_factory.mktemp("workflow")
@@ -31,7 +31,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         base = Path(tempfile.mkdtemp(dir=ROOT / "build", prefix="workflow."))
     folder = base / "a folder with blanks"
     folder.mkdir()
-    made = House(folder)
+    made = WorkflowFolder(folder)
     yield made
     made.end()
     shutil.rmtree(base, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.locks import FileLock
-from tests.workflow.house import ROOT, House
+from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder
 
 
 def planned(output: str) -> dict[str, int]:
@@ -22,8 +22,8 @@ def planned(output: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"^(\w+)\s+(\d+)$", table, re.MULTILINE)}
 
 
-def test_the_default_plan_is_whole(house: House) -> None:
-    done = house.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
+def test_the_default_plan_is_whole(flow: WorkflowFolder) -> None:
+    done = flow.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
     # Figure 8: 4 models, 2 repetitions of `none` and of 5 systems at 3 intervals. Figure 11: 5 sizes and 5 systems.
     # Figures 12 to 14, without what they share: 18, 8 and 12. Figure 9: figure 8's runs, those of Gemini as well, and 4
@@ -33,10 +33,10 @@ def test_the_default_plan_is_whole(house: House) -> None:
     assert planned(done.stdout) == expected
 
 
-def test_the_whole_paper_is_planned_within_seconds(house: House) -> None:
+def test_the_whole_paper_is_planned_within_seconds(flow: WorkflowFolder) -> None:
     # CPU time, of which a busy machine takes more, though not ten times as much: it was 3 s.
     before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    done = house.call("paper", "-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
+    done = flow.call("paper", "-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
     assert planned(done.stdout)["measure"] == 231
     assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 30
@@ -60,15 +60,15 @@ def test_the_whole_paper_is_planned_within_seconds(house: House) -> None:
         ("datasets", [], 0),
     ],
 )
-def test_targets_and_overrides(house: House, target: str, overrides: list[str], runs: int) -> None:
-    done = house.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+def test_targets_and_overrides(flow: WorkflowFolder, target: str, overrides: list[str], runs: int) -> None:
+    done = flow.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
     assert done.returncode == 0, done.stdout
     assert planned(done.stdout).get("measure", 0) == runs
 
 
-def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(house: House, tmp_path: Path) -> None:
+def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(flow: WorkflowFolder, tmp_path: Path) -> None:
     def plan(target: str, *overrides: str) -> dict[str, int]:
-        done = house.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+        done = flow.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
         assert done.returncode == 0, done.stdout
         return planned(done.stdout)
 
@@ -80,14 +80,14 @@ def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(house: House,
     assert plan("paper", f"fig8f={{hostfile: '{hosts}', systems: pccheck, intervals: 5}}")["measure"] == unasked + 2
 
 
-def test_a_configfile_replaces_the_default_and_config_wins(house: House) -> None:
-    done = house.call("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
+def test_a_configfile_replaces_the_default_and_config_wins(flow: WorkflowFolder) -> None:
+    done = flow.call("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
     assert planned(done.stdout)["measure"] == 2 * (1 + 3)
     assert planned(done.stdout)["dataset"] == 2
 
 
-def test_the_workflow_passes_its_linter(house: House) -> None:
-    done = house.call("--lint", configfile=None)
+def test_the_workflow_passes_its_linter(flow: WorkflowFolder) -> None:
+    done = flow.call("--lint", configfile=None)
     assert "Congratulations" in done.stdout
     assert done.returncode == 0
 
@@ -98,7 +98,7 @@ def test_the_workflow_passes_its_linter(house: House) -> None:
         (["models=vgg"], "--config: models[0]: 'vgg': unknown model 'vgg' (did you mean vgg16?); known: vgg16"),
         (["intervals=1_10"], "--config: intervals[0]: '1_10': not a whole number"),
         (["intervals=0"], "interval 0 is the run without checkpoints"),
-        (["knobs={pccheck: {keep: 0}}"], "--config: knobs.pccheck.keep: 0"),
+        (["options={pccheck: {keep: 0}}"], "--config: options.pccheck.keep: 0"),
         (["threads=100000"], "100000 threads on"),
         (["fig9={trace: /dev/null}"], "--config: fig9.trace: '/dev/null': /dev/null: no line `period_s SECONDS`"),
         (["fig9={failures: 0}"], "--config: fig9.failures: 0"),
@@ -106,44 +106,44 @@ def test_the_workflow_passes_its_linter(house: House) -> None:
         (["fig14={pool_shares: 0.001}"], "--config: fig14.pool_shares"),
     ],
 )
-def test_bad_input_is_refused_before_any_job(house: House, overrides: list[str], message: str) -> None:
-    done = house.call("fig8", "--config", *overrides)
+def test_bad_input_is_refused_before_any_job(flow: WorkflowFolder, overrides: list[str], message: str) -> None:
+    done = flow.call("fig8", "--config", *overrides)
     assert done.returncode == 1
     assert message in done.stdout
     assert "Traceback" not in done.stdout
-    assert not (house.folder / "results").exists()
+    assert not (flow.folder / "results").exists()
 
 
-def test_two_configfiles_are_refused(house: House) -> None:
+def test_two_configfiles_are_refused(flow: WorkflowFolder) -> None:
     files = [str(ROOT / "config" / name) for name in ("laptop.yaml", "gpu.yaml")]
-    done = house.call("fig8", "-n", "--configfile", *files, configfile=None)
+    done = flow.call("fig8", "-n", "--configfile", *files, configfile=None)
     assert done.returncode == 1
     assert "--configfile takes one file, not 2: " in done.stdout
 
 
-def test_a_second_workflow_in_the_folder_is_refused(house: House) -> None:
-    with FileLock(house.folder / ".snakemake" / "lastgood.lock", "this folder's workflow"):
-        done = house.call("fig8")
+def test_a_second_workflow_in_the_folder_is_refused(flow: WorkflowFolder) -> None:
+    with FileLock(flow.folder / ".snakemake" / "lastgood.lock", "this folder's workflow"):
+        done = flow.call("fig8")
     assert done.returncode == 1
     assert "this folder's workflow is held by process" in done.stdout
     assert "snakemake -d FOLDER" in done.stdout
-    assert not house.records()
+    assert not flow.records()
 
 
-def test_a_missing_package_says_what_to_do(house: House) -> None:
+def test_a_missing_package_says_what_to_do(flow: WorkflowFolder) -> None:
     # -I and -S hide the package, whichever way it is installed; Snakemake itself is put back.
     import snakemake
 
     site = Path(snakemake.__file__).resolve().parents[1]
     hide = "import sys; sys.modules['lastgood'] = None; from snakemake.cli import main; main()"
-    command = [sys.executable, "-c", hide, "-s", str(ROOT / "Snakefile"), "-d", str(house.folder), "-n", "fig8"]
+    command = [sys.executable, "-c", hide, "-s", str(ROOT / "Snakefile"), "-d", str(flow.folder), "-n", "fig8"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site)})
     assert done.returncode == 1
     assert "run `bash install.sh`" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_read_only_checkout(house: House, tmp_path: Path) -> None:
+def test_a_read_only_checkout(flow: WorkflowFolder, tmp_path: Path) -> None:
     copy = tmp_path / "read only"
     copy.mkdir()
     shutil.copy(ROOT / "Snakefile", copy)
@@ -152,7 +152,7 @@ def test_a_read_only_checkout(house: House, tmp_path: Path) -> None:
     before = sorted(copy.rglob("*"))
     for path in [copy, *before]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    command = [sys.executable, "-m", "snakemake", "-s", str(copy / "Snakefile"), "-d", str(house.folder), "-n", "fig8"]
+    command = [sys.executable, "-m", "snakemake", "-s", str(copy / "Snakefile"), "-d", str(flow.folder), "-n", "fig8"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert sorted(copy.rglob("*")) == before
@@ -160,8 +160,8 @@ def test_a_read_only_checkout(house: House, tmp_path: Path) -> None:
         path.chmod(0o755)
 
 
-def test_every_panel_has_one_target_per_model(house: House) -> None:
-    done = house.call("--list-target-rules", configfile=None)
+def test_every_panel_has_one_target_per_model(flow: WorkflowFolder) -> None:
+    done = flow.call("--list-target-rules", configfile=None)
     names = set(re.findall(r"^(\w+)", done.stdout, re.MULTILINE))
     wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
     wanted |= {"fig9", "fig9_vgg16", "fig9_opt"}
@@ -172,13 +172,13 @@ def test_every_panel_has_one_target_per_model(house: House) -> None:
 
 
 def test_without_deepspeed_a_figure_that_needs_it_is_refused_where_it_is_asked_for(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flow: WorkflowFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     given = ["--config", "machine=testbox", "models=vgg16", "fig8e={parallel: pipeline, hostfile: null}"]
     reason = "pipeline needs DeepSpeed, which is not installed; pip install 'lastgood[deepspeed]'"
-    done = house.call("fig8", "-n", "--quiet", "rules", *given, configfile=None)
+    done = flow.call("fig8", "-n", "--quiet", "rules", *given, configfile=None)
     assert done.returncode == 0 and f"fig8e is left out: {reason}" in done.stdout, done.stdout
-    done = house.call("fig8e", "-n", "--quiet", "rules", *given, configfile=None)
+    done = flow.call("fig8e", "-n", "--quiet", "rules", *given, configfile=None)
     assert done.returncode == 1 and f"fig8e cannot be made here: {reason}" in done.stdout, done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.experiments.records.goodput import GoodputRecord
-from tests.workflow.house import House
+from tests.workflow.support.workflow_folder import WorkflowFolder
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 pytestmark = [
@@ -20,19 +20,19 @@ pytestmark = [
 ]
 
 
-def test_figure_9_is_made_once(house: House) -> None:
-    done = house.call("fig9_bert", "--config", "machine=testbox")
+def test_figure_9_is_made_once(flow: WorkflowFolder) -> None:
+    done = flow.call("fig9_bert", "--config", "machine=testbox")
     assert done.returncode == 0, done.stdout
-    (path,) = house.folder.glob("results/testbox/laptop/goodput/bert/sync/f2/*/r0.json")
+    (path,) = flow.folder.glob("results/testbox/laptop/goodput/bert/sync/f2/*/r0.json")
     record = GoodputRecord.load_placed(path)
     assert record.faults == []
     assert len(record.lives) == 2
-    with (house.folder / "figures" / "fig9_bert.csv").open(encoding="utf-8") as file:
+    with (flow.folder / "figures" / "fig9_bert.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     measured = [row for row in rows if row["source"] == "measured"]
     assert [float(row["goodput_measured_iterations_per_s"]) for row in measured] == [record.goodput_iterations_per_s]
     assert {row["system"] for row in rows if row["source"] == "formula"} == {"sync", "ideal"}
     for ending in (".pdf", ".png", ".svg", "_wide.csv"):
-        assert (house.folder / "figures" / f"fig9_bert{ending}").stat().st_size > 0
-    again = house.call("fig9_bert", "--config", "machine=testbox")
+        assert (flow.folder / "figures" / f"fig9_bert{ending}").stat().st_size > 0
+    again = flow.call("fig9_bert", "--config", "machine=testbox")
     assert "Nothing to be done" in again.stdout

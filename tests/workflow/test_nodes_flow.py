@@ -15,7 +15,7 @@ import pytest
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.experiments.records.run import RunRecord
 from tests.support.patience import wait_until
-from tests.workflow.house import House
+from tests.workflow.support.workflow_folder import WorkflowFolder
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 pytestmark = [
@@ -35,29 +35,29 @@ def beds() -> set[str]:
     return {line.split()[0].rsplit("-", 1)[0] for line in listed.splitlines() if line.startswith("lgtb-r")}
 
 
-def test_a_killed_workflow_leaves_no_testbed_and_the_next_one_makes_the_figure(house: House) -> None:
+def test_a_killed_workflow_leaves_no_testbed_and_the_next_one_makes_the_figure(flow: WorkflowFolder) -> None:
     reason = why_no_testbed()
     if reason is not None:
         pytest.skip(reason)
     before = beds()
-    workflow = house.start("fig8e")
+    workflow = flow.start("fig8e")
     wait_for("testbed", lambda: bool(beds() - before) or workflow.poll() is not None, 200)
-    assert workflow.poll() is None, house.log()
+    assert workflow.poll() is None, flow.log()
     (made,) = beds() - before
     workflow.kill()
     workflow.wait()
     wait_for("end of the testbed", lambda: made not in beds(), 60)
-    done = house.call("fig8e")
+    done = flow.call("fig8e")
     assert done.returncode == 0, done.stdout
     assert beds() <= before
-    with (house.folder / "figures" / "fig8e_bert.csv").open() as file:
+    with (flow.folder / "figures" / "fig8e_bert.csv").open() as file:
         rows = {row["system"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"none", "pccheck"}
     assert {row["nodes"] for row in rows.values()} == {"2"} and rows["pccheck"]["proof_equal"] == "True"
     assert {row["link_bits_per_s"] for row in rows.values()} == {"1000000000"}
     for ending in (".pdf", ".png", ".svg", "_wide.csv"):
-        assert (house.folder / "figures" / f"fig8e_bert{ending}").stat().st_size
-    for record in house.records():
+        assert (flow.folder / "figures" / f"fig8e_bert{ending}").stat().st_size
+    for record in flow.records():
         assert RunRecord.load(record).spec.nodes == 2
-    again = house.call("fig8e", "-n", "--quiet", "rules")
+    again = flow.call("fig8e", "-n", "--quiet", "rules")
     assert "Nothing to be done" in again.stdout, again.stdout

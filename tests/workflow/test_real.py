@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lastgood.experiments.records.run import RunRecord
-from tests.workflow.house import House
+from tests.workflow.support.workflow_folder import WorkflowFolder
 
 # The order in which the Snakefile looks for it.
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -39,18 +39,18 @@ def wait_for(what: str, found: Callable[[], T], timeout_s: float = 300.0) -> T:
     raise AssertionError(f"no {what} within {timeout_s:.0f} s")
 
 
-def log_of(house: House, record: Path) -> Path:
-    return house.folder / "logs" / record.relative_to(house.folder / "results").with_suffix(".log")
+def log_of(flow: WorkflowFolder, record: Path) -> Path:
+    return flow.folder / "logs" / record.relative_to(flow.folder / "results").with_suffix(".log")
 
 
-def running_run(house: House, workflow: int) -> psutil.Process | None:
+def running_run(flow: WorkflowFolder, workflow: int) -> psutil.Process | None:
     """The measurement that a workflow has under way: it has begun its log, and not yet written its record."""
     try:
         for child in psutil.Process(workflow).children(recursive=True):
             words = child.cmdline()
             if words[2:3] == ["run"]:
-                record = house.folder / words[words.index("--out") + 1]
-                log = log_of(house, record)
+                record = flow.folder / words[words.index("--out") + 1]
+                log = log_of(flow, record)
                 if not record.exists() and log.exists() and log.stat().st_size:
                     return child
     except psutil.Error:
@@ -58,115 +58,115 @@ def running_run(house: House, workflow: int) -> psutil.Process | None:
     return None
 
 
-def panel(house: House, model: str) -> list[Path]:
+def panel(flow: WorkflowFolder, model: str) -> list[Path]:
     endings = (".csv", "_wide.csv", ".pdf", ".png", ".svg")
-    return [house.folder / "figures" / f"fig8_{model}{ending}" for ending in endings]
+    return [flow.folder / "figures" / f"fig8_{model}{ending}" for ending in endings]
 
 
-def test_kill_9_leaves_no_orphan_and_no_half_record(house: House) -> None:
-    workflow = house.start("fig8")
-    wait_for("first record", lambda: house.records() or workflow.poll() is not None)
-    assert workflow.poll() is None, house.log()
-    run = wait_for("second run", lambda: running_run(house, workflow.pid))
+def test_kill_9_leaves_no_orphan_and_no_half_record(flow: WorkflowFolder) -> None:
+    workflow = flow.start("fig8")
+    wait_for("first record", lambda: flow.records() or workflow.poll() is not None)
+    assert workflow.poll() is None, flow.log()
+    run = wait_for("second run", lambda: running_run(flow, workflow.pid))
     family = [run, *run.children(recursive=True)]
     workflow.kill()
     workflow.wait()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    for record in house.records():
+    for record in flow.records():
         RunRecord.load(record)
-    assert not list(house.folder.glob("figures/*.csv"))
+    assert not list(flow.folder.glob("figures/*.csv"))
 
 
-def test_a_lost_run_leaves_a_partial_figure_and_the_others_go_on(house: House) -> None:
-    before = house.records()
-    workflow = house.start("fig8")
-    run = wait_for("run", lambda: running_run(house, workflow.pid))
+def test_a_lost_run_leaves_a_partial_figure_and_the_others_go_on(flow: WorkflowFolder) -> None:
+    before = flow.records()
+    workflow = flow.start("fig8")
+    run = wait_for("run", lambda: running_run(flow, workflow.pid))
     run.send_signal(signal.SIGKILL)
     assert workflow.wait(timeout=500) == 1
-    log = house.log()
+    log = flow.log()
     missing = re.search(r"fig8 (\w+): 1 of 2 runs; missing: \1 (?:none f0|sync f2) r0", log)
     assert missing is not None, log
     assert f"partial figure: figures/partial/fig8_{missing[1]}.pdf" in log
     for ending in (".csv", ".pdf", ".png", ".svg"):
-        assert (house.folder / "figures" / "partial" / f"fig8_{missing[1]}{ending}").stat().st_size > 0
-    assert not any(path.exists() for path in panel(house, missing[1]))
+        assert (flow.folder / "figures" / "partial" / f"fig8_{missing[1]}{ending}").stat().st_size > 0
+    assert not any(path.exists() for path in panel(flow, missing[1]))
     # Figures 12 to 14 share a run with this one; nobody asked for them.
-    drawn = {path.stem.removesuffix("_wide") for path in (house.folder / "figures" / "partial").iterdir()}
+    drawn = {path.stem.removesuffix("_wide") for path in (flow.folder / "figures" / "partial").iterdir()}
     assert drawn == {f"fig8_{missing[1]}"}
     (other,) = {"bert", "transformer_xl"} - {missing[1]}
-    assert all(path.exists() for path in panel(house, other))
-    assert len(house.records()) == 3
-    assert set(before) <= set(house.records())
+    assert all(path.exists() for path in panel(flow, other))
+    assert len(flow.records()) == 3
+    assert set(before) <= set(flow.records())
 
 
-def test_the_next_call_makes_the_missing_run_only(house: House) -> None:
-    times = {record: record.stat().st_mtime_ns for record in house.records()}
-    done = house.call("fig8")
+def test_the_next_call_makes_the_missing_run_only(flow: WorkflowFolder) -> None:
+    times = {record: record.stat().st_mtime_ns for record in flow.records()}
+    done = flow.call("fig8")
     assert done.returncode == 0, done.stdout
-    assert all(path.exists() for model in ("bert", "transformer_xl") for path in panel(house, model))
-    assert not list((house.folder / "figures" / "partial").glob("*"))
-    assert len(house.records()) == 4
+    assert all(path.exists() for model in ("bert", "transformer_xl") for path in panel(flow, model))
+    assert not list((flow.folder / "figures" / "partial").glob("*"))
+    assert len(flow.records()) == 4
     assert {record: record.stat().st_mtime_ns for record in times} == times
-    for record in house.records():
+    for record in flow.records():
         found = RunRecord.load(record)
-        assert record.relative_to(house.folder / "results").as_posix() == str(found.spec.record_path())
+        assert record.relative_to(flow.folder / "results").as_posix() == str(found.spec.record_path())
         assert found.proof is None if found.spec.system == "none" else found.proof is not None and found.proof.equal
-        assert log_of(house, record).read_text(encoding="utf-8").startswith("lastgood run --spec ")
+        assert log_of(flow, record).read_text(encoding="utf-8").startswith("lastgood run --spec ")
 
 
-def test_a_repeated_call_does_nothing(house: House) -> None:
-    done = house.call("fig8")
+def test_a_repeated_call_does_nothing(flow: WorkflowFolder) -> None:
+    done = flow.call("fig8")
     assert done.returncode == 0
     assert "Nothing to be done" in done.stdout
 
 
-def test_a_further_interval_only_adds(house: House) -> None:
-    times = {record: record.stat().st_mtime_ns for record in house.records()}
-    done = house.call("fig8_bert", "--config", "intervals=1,2")
+def test_a_further_interval_only_adds(flow: WorkflowFolder) -> None:
+    times = {record: record.stat().st_mtime_ns for record in flow.records()}
+    done = flow.call("fig8_bert", "--config", "intervals=1,2")
     assert done.returncode == 0, done.stdout
-    added = set(house.records()) - set(times)
+    added = set(flow.records()) - set(times)
     assert [record.parts[-3] for record in added] == ["f1"]
     assert {record: record.stat().st_mtime_ns for record in times} == times
-    with panel(house, "bert")[0].open(encoding="utf-8") as file:
+    with panel(flow, "bert")[0].open(encoding="utf-8") as file:
         assert sorted(row["interval_steps"] for row in csv.DictReader(file)) == ["0", "1", "2"]
 
 
-def test_fewer_intervals_rebuild_the_figure_only(house: House) -> None:
-    done = house.call("fig8_bert", "-n", "--quiet", "rules")
+def test_fewer_intervals_rebuild_the_figure_only(flow: WorkflowFolder) -> None:
+    done = flow.call("fig8_bert", "-n", "--quiet", "rules")
     assert re.search(r"^collect +1$", done.stdout, re.MULTILINE)
     assert not re.search(r"^measure +", done.stdout, re.MULTILINE)
 
 
-def test_the_smoke_test_measures_at_every_call(house: House) -> None:
+def test_the_smoke_test_measures_at_every_call(flow: WorkflowFolder) -> None:
     stamps = []
     for _ in range(2):
-        done = house.call("test_simple")
+        done = flow.call("test_simple")
         assert done.returncode == 0, done.stdout
         assert "passed: results/test_simple.json" in done.stdout
-        stamps.append((house.folder / "results" / "test_simple.json").stat().st_mtime_ns)
+        stamps.append((flow.folder / "results" / "test_simple.json").stat().st_mtime_ns)
     assert stamps[0] < stamps[1]
 
 
-def test_ctrl_c_stops_the_run_and_leaves_no_record(house: House) -> None:
-    process = house.start("fig8", "--config", "intervals=5", "iterations=100000")
-    run = wait_for("run", lambda: running_run(house, process.pid))
+def test_ctrl_c_stops_the_run_and_leaves_no_record(flow: WorkflowFolder) -> None:
+    process = flow.start("fig8", "--config", "intervals=5", "iterations=100000")
+    run = wait_for("run", lambda: running_run(flow, process.pid))
     family = [run, *run.children(recursive=True)]
-    before = house.records()
+    before = flow.records()
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=200) != 0
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    assert house.records() == before
+    assert flow.records() == before
 
 
-def test_the_page_and_the_claims_are_made_of_the_figures(house: House) -> None:
-    done = house.call("report", "claims", "--config", "models=transformer_xl")
+def test_the_page_and_the_claims_are_made_of_the_figures(flow: WorkflowFolder) -> None:
+    done = flow.call("report", "claims", "--config", "models=transformer_xl")
     assert done.returncode == 0, done.stdout
-    page = (house.folder / "figures" / "report.html").read_text(encoding="utf-8")
+    page = (flow.folder / "figures" / "report.html").read_text(encoding="utf-8")
     assert "Figure 8c: Transformer-XL" in page
     # Figures 8 and 9 of one model, and 11 to 14.
     assert page.count("data:image/svg+xml;base64,") == 6
     assert "Ceilings of testbox" in page
-    assert (house.folder / "figures" / "claims.md").read_text(encoding="utf-8").count("| not testable |") > 20
-    assert "Nothing to be done" in house.call("report", "claims", "--config", "models=transformer_xl").stdout
+    assert (flow.folder / "figures" / "claims.md").read_text(encoding="utf-8").count("| not testable |") > 20
+    assert "Nothing to be done" in flow.call("report", "claims", "--config", "models=transformer_xl").stdout

@@ -21,7 +21,7 @@ import pytest
 
 from lastgood.experiments.records.run import RunRecord
 from tests.multinode.support.slurm_cluster import SlurmCluster
-from tests.workflow.house import ROOT, House
+from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder
 
 _PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 pytestmark = [
@@ -54,14 +54,14 @@ def cluster(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
     os.environ.update(before)
 
 
-def measuring(house: House) -> psutil.Process | None:
+def measuring(flow: WorkflowFolder) -> psutil.Process | None:
     """The `lastgood run` of this folder that has begun its log, on whatever node."""
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            if words[2:3] != ["run"] or "--out" not in words or process.cwd() != str(house.folder):
+            if words[2:3] != ["run"] or "--out" not in words or process.cwd() != str(flow.folder):
                 continue
-            log = house.folder / "logs" / Path(words[words.index("--out") + 1]).relative_to("results")
+            log = flow.folder / "logs" / Path(words[words.index("--out") + 1]).relative_to("results")
             if log.with_suffix(".log").exists():
                 return process
         except psutil.Error:
@@ -73,77 +73,77 @@ def job_of(process: psutil.Process) -> str:
     return process.environ()["SLURM_JOB_ID"]
 
 
-def wait_for_run(house: House, workflow: subprocess.Popen[str], timeout_s: float = 120) -> psutil.Process:
+def wait_for_run(flow: WorkflowFolder, workflow: subprocess.Popen[str], timeout_s: float = 120) -> psutil.Process:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = measuring(house)
+        found = measuring(flow)
         if found is not None:
             return found
-        assert workflow.poll() is None, house.log()
+        assert workflow.poll() is None, flow.log()
         time.sleep(0.1)
-    raise AssertionError(f"no run within {timeout_s:.0f} s\n{house.log()}")
+    raise AssertionError(f"no run within {timeout_s:.0f} s\n{flow.log()}")
 
 
-def test_the_plan_needs_no_node(cluster: SlurmCluster, house: House) -> None:
+def test_the_plan_needs_no_node(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
     # A machine that submits need not be able to measure: it may have no GPU.
-    done = house.call("fig8", "-n", *PROFILE, *ONE_MODEL, "device=cuda")
+    done = flow.call("fig8", "-n", *PROFILE, *ONE_MODEL, "device=cuda")
     assert done.returncode == 0, done.stdout
 
 
-def test_a_lost_run_is_named_with_its_log(cluster: SlurmCluster, house: House) -> None:
-    workflow = house.start("fig8", *PROFILE, *HURRY, *ONE_MODEL)
-    run = wait_for_run(house, workflow)
+def test_a_lost_run_is_named_with_its_log(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
+    workflow = flow.start("fig8", *PROFILE, *HURRY, *ONE_MODEL)
+    run = wait_for_run(flow, workflow)
     run.send_signal(signal.SIGKILL)
     assert workflow.wait(timeout=200) == 1
-    log = house.log()
+    log = flow.log()
     (named,) = set(re.findall(r"(?m)^    log: (logs/testbox/laptop/bert/[^, ]+\.log)", log))
-    assert (house.folder / named).exists()
+    assert (flow.folder / named).exists()
     assert re.search(r"SLURM-job '\d+' failed, SLURM status is: 'FAILED'", log), log
     assert "missing: " in log
 
 
-def test_a_cancelled_job_is_named(cluster: SlurmCluster, house: House) -> None:
-    workflow = house.start("fig8", *PROFILE, *HURRY, *ONE_MODEL, "intervals=1", "iterations=100000")
-    job = job_of(wait_for_run(house, workflow))
+def test_a_cancelled_job_is_named(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
+    workflow = flow.start("fig8", *PROFILE, *HURRY, *ONE_MODEL, "intervals=1", "iterations=100000")
+    job = job_of(wait_for_run(flow, workflow))
     assert cluster.call("scancel", job).returncode == 0
     cluster.wait_for("end of the other run's wait", lambda: cluster.state_of(job) == "CANCELLED")
     cluster.call("scancel", "--user=root")
     assert workflow.wait(timeout=100) == 1
-    assert re.search(rf"SLURM-job '{job}' failed, SLURM status is: 'CANCELLED'", house.log()), house.log()
+    assert re.search(rf"SLURM-job '{job}' failed, SLURM status is: 'CANCELLED'", flow.log()), flow.log()
 
 
-def test_a_lost_node_is_named(cluster: SlurmCluster, house: House) -> None:
-    workflow = house.start("fig8", *PROFILE, *HURRY, *ONE_MODEL, "intervals=1", "iterations=100000")
-    run = wait_for_run(house, workflow)
+def test_a_lost_node_is_named(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
+    workflow = flow.start("fig8", *PROFILE, *HURRY, *ONE_MODEL, "intervals=1", "iterations=100000")
+    run = wait_for_run(flow, workflow)
     job, node = job_of(run), run.environ()["SLURMD_NODENAME"]
     cluster.kill_node(node)
     try:
         cluster.wait_for("NODE_FAIL", lambda: cluster.state_of(job) == "NODE_FAIL", 200)
         cluster.call("scancel", "--user=root")
         assert workflow.wait(timeout=100) == 1
-        assert re.search(rf"SLURM-job '{job}' failed .*SLURM status is: 'NODE_FAIL'", house.log()), house.log()
+        assert re.search(rf"SLURM-job '{job}' failed .*SLURM status is: 'NODE_FAIL'", flow.log()), flow.log()
     finally:
         cluster.start_node(node)
         cluster.wait_for_nodes()
 
 
-def test_the_next_call_makes_what_is_missing(cluster: SlurmCluster, house: House) -> None:
-    done = house.call("fig8", *PROFILE, *HURRY, *ONE_MODEL)
+def test_the_next_call_makes_what_is_missing(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
+    done = flow.call("fig8", *PROFILE, *HURRY, *ONE_MODEL)
     assert done.returncode == 0, done.stdout
     for ending in (".csv", "_wide.csv", ".pdf", ".png", ".svg"):
-        assert (house.folder / "figures" / f"fig8_bert{ending}").stat().st_size > 0
-    records = [RunRecord.load(path) for path in house.records()]
+        assert (flow.folder / "figures" / f"fig8_bert{ending}").stat().st_size > 0
+    records = [RunRecord.load(path) for path in flow.records()]
     assert sorted(record.spec.system for record in records) == ["none", "sync"]
     for record in records:
         assert record.where.slurm_job is not None
         assert record.where.slurm_node in cluster.nodes
         # Two nodes share this machine and its turns: what a run waited for the other is no part of it.
         assert record.clocks.elapsed_s <= record.wall_s < 60
-    for path in house.records():
-        log = house.folder / "logs" / path.relative_to(house.folder / "results").with_suffix(".log")
+    for path in flow.records():
+        log = flow.folder / "logs" / path.relative_to(flow.folder / "results").with_suffix(".log")
         assert log.read_text(encoding="utf-8").startswith("lastgood run --spec ")
 
 
-def test_local_and_slurm_share_their_records(cluster: SlurmCluster, house: House) -> None:
-    done = house.call("fig8", *ONE_MODEL)
+def test_local_and_slurm_share_their_records(cluster: SlurmCluster, flow: WorkflowFolder) -> None:
+    done = flow.call("fig8", *ONE_MODEL)
     assert "Nothing to be done" in done.stdout

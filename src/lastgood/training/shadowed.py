@@ -21,13 +21,13 @@ __all__ = ["Trained", "join_trainers", "leave_trainers", "train_with_shadows"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank's life came to."""
+    """What one rank's incarnation came to."""
 
     first_step: int
     """That it went on from; 0 for a new training."""
     last_step: int
     losses: list[float]
-    """This rank's, of every step of this life."""
+    """This rank's, of every step of this incarnation."""
     durable: int
     """Saves that all shadows held in the end."""
     failed: int

@@ -339,7 +339,7 @@ def test_runs_that_say_nothing_are_left_out_and_named(tmp_path: Path) -> None:
     assert "f8: no `none` run of its repetitions" in text
 
 
-def test_of_several_knobs_the_most_measured_count(tmp_path: Path) -> None:
+def test_of_several_options_the_most_measured_count(tmp_path: Path) -> None:
     few = {"max_in_flight": 4, "writer_threads": 1}
     records = [*records_of(), make_record("pccheck", 2, system_options=few)]
     for record in records:

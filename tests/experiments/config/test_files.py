@@ -72,17 +72,27 @@ def test_an_overlay_changes_entries_at_any_depth_and_keeps_the_others(tmp_path: 
     write(tmp_path / "lower.yaml", f"base: '{CONFIG / 'default.yaml'}'\nknobs: {{pccheck: {{keep: 3}}}}\nseed: 5\n")
     upper = write(
         tmp_path / "upper.yaml",
-        "base: lower.yaml\nknobs: {pccheck: {pressure: skip}, sync: {keep: 1}}\nmodels: [bert]\n",
+        "base: lower.yaml\noptions: {pccheck: {pressure: skip}, sync: {keep: 1}}\nmodels: [bert]\n",
     )
-    config = parse_config(upper, parse_overrides(["knobs={pccheck: {writer_threads: 1}}"]))[0]
-    assert config.knobs["pccheck"] == {
-        **parse_config(CONFIG / "default.yaml")[0].knobs["pccheck"],
+    config = parse_config(upper, parse_overrides(["options={pccheck: {writer_threads: 1}}"]))[0]
+    assert config.options["pccheck"] == {
+        **parse_config(CONFIG / "default.yaml")[0].options["pccheck"],
         "keep": 3,
         "pressure": "skip",
         "writer_threads": 1,
     }
-    assert (config.knobs["sync"], config.knobs["checkfreq"]) == ({"keep": 1}, {"keep": 2})
+    assert (config.options["sync"], config.options["checkfreq"]) == ({"keep": 1}, {"keep": 2})
     assert (config.models, config.seed) == (["bert"], 5)
+
+
+def test_the_earlier_name_of_options_is_read_and_not_beside_the_new_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", f"base: '{CONFIG / 'default.yaml'}'\nknobs: {{sync: {{keep: 1}}}}\n")
+    assert parse_config(path)[0].options["sync"] == {"keep": 1}
+    assert parse_config(path, parse_overrides(["knobs={sync: {keep: 4}}"]))[0].options["sync"] == {"keep": 4}
+    with pytest.raises(ConfigError, match=r"^--config: knobs is the earlier name of options; put both into options$"):
+        parse_config(path, parse_overrides(["knobs={sync: {keep: 1}}", "options={sync: {keep: 2}}"]))
+    path.write_text(path.read_text() + "options: {sync: {keep: 3}}\n")
+    assert refusal(path) == f"{path}: knobs is the earlier name of options; put both into options"
 
 
 def test_a_base_is_looked_for_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +125,7 @@ def test_a_fault_is_blamed_on_the_file_that_holds_it(tmp_path: Path) -> None:
     ):
         assert any(line.startswith(expected) for line in lines), (expected, lines)
     upper.write_text("base: lower.yaml\nrepetitions: 1\nseed: 1\nknobs: {sync: {keeep: 1}}\n")
-    assert refusal(upper).startswith(f"{upper}: knobs.sync.keeep: unknown key (did you mean keep?)")
+    assert refusal(upper).startswith(f"{upper}: options.sync.keeep: unknown key (did you mean keep?)")
 
 
 @pytest.mark.parametrize("base", ["null", "3", "[a.yaml]", "''", '"a\\0b"'])

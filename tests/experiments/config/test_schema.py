@@ -38,7 +38,7 @@ def test_every_file_names_the_schema_and_holds_to_it(path: Path) -> None:
         {"device": "tpu"},
         {"workloads": {"vgg": {}}},
         {"workloads": {"bert": {"layers": 0}}},
-        {"knobs": {"pccheck": {"keeep": 1}}},
+        {"options": {"pccheck": {"keeep": 1}}},
         {"fig11": {"writer_threads": 65}},
         {"base": 3},
     ],

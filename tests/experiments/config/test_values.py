@@ -84,7 +84,7 @@ def test_none_is_always_measured() -> None:
 
 
 def test_overrides_change_entries_of_sections_and_keep_the_others() -> None:
-    config = configure("knobs={pccheck: {keep: 3}}", "workloads={vgg16: {batch_size: 7}}", "simple={interval: 5}")
+    config = configure("options={pccheck: {keep: 3}}", "workloads={vgg16: {batch_size: 7}}", "simple={interval: 5}")
     assert config.system_options("pccheck").model_dump()["keep"] == 3
     assert config.system_options("pccheck").model_dump()["max_in_flight"] == 2
     assert config.workload_options("vgg16").model_dump()["batch_size"] == 7
@@ -111,7 +111,7 @@ def test_data_paths_belong_to_the_models_that_read_them(tmp_path: Path) -> None:
     ("entry", "parts"),
     [
         ("foo=1", ["--config: foo: unknown key", "known: scale, machine, models"]),
-        ("repetitons=1", ["repetitons: unknown key (did you mean repetitions?)"]),
+        ("repetitons=1", ["repetitons: unknown key (did you mean repetitions"]),
         ("models=vgg", ["models[0]: 'vgg'", "did you mean vgg16?", "known: vgg16", "opt"]),
         ("models=", ["models: None", "allowed: a list of models"]),
         ("models=[]", ["models: []", "at least"]),
@@ -150,9 +150,9 @@ def test_data_paths_belong_to_the_models_that_read_them(tmp_path: Path) -> None:
         ),
         ("workloads={vgg16: {batch: 1}}", ["workloads.vgg16.batch: unknown key (did you mean batch_size?)"]),
         ("workloads={vgg: {}}", ["--config: workloads.vgg: 'vgg': unknown model"]),
-        ("knobs={pccheck: {keeep: 1}}", ["--config: knobs.pccheck.keeep: unknown key (did you mean keep?)"]),
-        ("knobs={pccheck: {pressure: push}}", ["knobs.pccheck.pressure: 'push'", "'wait' or 'skip'"]),
-        ("knobs={none: {keep: 1}}", ["knobs.none.keep: unknown key; known: no keys at all"]),
+        ("options={pccheck: {keeep: 1}}", ["--config: options.pccheck.keeep: unknown key (did you mean keep?)"]),
+        ("options={pccheck: {pressure: push}}", ["options.pccheck.pressure: 'push'", "'wait' or 'skip'"]),
+        ("options={none: {keep: 1}}", ["options.none.keep: unknown key; known: no keys at all"]),
         ("simple={system: none}", ["simple.system: none takes no checkpoint"]),
         ("simple={interval: 80}", ["--config: simple.interval: 100 iterations are less than twice the interval, 80"]),
         ("simple={iterations: 99}", ["--config: simple.iterations: 99 iterations are less than twice"]),

@@ -58,7 +58,7 @@ def spec_of(system="pccheck", interval=3, window_s=2.0, failures_s=(0.6, 1.3), *
 
 
 LONGER = 4
-"""Times the window where a life was too short for what a test looks at: on a busy machine a step takes seconds."""
+"""Times the window if an incarnation was too short for what a test looks at: on a busy machine a step takes seconds."""
 MOST_LONGER = 3
 
 
@@ -69,15 +69,15 @@ def longer(spec):
 
 
 def each_life_trained(record):
-    return all(life.steps > 0 for life in record.lives)
+    return all(incarnation.steps > 0 for incarnation in record.lives)
 
 
-def last_life_trained(record):
+def last_incarnation_trained(record):
     return record.lives[-1].steps > 0
 
 
 def came_far(record):
-    """Whether the first life came beyond its second checkpoint, and some life beyond what is durable in the end.
+    """Whether the first incarnation came beyond its second checkpoint, and some one beyond what is durable in the end.
 
     So each restore is followed by a step that is known.
     """
@@ -85,7 +85,7 @@ def came_far(record):
     return (
         each_life_trained(record)
         and record.lives[0].reached_step > first + 2 * record.spec.run.interval_steps
-        and max(life.reached_step for life in record.lives) > first + record.durable_steps
+        and max(incarnation.reached_step for incarnation in record.lives) > first + record.durable_steps
     )
 
 
@@ -158,7 +158,7 @@ def driven(tmp_path_factory, data_dir):
     specs = {
         "none": spec_of("none", interval=0, failures_s=[0.8], window_s=1.3),
         "quick": spec_of("sync", failures_s=[0.6, 0.601, 0.602], window_s=1.0),
-        # The first life must come well beyond its second checkpoint, on a busy machine as well.
+        # The first incarnation must come well beyond its second checkpoint, on a busy machine as well.
         "rarely": spec_of("rarely", interval=2, window_s=4.0, failures_s=[2.5]),
         "oldweights": spec_of("oldweights", interval=2, window_s=4.0, failures_s=[2.5]),
         "stale": spec_of("stale", interval=2, window_s=1.2, failures_s=[0.8]),
@@ -182,37 +182,37 @@ def check_record(record):
     spec = record.spec
     assert record.faults == []
     first, last = record.lives[0], record.lives[-1]
-    assert [life.ended for life in record.lives] == ["killed"] * len(spec.failures_s) + ["window"]
+    assert [incarnation.ended for incarnation in record.lives] == ["killed"] * len(spec.failures_s) + ["window"]
     check_uptimes(record)
-    assert record.window_s == pytest.approx(sum(life.uptime_s for life in record.lives))
+    assert record.window_s == pytest.approx(sum(incarnation.uptime_s for incarnation in record.lives))
     # Restores go back to a checkpoint, no earlier than what was durable, and take the rest of the work back.
     assert first.restored_step == record.first_step == 1
     reached = first.reached_step
-    for before, life in pairwise(record.lives):
-        assert (life.restored_step - record.first_step) % spec.run.interval_steps == 0
-        assert life.restored_step >= (before.durable_step or record.first_step)
-        assert life.lost_steps == max(0, reached - life.restored_step)
-        assert life.load_s > 0
-        assert life.start_up_s > 0
-        reached = life.reached_step
+    for before, incarnation in pairwise(record.lives):
+        assert (incarnation.restored_step - record.first_step) % spec.run.interval_steps == 0
+        assert incarnation.restored_step >= (before.durable_step or record.first_step)
+        assert incarnation.lost_steps == max(0, reached - incarnation.restored_step)
+        assert incarnation.load_s > 0
+        assert incarnation.start_up_s > 0
+        reached = incarnation.reached_step
     assert record.useful_steps == last.reached_step - record.first_step > 0
     assert 0 <= record.durable_steps <= record.useful_steps + 1
     assert record.goodput_iterations_per_s == pytest.approx(record.useful_steps / record.window_s)
-    assert record.start_up_s == pytest.approx(sum(life.start_up_s for life in record.lives[1:]))
+    assert record.start_up_s == pytest.approx(sum(incarnation.start_up_s for incarnation in record.lives[1:]))
     assert record.raw_goodput_iterations_per_s < record.goodput_iterations_per_s
     assert record.restores == len(record.lives)
-    assert record.step_s * sum(life.steps for life in record.lives) < record.window_s
+    assert record.step_s * sum(incarnation.steps for incarnation in record.lives) < record.window_s
 
 
 def check_uptimes(record):
-    """Each life had what the failures leave it: its kill may come late, and the next life has less then."""
+    """Each incarnation had what the failures leave it: its kill may come late, and the next has less then."""
     clock_s = 0.0
-    for life, end_s in zip(record.lives, [*record.spec.failures_s, record.spec.window_s], strict=True):
+    for incarnation, end_s in zip(record.lives, [*record.spec.failures_s, record.spec.window_s], strict=True):
         quota_s = max(0.0, end_s - clock_s)
         # How late is the machine's matter; a kill that does not look at the clock of uptime comes a start-up too early.
-        # (A life may be held up between the look at the clock and the note of its stage.)
-        assert quota_s - 0.05 <= life.uptime_s < quota_s + 30
-        clock_s += life.uptime_s
+        # (An incarnation may be held up between the look at the clock and the note of its stage.)
+        assert quota_s - 0.05 <= incarnation.uptime_s < quota_s + 30
+        clock_s += incarnation.uptime_s
 
 
 def test_a_training_that_is_killed_twice_counts_what_it_kept(job):
@@ -270,7 +270,7 @@ def test_a_system_that_loses_what_it_called_durable_is_caught(liar, driven_slowl
 
 
 def test_failures_in_quick_succession_kill_lives_that_have_not_begun(driven):
-    record = driven.record("quick", last_life_trained)  # two of its lives shall not begin
+    record = driven.record("quick", last_incarnation_trained)  # two of its incarnations shall not begin
     assert len(record.lives) == 4
     check_uptimes(record)
     assert record.useful_steps == record.lives[-1].reached_step - record.first_step > 0
@@ -279,7 +279,7 @@ def test_failures_in_quick_succession_kill_lives_that_have_not_begun(driven):
 
 def test_a_life_that_fails_ends_the_run_without_a_record(driven):
     message = driven.error("fails")
-    assert "life 0" in message
+    assert "incarnation 0" in message
     assert "keep" in message
 
 
@@ -291,13 +291,13 @@ def test_a_killed_run_leaves_no_process_no_lock_and_no_record(signal_number, job
         said = ""
         for line in process.stdout:
             said += line
-            if "life 1" in line:
+            if "incarnation 1" in line:
                 break
         else:
-            raise AssertionError(f"it ended before life 1: {said}")
+            raise AssertionError(f"it ended before incarnation 1: {said}")
         deadline = time.monotonic() + 60
         while not children:
-            assert time.monotonic() < deadline, "life 1 did not begin within 60 s"
+            assert time.monotonic() < deadline, "incarnation 1 did not begin within 60 s"
             children = psutil.Process(process.pid).children()
     finally:
         process.send_signal(signal_number)
@@ -352,7 +352,7 @@ def test_specs_that_cannot_be_are_refused(changed):
 
 
 def test_a_record_reads_back_and_refuses_another_place(driven, tmp_path):
-    record = driven.record("quick", last_life_trained)
+    record = driven.record("quick", last_incarnation_trained)
     out = tmp_path / "r0.json"
     record.write(out)
     placed = tmp_path / record.spec.record_path()
@@ -377,7 +377,7 @@ def test_a_board_keeps_losses_to_the_bit_and_forgets_a_life():
     board.put(step=4, state_bytes=100)
     board.stamp("training_s")
     assert board.running
-    board.begin_life()
+    board.begin_incarnation()
     assert board.get("step") is None
     assert board.get("state_bytes") == 100
     assert board.loss_of(7) == 1e-300

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.multirank.kills import kill_moments, merge_lives
+from lastgood.experiments.multirank.kills import kill_moments, merge_kills
 from lastgood.experiments.multirank.results import AfterKill
 from tests.experiments.support.specs import make_spec
 
@@ -60,7 +60,7 @@ def lived(rank: int, reached: int, restored: int, **more: Any) -> AfterKill:
 
 
 def test_lost_is_what_the_rank_that_had_come_furthest_does_again() -> None:
-    (first, second) = merge_lives(
+    (first, second) = merge_kills(
         [5.5, 6.5],
         [
             [lived(0, 17, 12, losses_checked=1), lived(1, 18, 12)],
@@ -74,10 +74,10 @@ def test_lost_is_what_the_rank_that_had_come_furthest_does_again() -> None:
 
 def test_a_restore_beyond_the_last_finished_step_loses_nothing() -> None:
     """A kill may come between a step's save and the note that the step is finished."""
-    (only,) = merge_lives([4.0], [[lived(0, 7, 8), lived(1, 7, 8)]])
+    (only,) = merge_kills([4.0], [[lived(0, 7, 8), lived(1, 7, 8)]])
     assert only.lost_steps == 0
 
 
 def test_ranks_that_restore_unlike_steps_are_refused() -> None:
-    with pytest.raises(LastgoodError, match=r"unlike steps behind one kill \(rank 0: 4, rank 1: 5\)"):
-        merge_lives([4.0], [[lived(0, 9, 4), lived(1, 9, 5)]])
+    with pytest.raises(LastgoodError, match=r"different steps after one kill \(rank 0: 4, rank 1: 5\)"):
+        merge_kills([4.0], [[lived(0, 9, 4), lived(1, 9, 5)]])

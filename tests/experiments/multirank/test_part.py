@@ -14,7 +14,7 @@ from tests.experiments.support.rank_runs import spec_of
 
 
 def test_ranks_with_peers_agree_in_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill between two ranks' saves left them at unlike steps where they did not."""
+    """A kill between two ranks' saves left them at different steps if they did not."""
     monkeypatch.setattr(rank_part, "dist", SimpleNamespace(get_rank=lambda: 1))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     found = JoinedPart(spec_of("gemini", nodes=2), restoring=False).checkpointer(tmp_path)

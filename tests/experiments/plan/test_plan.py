@@ -108,7 +108,7 @@ def test_repetitions_differ_in_their_seed_and_share_their_cell() -> None:
 
 
 def test_every_knob_is_resolved() -> None:
-    config = configure("models=vgg16", "knobs={pccheck: {writer_threads: 3}}")
+    config = configure("models=vgg16", "options={pccheck: {writer_threads: 3}}")
     spec = next(spec for spec in plan_figure(config, "fig8") if spec.system == "pccheck")
     assert spec.system_options["writer_threads"] == 3
     assert spec.system_options["max_in_flight"] == 2

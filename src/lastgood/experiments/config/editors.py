@@ -26,7 +26,7 @@ def editor_schema() -> str:
     ours = {name: kind.Options for name, kind in systems.items() if kind.__module__.startswith("lastgood.")}
     sections: dict[str, Any] = {
         "workloads": _by_name("workloads", {name: workload_options_class(name) for name in workload_names()}, "forbid"),
-        "knobs": _by_name("knobs", ours, "allow"),
+        "options": _by_name("options", ours, "allow"),
         "base": (str, Field(description="the file that this one changes, relative to this file's folder")),
     }
     whole: type[BaseModel] = create_model("Configuration", __base__=Config, **sections)

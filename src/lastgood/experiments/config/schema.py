@@ -97,7 +97,7 @@ class Config(Part):
     data_dir: FolderPath = Field(description="a folder for the data that Lastgood prepares")
     data: DataPaths = Field(description="paths of your own data")
     workloads: dict[ModelName, dict[str, Any]] = Field(description="options by model")
-    knobs: dict[SystemName, dict[str, Any]] = Field(description="options by system")
+    options: dict[SystemName, dict[str, Any]] = Field(description="options by system")
     results_dir: FolderPath = Field(description="a folder for run records")
     figures_dir: FolderPath = Field(description="a folder for figures")
     hostfile: UserPath | None = Field(
@@ -141,7 +141,7 @@ class Config(Part):
 
     def system_options(self, system: str) -> BaseOptions:
         """Validated options of `system`."""
-        return checkpointer_class(system).Options.model_validate(self.knobs.get(system, {}))
+        return checkpointer_class(system).Options.model_validate(self.options.get(system, {}))
 
 
 def _sections() -> list[str]:

@@ -15,11 +15,13 @@ from lastgood.errors import ConfigError
 from lastgood.experiments.config.schema import SECTIONS
 from lastgood.text import parse_yaml, read_bytes
 
-__all__ = ["load_files", "load_yaml", "merged", "parse_overrides"]
+__all__ = ["load_files", "load_yaml", "merged", "parse_overrides", "with_current_keys"]
 
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 8
 """A file, its base, the base of that, and so on."""
+_EARLIER_KEYS = {"knobs": "options"}
+"""Configurations of users may still have them."""
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -33,8 +35,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def load_files(configfile: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Read `configfile` and the files below it; each names the next as its `base`, relative to its own folder.
 
-    Returns each file's path and values, without `base`; the lowest comes first, and each changes what those before it
-    say. Raises ConfigError, naming the file, if one cannot be read, names itself through others, or there are too many.
+    Returns each file's path and values, without `base` and under today's keys; the lowest comes first, and each changes
+    what those before it say. Raises ConfigError, naming the file, if one cannot be read, names itself through others,
+    has a key under two names, or there are too many.
     """
     files: list[tuple[Path, dict[str, Any]]] = []
     path, named_by = configfile, ""
@@ -47,7 +50,7 @@ def load_files(configfile: Path) -> list[tuple[Path, dict[str, Any]]]:
             raise ConfigError(f"{named_by}{path} is this file, or has this file as its own base")
         has_base = "base" in values
         base = values.pop("base", None)
-        files.insert(0, (path, values))
+        files.insert(0, (path, with_current_keys(values, str(path))))
         if not has_base:
             return files
         if not isinstance(base, str) or not base or "\0" in base:
@@ -74,6 +77,14 @@ def parse_overrides(entries: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--config: {key} is given twice; put several values into one: {key}=A,B")
         found[key] = parse_yaml(text, f"--config: {key}={text[:200]}", most_bytes=_MOST_BYTES)
     return found
+
+
+def with_current_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`values` with earlier keys under today's names. Raises ConfigError, naming `source`, if both are given."""
+    both = [(old, new) for old, new in _EARLIER_KEYS.items() if old in values and new in values]
+    if both:
+        raise ConfigError(f"{source}: {both[0][0]} is the earlier name of {both[0][1]}; put both into {both[0][1]}")
+    return {_EARLIER_KEYS.get(key, key): value for key, value in values.items()}
 
 
 def merged(base: Any, change: Any) -> Any:

@@ -1,8 +1,8 @@
 """Goodput, measured: a training process is really killed at the trace's failures, restarts, restores and goes on.
 
-The parent is the one of experiments/runs/execute.py: it imports torch once and forks each life. A life writes how far
-it is on a board in shared memory (experiments/runs/progress.py), so the parent can kill it at any moment, with SIGKILL,
-and still knows.
+The parent is the one of experiments/runs/execute.py: it imports torch once and forks each incarnation. That writes its
+progress to a board in shared memory (experiments/runs/progress.py), so the parent can kill it at any moment, with
+SIGKILL, and still knows how far it was.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lastgood.errors import LastgoodError, WaitTimeout
+from lastgood.experiments.machine.exclusive import exclusive_machine
 from lastgood.experiments.machine.facts import where_run
-from lastgood.experiments.machine.turn import take_turn
-from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Life
+from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Incarnation
 from lastgood.experiments.runs.children import SILENCE_S, hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.logs import keep_logs_of_failure
 from lastgood.experiments.runs.progress import Board
@@ -39,53 +39,53 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path
     Raises LastgoodError, naming what failed; nothing is left behind then but logs of the system's own processes (peers,
     shadows), in `logs`. A restore that gives back something else than was saved is no error but a fault in the record.
     """
-    with take_turn(spec.run, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
+    with exclusive_machine(spec.run, scratch, report) as mine, keep_logs_of_failure(mine.folder, logs, report):
         report("importing torch")
         import_before_fork(spec.run)
-        with run_services(services_of(spec.run), turn.folder, report) as services:
-            window = _Window(spec, turn.folder / "checkpoints", data_dir, services.watched(report))
-            window.live_through()
-        return window.record(turn.started_at, turn.began_s, turn.folder.parent)
+        with run_services(services_of(spec.run), mine.folder, report) as services:
+            window = _Window(spec, mine.folder / "checkpoints", data_dir, services.watched(report))
+            window.run()
+        return window.record(mine.started_at, mine.began_s, mine.folder.parent)
 
 
 class _Window:
-    """The lives of one run, one after the other."""
+    """The incarnations of one run, one after the other."""
 
     def __init__(self, spec: GoodputSpec, checkpoints: Path, data_dir: Path, report: Report) -> None:
         self._spec = spec
         self._arguments = (spec.run, checkpoints, data_dir)
         self._report = report
         self._board = Board()
-        self._lives: list[Life] = []
+        self._incarnations: list[Incarnation] = []
         self._faults: list[str] = []
         self._loads_s: list[float] = []
         self._checked = 0
         self._base = 0
         self._reached = 0
-        """Where the training stands: the last step of the newest life that trained, or what was restored since."""
+        """The training's step: the last one of the newest incarnation that trained, or what was restored since."""
         self._issued = 0
-        """Newest step that any life has come to."""
+        """Newest step that any incarnation has come to."""
         self._durable = 0
         """Newest step that the system has called durable."""
         self._found = 0
         """What the last look restored."""
 
-    def live_through(self) -> None:
-        """Run life after life until the window is over, and a last process that looks at what is left."""
-        from lastgood.experiments.goodput.life import first_life, last_look, later_life
+    def run(self) -> None:
+        """Run incarnation after incarnation until the window is over, and a last process that looks at what is left."""
+        from lastgood.experiments.goodput.incarnation import first_incarnation, last_look, later_incarnation
 
         clock_s = 0.0
         for number, end_s in enumerate([*self._spec.failures_s, self._spec.window_s]):
             last = number == len(self._spec.failures_s)
-            name = f"life {number} of {self._spec.title()}"
-            self._report(f"life {number}, to {end_s:.1f} s of the window, step {self._reached}")
-            function, more = (later_life, (self._base,)) if number else (first_life, ())
+            name = f"incarnation {number} of {self._spec.title()}"
+            self._report(f"incarnation {number}, to {end_s:.1f} s of the window, step {self._reached}")
+            function, more = (later_incarnation, (self._base,)) if number else (first_incarnation, ())
             uptime_s, age_s = self._live(name, function, more, max(0.0, end_s - clock_s))
             clock_s += uptime_s
             if not number:
                 self._base = self._reached = self._board.get("restored_step") or 0
                 self._durable = self._base if self._spec.run.interval_steps else 0
-            self._note_life("window" if last else "killed", uptime_s, age_s - uptime_s)
+            self._note_incarnation("window" if last else "killed", uptime_s, age_s - uptime_s)
         self._report("restoring once more, to see what is durable")
         self._live(f"the last look of {self._spec.title()}", last_look, (self._base,), None)
         self._note_restore("the last look")
@@ -95,7 +95,7 @@ class _Window:
         self, name: str, function: Callable[..., None], more: tuple[int, ...], quota_s: float | None
     ) -> tuple[float, float]:
         """Let a process have `quota_s` seconds of uptime and kill it (None: let it end). Returns its uptime and age."""
-        self._board.begin_life()
+        self._board.begin_incarnation()
         born = time.monotonic()
         process, pipe = start_child(name, function, (*self._arguments, *more, self._board))
         try:
@@ -132,9 +132,9 @@ class _Window:
                 return
             stage = content
 
-    def _note_life(self, ended: Literal["killed", "window"], uptime_s: float, start_up_s: float) -> None:
+    def _note_incarnation(self, ended: Literal["killed", "window"], uptime_s: float, start_up_s: float) -> None:
         board = self._board
-        lost = self._note_restore(f"life {len(self._lives)}") if self._lives else 0
+        lost = self._note_restore(f"incarnation {len(self._incarnations)}") if self._incarnations else 0
         restored = board.get("restored_step")
         reached: int | None = None
         if restored is not None and board.time_of("training_s"):
@@ -143,8 +143,8 @@ class _Window:
             self._issued = max(self._issued, board.get("issued_step") or 0, reached)
         durable, equal = board.get("durable_step"), board.get("first_loss_equal")
         self._durable = max(self._durable, durable or 0)
-        self._lives.append(
-            Life(
+        self._incarnations.append(
+            Incarnation(
                 ended=ended,
                 uptime_s=uptime_s,
                 start_up_s=start_up_s,
@@ -159,7 +159,7 @@ class _Window:
         )
 
     def _note_restore(self, name: str) -> int:
-        """Judge what a life restored, and go back to it. Returns the steps that this took from the training."""
+        """Judge what an incarnation restored, and go back to it. Returns the steps that this took from the training."""
         board = self._board
         restored, load_s = board.get("restored_step"), board.load_s
         if restored is None or load_s is None:
@@ -181,15 +181,15 @@ class _Window:
         return lost
 
     def record(self, started_at: str, began: float, scratch: Path) -> GoodputRecord:
-        """What the lives came to."""
-        board, lives = self._board, self._lives
-        # A last life that was still restoring has nothing but what is durable.
-        end = lives[-1].reached_step if lives[-1].reached_step is not None else self._found
+        """What the incarnations came to."""
+        board, incarnations = self._board, self._incarnations
+        # A last incarnation that was still restoring has nothing but what is durable.
+        end = incarnations[-1].reached_step if incarnations[-1].reached_step is not None else self._found
         useful, durable = max(0, end - self._base), max(0, self._found - self._base)
-        window_s = sum(life.uptime_s for life in lives)
-        start_up_s = sum(life.start_up_s for life in lives[1:])
-        steps = sum(life.steps for life in lives)
-        training_s = window_s - sum(life.load_s if life.load_s is not None else 0.0 for life in lives)
+        window_s = sum(one.uptime_s for one in incarnations)
+        start_up_s = sum(one.start_up_s for one in incarnations[1:])
+        steps = sum(one.steps for one in incarnations)
+        training_s = window_s - sum(one.load_s or 0.0 for one in incarnations)
         return GoodputRecord(
             spec=self._spec,
             started_at=started_at,
@@ -198,7 +198,7 @@ class _Window:
             state_bytes=board.get("state_bytes") or 0,
             parameters=board.get("parameters") or 0,
             first_step=self._base,
-            lives=lives,
+            lives=incarnations,
             window_s=window_s,
             start_up_s=start_up_s,
             useful_steps=useful,

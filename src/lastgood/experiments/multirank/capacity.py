@@ -108,7 +108,7 @@ def needs_of(spec: RunSpec, hosts: Hostfile) -> dict[str, Need]:
     training = state + workload.gradient_bytes() // share if spec.device == "cpu" else 0
     writers = writers_of(spec.system, spec.parallel)
     among = {"machines": spec.ranks, "peers": "own"} if writers == "peers" else {}
-    options = checkpointer_class(spec.system).Options.model_validate({**spec.knobs(), **among})
+    options = checkpointer_class(spec.system).Options.model_validate({**spec.system_options, **among})
     # What ranks hold alike may be written once.
     once = getattr(options, "replicated", "none") != "none"
     needs: dict[str, Need] = {}

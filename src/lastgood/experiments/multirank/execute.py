@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
+from lastgood.experiments.machine.exclusive import exclusive_machine
 from lastgood.experiments.machine.facts import boot_id, where_run
-from lastgood.experiments.machine.turn import take_turn
 from lastgood.experiments.multirank.capacity import check_room
-from lastgood.experiments.multirank.kills import kill_moments, merge_lives
+from lastgood.experiments.multirank.kills import kill_moments, merge_kills
 from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
 from lastgood.experiments.multirank.results import (
     AfterKill,
@@ -66,12 +66,12 @@ def execute_ranks(
     if problem is not None:
         raise ConfigError(f"{spec.title()}: {problem}")
     scratch = scratch.absolute()
-    with take_turn(spec, scratch, report) as turn, find_place(spec, given, report) as place:
+    with exclusive_machine(spec, scratch, report) as mine, find_place(spec, given, report) as place:
         check_room(spec, place, scratch, report)
-        run = _Run(spec, data_dir.absolute(), turn.folder, place, report)
+        run = _Run(spec, data_dir.absolute(), mine.folder, place, report)
         try:
-            with keep_logs_of_failure(turn.folder, logs, report, run.logs_elsewhere):
-                return run.record(turn.started_at, turn.began_s)
+            with keep_logs_of_failure(mine.folder, logs, report, run.logs_elsewhere):
+                return run.record(mine.started_at, mine.began_s)
         finally:
             run.tidy()
 
@@ -128,7 +128,7 @@ class _Run:
                 link_bits_per_s=self.place.link_bits_per_s,
             ),
             shadows=measured[0].shadows,
-            failures=merge_lives(moments, lives),
+            failures=merge_kills(moments, lives),
         )
 
     def logs_elsewhere(self) -> Mapping[str, Logs | HostError]:

@@ -12,17 +12,17 @@ from lastgood.experiments.multirank.results import AfterKill
 from lastgood.experiments.records.run import Failure
 from lastgood.experiments.records.spec import RunSpec
 
-__all__ = ["kill_moments", "merge_lives"]
+__all__ = ["kill_moments", "merge_kills"]
 
 _LEAST_STEPS: Final = 4
-"""Before a kill: a life that was just restored is not yet as it will be."""
+"""Before a kill: an incarnation that was just restored is not yet as it will be."""
 
 
 def kill_moments(spec: RunSpec) -> list[float]:
-    """For each kill, the iterations behind a life's begin at which it falls, fractions included.
+    """For each kill, the iterations after an incarnation's begin at which it falls, fractions included.
 
-    They lie anywhere in a span of whole intervals, all moments alike, so that on average half an interval is behind the
-    last checkpoint's save. One seed gives the same moments for every system.
+    They lie anywhere in a span of whole intervals, all moments alike, so that on average half an interval lies after
+    the last checkpoint's save. One seed gives the same moments for every system.
     """
     interval = max(1, spec.interval_steps)
     span = interval * math.ceil(_LEAST_STEPS / interval)
@@ -30,18 +30,18 @@ def kill_moments(spec: RunSpec) -> list[float]:
     return [span + span * found.random() for _ in range(spec.kills)]
 
 
-def merge_lives(moments: Sequence[float], lives: Sequence[Sequence[AfterKill]]) -> list[Failure]:
-    """Each kill, from what every rank of the life behind it found.
+def merge_kills(moments: Sequence[float], incarnations: Sequence[Sequence[AfterKill]]) -> list[Failure]:
+    """Each kill, from what every rank of the incarnation after it found.
 
-    Lost is what the rank that had come furthest has to do again. Raises LastgoodError if ranks of one life restored
-    different steps: that training is no more what it was.
+    Lost is what the rank that had come furthest has to do again. Raises LastgoodError if ranks of one incarnation
+    restored different steps: that training is not what it was.
     """
     failures = []
-    for moment, ranks in zip(moments, lives, strict=True):
+    for moment, ranks in zip(moments, incarnations, strict=True):
         steps = {one.restored_step for one in ranks}
         if len(steps) != 1:
             each = ", ".join(f"rank {one.rank}: {one.restored_step}" for one in ranks)
-            raise LastgoodError(f"ranks restored unlike steps behind one kill ({each})")
+            raise LastgoodError(f"ranks restored different steps after one kill ({each})")
         reached = max(one.reached_step for one in ranks)
         restored = steps.pop()
         checked = min(one.losses_checked for one in ranks)

@@ -128,7 +128,7 @@ class JoinedPart:
         elif self._writers == "peers":
             # They agree in each save: a kill between two ranks' saves must not leave them at different steps.
             own |= {"machine": self.rank, "machines": spec.ranks, "peers": "own"}
-        found = kind(checkpoints, kind.Options.model_validate({**spec.knobs(), **own}))
+        found = kind(checkpoints, kind.Options.model_validate({**spec.system_options, **own}))
         found.events_kept = None
         if self._writers in ("shadows", "peers") and self._show is not None:
             self._show(found)
@@ -161,7 +161,7 @@ class JoinedPart:
                 "all: it could not be restored"
             )
 
-    def settle(self) -> None:
+    def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, as DDP does in each forward pass.
 
         Between two steps each rank has statistics of its own batch, which nothing ever reads: a state that rank 0
@@ -183,6 +183,6 @@ class JoinedPart:
         reader.close()
         return self.checkpointer(checkpoints)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks, at most `COLLECTIVE_S`."""
         dist.all_reduce(torch.zeros(1))

@@ -24,7 +24,7 @@ from lastgood.units import MIB
 
 if TYPE_CHECKING:
     from lastgood.experiments.multirank.part import JoinedPart
-    from lastgood.experiments.runs.measure import Measurement, Onward
+    from lastgood.experiments.runs.measure import AfterMeasurement, Measurement
     from lastgood.experiments.runs.progress import Board
     from lastgood.training.loop import TrainingLoop
 
@@ -38,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
     if order.parent is not None:
         die_with_parent(order.parent)
     try:
-        _take_turn(order)
+        _hold_machine(order)
         _leave(order, _do(order))
     except LastgoodError as error:
         sys.stderr.write(f"{error}\n")
@@ -55,7 +55,7 @@ def _leave(order: RankOrder, result: MeasuredRank | AfterKill | RestoredRank) ->
     write_result(path, result.model_dump_json().encode(), mode=PRIVATE)
 
 
-def _take_turn(order: RankOrder) -> None:
+def _hold_machine(order: RankOrder) -> None:
     """The launching machine's turn is the run's. On any other machine nothing may be timed beside it either.
 
     Raises LockHeld, naming who measures there. The lock ends with this process.
@@ -87,7 +87,7 @@ def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
     if order.phase == "live":
         return _live(order, part, own)
     measured = train_and_measure(
-        spec, checkpoints, data_dir, False, _say, part, _onward(order, part, own) if spec.kills else None
+        spec, checkpoints, data_dir, False, _say, part, _after_measurement(order, part, own) if spec.kills else None
     )
     return _measured(measured, own)
 
@@ -107,24 +107,24 @@ def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
     )
 
 
-def _onward(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> Onward:
+def _after_measurement(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterMeasurement:
     """Leaves the measurement as the result, and trains until the kill."""
 
-    def onward(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
+    def after_measurement(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
         _leave(order, _measured(measurement, own))
         clocks = measurement.clocks
         _await_kill(order, part, loop, clocks.elapsed_s / clocks.measured_steps)
 
-    return onward
+    return after_measurement
 
 
 def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
     """Restores, and is killed again, or takes the live half of the proof where the spec asks for one."""
-    from lastgood.experiments.multirank.lives import relive
+    from lastgood.experiments.multirank.after_kill import resume_after_kill
     from lastgood.experiments.runs.measure import live_proof
 
     folder = Path(order.folder)
-    found = relive(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
+    found = resume_after_kill(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
     last = order.kill_after_steps is None
     live = live_proof(found.loop, part) if last and order.spec.proof else None
     result = AfterKill(
@@ -143,7 +143,7 @@ def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
 
 
 def _await_kill(order: RankOrder, part: JoinedPart, loop: TrainingLoop, step_s: float) -> NoReturn:
-    from lastgood.experiments.multirank.lives import train_until_killed
+    from lastgood.experiments.multirank.after_kill import train_until_killed
 
     assert order.kill_after_steps is not None
     _say(f"training until it is killed, in {order.kill_after_steps * step_s:.1f} s")

@@ -94,7 +94,7 @@ class AfterKill(_Result):
     losses_checked: int
     losses_equal: bool
     live: ProofHalf | None
-    """Of the last life, where the run also proves a restore."""
+    """Of the last incarnation, where the run also proves a restore."""
 
 
 class RestoredRank(_Result):

@@ -16,7 +16,7 @@ from lastgood.errors import ConfigError
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sources import Sources, show_errors
 from lastgood.experiments.config.values import BASELINE
-from lastgood.experiments.config.yaml_file import load_files, merged
+from lastgood.experiments.config.yaml_file import load_files, merged, with_current_keys
 from lastgood.experiments.plan.machine_checks import check_machine, pool_problems
 from lastgood.experiments.plan.node_checks import ranks_problems
 from lastgood.workloads.registry import workload_options_class
@@ -36,7 +36,7 @@ def load_config(configfile: Path, overrides: Mapping[str, Any] | None = None) ->
 
 def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Config, Sources]:
     """Read and check a configuration without looking at this machine. Raises ConfigError, see `load_config`."""
-    given = dict(overrides or {})
+    given = with_current_keys(overrides or {}, "--config")
     files = load_files(configfile)
     values: dict[str, Any] = {}
     for changes in (*(changes for _, changes in files), given):
@@ -48,7 +48,7 @@ def parse_config(configfile: Path, overrides: Mapping[str, Any] | None = None) -
         raise ConfigError("\n".join(show_errors(error, Config, sources))) from None
     problems = [
         *_option_problems(config, "workloads", config.used_models, sources),
-        *_option_problems(config, "knobs", config.used_systems, sources),
+        *_option_problems(config, "options", config.used_systems, sources),
     ]
     if config.simple.system == BASELINE:
         problems.append(sources.problem(("simple", "system"), f"{BASELINE} takes no checkpoint that could be restored"))

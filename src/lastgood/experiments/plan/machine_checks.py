@@ -89,7 +89,7 @@ def pool_problems(config: Config, sources: Sources) -> list[str]:
             text = (
                 f"{share}: {format_bytes(pool)} of {config.fig14.model}'s {format_bytes(state)}; a pool holds at least "
                 f"two chunks, {format_bytes(least)}; allowed: from {least / state:.3g}, or make "
-                f"knobs.{PCCHECK}.chunk_bytes smaller"
+                f"options.{PCCHECK}.chunk_bytes smaller"
             )
             problems.append(sources.problem(("fig14", "pool_shares", number), text))
     return problems

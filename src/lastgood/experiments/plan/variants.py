@@ -79,8 +79,8 @@ def persist_variants(config: Config) -> list[Variant]:
     found = []
     for megabytes in section.sizes_mb:
         for system in systems:
-            knobs = {"writer_threads": section.writer_threads} if system == PCCHECK else {}
-            options = _with(config.system_options(system), knobs)
+            changes = {"writer_threads": section.writer_threads} if system == PCCHECK else {}
+            options = _with(config.system_options(system), changes)
             found.append(Variant(("fig11", "sizes_mb"), BLOB, BlobOptions(megabytes=megabytes), system, options))
     return found
 
@@ -88,22 +88,22 @@ def persist_variants(config: Config) -> list[Variant]:
 def concurrency_variants(config: Config) -> list[Variant]:
     """Figure 12: PCcheck with 1, 2, ... checkpoints in flight."""
     section = config.fig12
-    knobs = [{"max_in_flight": count, "writer_threads": section.writer_threads} for count in section.in_flight]
-    return _swept(config, section.model, ("fig12", "in_flight"), knobs)
+    changes = [{"max_in_flight": count, "writer_threads": section.writer_threads} for count in section.in_flight]
+    return _swept(config, section.model, ("fig12", "in_flight"), changes)
 
 
 def threads_variants(config: Config) -> list[Variant]:
     """Figure 13: PCcheck with 1, 2, ... writer threads for each checkpoint."""
     section = config.fig13
-    knobs = [{"writer_threads": count} for count in section.writer_threads]
-    return _swept(config, section.model, ("fig13", "writer_threads"), knobs)
+    changes = [{"writer_threads": count} for count in section.writer_threads]
+    return _swept(config, section.model, ("fig13", "writer_threads"), changes)
 
 
 def memory_variants(config: Config) -> list[Variant]:
     """Figure 14: PCcheck with more or less host memory for copies."""
     section = config.fig14
-    knobs = [{"pool_bytes": pool_bytes(config, share)} for share in section.pool_shares]
-    return _swept(config, section.model, ("fig14", "pool_shares"), knobs)
+    changes = [{"pool_bytes": pool_bytes(config, share)} for share in section.pool_shares]
+    return _swept(config, section.model, ("fig14", "pool_shares"), changes)
 
 
 def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[Variant]:
@@ -160,9 +160,9 @@ def all_variants(config: Config) -> Iterator[Variant]:
     yield from memory_variants(config)
 
 
-def _swept(config: Config, model: str, key: tuple[str, ...], knobs: list[dict[str, Any]]) -> list[Variant]:
+def _swept(config: Config, model: str, key: tuple[str, ...], changes: list[dict[str, Any]]) -> list[Variant]:
     workload, options = config.workload_options(model), config.system_options(PCCHECK)
-    return [Variant(key, model, workload, PCCHECK, _with(options, changes)) for changes in knobs]
+    return [Variant(key, model, workload, PCCHECK, _with(options, one)) for one in changes]
 
 
 def _with_known(options: BaseOptions, changes: dict[str, Any]) -> BaseOptions:

@@ -105,7 +105,14 @@ def sweep_caption(frame: pd.DataFrame) -> str:
         "Slowdown: throughput without checkpoints over durable throughput, which counts the time until the last "
         f"checkpoint is {_durable(frame['system'])}. 1 is no slowdown."
     )
-    sentences = [_machine(frame), _set_up(frame, points), _knobs(frame), reading, _bound(frame), _revision(frame)]
+    sentences = [
+        _machine(frame),
+        _set_up(frame, points),
+        _fixed_options(frame),
+        reading,
+        _bound(frame),
+        _revision(frame),
+    ]
     return _joined_sentences(sentences)
 
 
@@ -119,7 +126,7 @@ def persist_caption(frame: pd.DataFrame) -> str:
         _machine(frame),
         f"{_repetitions(frame, 'marker median of the runs, circles their medians')}; {checkpoints} checkpoints a run "
         f"(whisker: fastest to slowest), {threads} thread{'' if threads == '1' else 's'}.",
-        _knobs(frame),
+        _fixed_options(frame),
         f"One checkpoint at a time, from save() until it is {_durable(frame['system'])}.",
         f"Bound: size over the disk's write ceiling of {day}, {rate}{_not_bounded(frame)}.{_beyond(frame)}",
         _revision(frame),
@@ -248,8 +255,8 @@ def _repetitions(frame: pd.DataFrame, points: str) -> str:
     return f"{text} repetitions: {points}"
 
 
-def _knobs(frame: pd.DataFrame) -> str:
-    """PCcheck's knobs that the panel holds fixed: those it varies are on an axis."""
+def _fixed_options(frame: pd.DataFrame) -> str:
+    """PCcheck's options that the panel holds fixed: those it varies are on an axis."""
     swept = frame[frame["system"] == PCCHECK]
     words = []
     for column, name in (("max_in_flight", "N"), ("writer_threads", "p")):

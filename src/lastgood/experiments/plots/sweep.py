@@ -1,4 +1,4 @@
-"""Slowdown against a knob or the interval, a line for each value of the other: figures 12, 13 and 14."""
+"""Slowdown against an option or the interval, a line for each value of the other: figures 12, 13 and 14."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a measured goodput run is, and its record: one JSON file per run, written once, atomically. Needs no torch.
 
 A run lives through a window of uptime in which its training process is really killed at given moments. Uptime is the
-time in which a life restores or trains: the artefact's formula knows no other cost of a failure. What else a life
+time in which an incarnation restores or trains: the artefact's formula knows no other cost of a failure. What else it
 needs (a process, the model's building, the system's start) is measured too, but the window's clock stands still for it.
 """
 
@@ -18,7 +18,7 @@ from lastgood.experiments.records.base import Record, Scale, Spec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 
-__all__ = ["GOODPUT_METHOD", "GoodputRecord", "GoodputSpec", "Life"]
+__all__ = ["GOODPUT_METHOD", "GoodputRecord", "GoodputSpec", "Incarnation"]
 
 GOODPUT_METHOD = 1
 """Version of how goodput is measured, part of every run's identity."""
@@ -35,7 +35,7 @@ class GoodputSpec(Spec):
     spec_version: Literal[1] = 1
     method: int = Field(default=GOODPUT_METHOD, ge=1)
     run: RunSpec
-    """Workload, system, interval and knobs; the steps that it measures and its proof mean nothing here."""
+    """Workload, system, interval and options; the steps that it measures and its proof mean nothing here."""
     window_s: float = Field(gt=0, le=_MAX_WINDOW_S, allow_inf_nan=False)
     """Seconds of uptime."""
     failures_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(max_length=_MAX_FAILURES)
@@ -93,8 +93,8 @@ class GoodputSpec(Spec):
         """Where the record lies, below the results folder."""
         run = self.run.record_path()
         machine, scale, workload, system, interval, variant, name = run.parts
-        knobs = variant.rpartition("-c")[0]
-        cell = "-".join([*([knobs] if knobs else []), f"k{len(self.failures_s)}", f"c{self.cell_hash}"])
+        readable = variant.rpartition("-c")[0]
+        cell = "-".join([*([readable] if readable else []), f"k{len(self.failures_s)}", f"c{self.cell_hash}"])
         return PurePosixPath(machine, scale, "goodput", workload, system, interval, cell, name)
 
     def title(self) -> str:
@@ -102,28 +102,28 @@ class GoodputSpec(Spec):
         return f"goodput of {self.run.title()}"
 
 
-class Life(FrozenModel):
-    """One life of the training process."""
+class Incarnation(FrozenModel):
+    """One incarnation of the training process."""
 
     ended: Literal["killed", "window"]
     """``window``: it was the last one, and the window was over."""
     uptime_s: float
     """Seconds in which it restored or trained."""
     start_up_s: float
-    """Seconds for all else: the process, building the workload, starting the system (the first life: its warm-up)."""
+    """Seconds for all else: the process, building the workload, starting the system (of the first: its warm-up)."""
     load_s: float | None
-    """Seconds of its restore; None for the first life, and for one that was killed before its restore was done."""
+    """Seconds of its restore; None for the first, and for one that was killed before its restore was done."""
     restored_step: int | None
-    """The step of the training state after the restore; 0 if it began anew; None as for `load_s`."""
+    """The step of the training state after the restore; 0 if it began from nothing; None as for `load_s`."""
     reached_step: int | None
     """The last step that it finished; None if it never trained. The kill may have come in the save of one more."""
     durable_step: int | None
     """The newest checkpoint of its own that the system called durable."""
     lost_steps: int
-    """Steps that earlier lives had finished beyond what this one restored."""
+    """Steps that earlier incarnations had finished beyond what this one restored."""
     failed_saves: int
     loss_equal: bool | None
-    """Whether its first step's loss was the one that an earlier life had there; None where none had been there."""
+    """Whether its first step's loss was the one that an earlier one had there; None if none had been there."""
 
     @property
     def steps(self) -> int:
@@ -140,11 +140,11 @@ class GoodputRecord(Record[GoodputSpec]):
     parameters: int
     first_step: int
     """The step at which the window began, behind warm-up and one checkpoint."""
-    lives: list[Life]
+    lives: list[Incarnation]
     window_s: float
-    """Uptime of all lives: the spec's window, as closely as kills could be timed."""
+    """Uptime of all incarnations: the spec's window, as closely as kills could be timed."""
     start_up_s: float
-    """Seconds that all lives but the first spent outside of uptime."""
+    """Seconds that all incarnations but the first spent outside of uptime."""
     useful_steps: int
     """Steps from the window's begin to its end that no failure took back."""
     durable_steps: int
@@ -156,12 +156,12 @@ class GoodputRecord(Record[GoodputSpec]):
     raw_goodput_iterations_per_s: float
     """useful_steps / (window_s + start_up_s): with start-up, which the compression leaves as long as it is."""
     step_s: float | None
-    """Training time of all lives by the steps that they did, lost ones included."""
+    """Training time of all incarnations by the steps that they did, lost ones included."""
     load_s: float | None
     """Median over the restores, the last process's included."""
     restores: int
     restores_checked: int
-    """Restores after which a loss could be compared to the bit (CUDA: to 1 %) with that of an earlier life."""
+    """Restores after which a loss could be compared to the bit (CUDA: to 1 %) with that of an earlier incarnation."""
     faults: list[str] = Field(default_factory=list)
     """What restores did that they must not: one sentence each."""
 

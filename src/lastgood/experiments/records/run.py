@@ -158,7 +158,7 @@ class Failure(FrozenModel):
     """One kill of all ranks, after the measurement, and what the restore in fresh processes gave back."""
 
     kill_after_steps: float
-    """When it was to fall: iterations, at the measured speed, from that life's begin."""
+    """When it was to fall: iterations, at the measured speed, from the begin of that incarnation."""
     reached_step: int
     """The last step that some rank had finished."""
     restored_step: int

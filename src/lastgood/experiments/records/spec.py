@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -23,7 +23,7 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")]
 
 
 class RunSpec(Spec):
-    """One measurement: workload, system, interval, repetition, and every knob resolved.
+    """One measurement: workload, system, interval, repetition, and every option resolved.
 
     Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
     """
@@ -122,10 +122,6 @@ class RunSpec(Spec):
         size = f" {self.workload_options['megabytes']} MB" if "megabytes" in self.workload_options else ""
         ranks = f" {self.parallel} {self.ranks}" if self.ranks > 1 else ""
         return f"{self.workload}{size}{ranks} {self.system} f{self.interval_steps} r{self.repetition}"
-
-    def knobs(self) -> dict[str, Any]:
-        """The system's options, as its Options model takes them."""
-        return dict(self.system_options)
 
 
 _READABLE = (("max_in_flight", "n"), ("writer_threads", "p"))

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastgood.errors import ConfigError
+from lastgood.experiments.machine.exclusive import ExclusiveRun, exclusive_machine
 from lastgood.experiments.machine.facts import where_run
-from lastgood.experiments.machine.turn import Turn, take_turn
 from lastgood.experiments.records.run import Proof, RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.children import call_in_child, import_before_fork
@@ -37,27 +37,29 @@ def execute(
     """
     if timeline is not None and timeline.is_dir():
         raise ConfigError(f"timeline {timeline} is a folder; name a file, for instance {timeline / 'trace.json'}")
-    with take_turn(spec, scratch, report) as turn, keep_logs_of_failure(turn.folder, logs, report):
-        return _execute(spec, data_dir, turn, report, timeline)
+    with exclusive_machine(spec, scratch, report) as mine, keep_logs_of_failure(mine.folder, logs, report):
+        return _execute(spec, data_dir, mine, report, timeline)
 
 
 def _execute(
     spec: RunSpec,
     data_dir: Path,
-    turn: Turn,
+    mine: ExclusiveRun,
     report: Report,
     timeline: Path | None,
 ) -> RunRecord:
     report("importing torch")
     import_before_fork(spec)
-    with run_services(services_of(spec), turn.folder, report) as services:
-        return _measure_and_prove(spec, data_dir, turn, services.watched(report), timeline)
+    with run_services(services_of(spec), mine.folder, report) as services:
+        return _measure_and_prove(spec, data_dir, mine, services.watched(report), timeline)
 
 
-def _measure_and_prove(spec: RunSpec, data_dir: Path, turn: Turn, report: Report, timeline: Path | None) -> RunRecord:
+def _measure_and_prove(
+    spec: RunSpec, data_dir: Path, mine: ExclusiveRun, report: Report, timeline: Path | None
+) -> RunRecord:
     from lastgood.experiments.runs.measure import prove_restore, train_and_measure
 
-    checkpoints = turn.folder / "checkpoints"
+    checkpoints = mine.folder / "checkpoints"
     arguments = (spec, checkpoints, data_dir, timeline is not None)
     measured = call_in_child(f"the trainer of {spec.title()}", train_and_measure, arguments, report)
     proof = None
@@ -80,9 +82,9 @@ def _measure_and_prove(spec: RunSpec, data_dir: Path, turn: Turn, report: Report
         write_timeline(timeline, spec.title(), measured.timeline)
     return RunRecord(
         spec=spec,
-        started_at=turn.started_at,
-        wall_s=time.monotonic() - turn.began_s,
-        where=where_run(turn.folder.parent),
+        started_at=mine.started_at,
+        wall_s=time.monotonic() - mine.began_s,
+        where=where_run(mine.folder.parent),
         workload=measured.workload,
         clocks=measured.clocks,
         resources=measured.resources,

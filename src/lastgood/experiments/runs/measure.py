@@ -26,9 +26,9 @@ from lastgood.workloads.base import Workload
 from lastgood.workloads.registry import build_workload, workload_options_class
 
 __all__ = [
+    "AfterMeasurement",
     "LiveProof",
     "Measurement",
-    "Onward",
     "Restored",
     "RestoredProof",
     "build_planned",
@@ -45,7 +45,7 @@ _PROOF_STEPS_AFTER = 2
 """Steps trained on after the proved checkpoint, live and restored, whose losses must agree."""
 
 Report = Callable[[str], None]
-Onward = Callable[[TrainingLoop, "Measurement"], NoReturn]
+AfterMeasurement = Callable[[TrainingLoop, "Measurement"], NoReturn]
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def train_and_measure(
     timeline: bool,
     report: Report,
     part: Part | None = None,
-    onward: Onward | None = None,
+    after_measurement: AfterMeasurement | None = None,
 ) -> Measurement:
     """Warm up, measure, drain and, if the spec asks for it, take the live half of the proof.
 
-    `part` is this process's part in a run over several ranks, each of which calls this. With `onward` the training does
-    not end here: it is given the measurement and never comes back. Raises LastgoodError if a checkpoint failed: such a
-    run measures something else.
+    `part` is this process's part in a run over several ranks, each of which calls this. `after_measurement`, if given,
+    gets the measurement, goes on with the training and never returns. Raises LastgoodError if a checkpoint failed: such
+    a run measures something else.
     """
     configure_compute(spec.threads, deterministic=False)
     part = part or Alone(spec)
@@ -127,7 +127,7 @@ def train_and_measure(
             # One untimed checkpoint: slots are written for the first time, and buffers touched.
             loop.save()
             drain_checked(checkpointer)
-            part.settle()
+            part.share_buffers()
             part.check(loop.state)
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
@@ -136,7 +136,7 @@ def train_and_measure(
             checkpointer.keep_update_waits()
         report(f"measuring, {spec.measured_steps} steps")
         used = part.begin_meters(checkpoints)
-        part.meet()
+        part.barrier()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
         segment = loop.train(spec.measured_steps)
         stall_update_s = checkpointer.update_stall_s - stall_before
@@ -183,8 +183,8 @@ def train_and_measure(
             ),
         )
         del flat
-        if onward is not None:
-            onward(loop, measurement)
+        if after_measurement is not None:
+            after_measurement(loop, measurement)
         if spec.proof:
             report("training on for the restore proof")
             # Not closed: this process is killed next, and what is durable must be so without a tidy end.
@@ -208,7 +208,7 @@ def prove_restore(
     report("training on from the restored state")
     loop.workload.model.train()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
-    part.meet()
+    part.barrier()
     loop.checkpointer.close()
     return RestoredProof(found.step, digest, losses, found.restore_s)
 
@@ -224,7 +224,7 @@ def restore_scrambled(spec: RunSpec, checkpoints: Path, data_dir: Path, report: 
     scramble(workload)
     loop = TrainingLoop(workload, part.checkpointer(checkpoints), 0, spec.device)
     forget_cached_pages(checkpoints)
-    part.meet()
+    part.barrier()
     report("restoring")
     started = time.perf_counter()
     step = loop.restore(part.common_step(loop.checkpointer))
@@ -242,7 +242,7 @@ def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
     loop.train(1)
     loop.save()
     loop.train(1)
-    part.settle()
+    part.share_buffers()
     digest, step = loop.digest(), loop.progress.step
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses

@@ -30,7 +30,7 @@ class Part(Protocol):
     def check(self, state: dict[str, Any]) -> None:
         """Refuse a state that the system would not give back. Called once, outside the measurement."""
 
-    def settle(self) -> None:
+    def share_buffers(self) -> None:
         """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
 
     def begin_meters(self, checkpoints: Path) -> Meter:
@@ -39,7 +39,7 @@ class Part(Protocol):
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
         """What to train on with after a restore by `reader`."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the other processes."""
 
 
@@ -62,7 +62,7 @@ class Alone:
     def check(self, state: dict[str, Any]) -> None:
         """Any state will do."""
 
-    def settle(self) -> None:
+    def share_buffers(self) -> None:
         """There is nobody to differ from."""
 
     def begin_meters(self, checkpoints: Path) -> Meter:
@@ -74,14 +74,14 @@ class Alone:
         del checkpoints
         return reader
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """There is nobody to wait for."""
 
 
 def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
     """The system of `spec` in folder `checkpoints`; it keeps all its events."""
     kind = checkpointer_class(spec.system)
-    knobs = {**spec.knobs(), **trainer_options(spec, checkpoints)}
-    checkpointer = kind(checkpoints, kind.Options.model_validate(knobs))
+    options = {**spec.system_options, **trainer_options(spec, checkpoints)}
+    checkpointer = kind(checkpoints, kind.Options.model_validate(options))
     checkpointer.events_kept = None
     return checkpointer

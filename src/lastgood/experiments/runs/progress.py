@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["MAX_STEPS", "Board", "losses_equal"]
 
 MAX_STEPS = 1_000_000
-"""Steps of all lives together; losses are kept by step."""
+"""Steps of all incarnations together; losses are kept by step."""
 
 _COUNTERS = (
     "issued_step",
@@ -48,10 +48,10 @@ class Board:
         self._times = np.frombuffer(memory, np.float64, len(_TIMES), len(_COUNTERS) * _FIELD_BYTES)
         self._losses = np.frombuffer(memory, np.uint64, MAX_STEPS, _LOSSES_AT)
         if not there:
-            self.begin_life()
+            self.begin_incarnation()
 
-    def begin_life(self) -> None:
-        """Forget what a life said about itself; losses and the state's size stay."""
+    def begin_incarnation(self) -> None:
+        """Forget what an incarnation said about itself; losses and the state's size stay."""
         kept = {"state_bytes", "parameters"}
         for place, name in enumerate(_COUNTERS):
             if name not in kept:
@@ -81,12 +81,12 @@ class Board:
         self._losses[step] = ~np.float64(loss).view(np.uint64)
 
     def loss_of(self, step: int) -> float | None:
-        """The loss that some life had at `step`; None if none was there. The word for untouched memory is a NaN."""
+        """The loss that some incarnation had at `step`; None if none was there. Untouched memory reads as a NaN."""
         word = self._losses[step]
         return float((~word).view(np.float64)) if word else None
 
     def uptime_s(self, now_s: float) -> float:
-        """Seconds in which the life restored or trained until `now_s`."""
+        """Seconds in which the incarnation restored or trained until `now_s`."""
         restoring, restored, training = (self.time_of(name) for name in _TIMES)
         loading_s = (restored or now_s) - restoring if restoring else 0.0
         return max(0.0, loading_s) + (max(0.0, now_s - training) if training else 0.0)

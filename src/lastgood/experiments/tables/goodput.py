@@ -1,7 +1,7 @@
 """Figure 9's CSV files: goodput by the artefact's formula, from runs, beside goodput as it was measured.
 
 The formula's terms come from runs of the same configuration: t from `none`, t_c from durable throughput, L from the
-restore proof, Tw from the median persist, N from the knobs. T and F are those of the window that measured runs live
+restore proof, Tw from the median persist, N from the options. T and F are those of the window that measured runs live
 through, so that both say something about the same time. docs/goodput.md explains each column.
 """
 
@@ -306,7 +306,7 @@ class _Panel:
                     max_in_flight=in_flight,
                     window_s=record.window_s,
                     useful_steps=record.useful_steps,
-                    lost_steps=sum(life.lost_steps for life in record.lives),
+                    lost_steps=sum(one.lost_steps for one in record.lives),
                     start_up_s=record.start_up_s,
                     restores=record.restores,
                     restores_checked=record.restores_checked,

@@ -131,10 +131,10 @@ def _of_options(spec: RunSpec, state_bytes: int) -> dict[str, Any]:
     }
 
 
-def _integer(spec: RunSpec, knob: str, default: int | None = None) -> int | None:
-    """A knob of the system, `default` where it has the knob and it is null; None if it has no such knob."""
-    value = spec.system_options.get(knob)
-    if value is None and knob in spec.system_options:
+def _integer(spec: RunSpec, name: str, default: int | None = None) -> int | None:
+    """An option of the system, `default` if it has it and it is null; None if it has no such option."""
+    value = spec.system_options.get(name)
+    if value is None and name in spec.system_options:
         return default
     return value if isinstance(value, int) else None
 

@@ -1,4 +1,4 @@
-"""A run's turn: the machine to itself, and a folder of its own on the disk that is measured."""
+"""Exclusive use of the machine for one run: the machine lock, and a private folder on the disk under test."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import local_path
 from lastgood.locks import FileLock
 
-__all__ = ["Scratch", "Turn", "take_turn"]
+__all__ = ["ExclusiveRun", "Scratch", "exclusive_machine"]
 
 _LOCK_WAIT_S = 24 * 3600.0
 """How long a run waits for the machine."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class ExclusiveRun:
     """What a run has while it lasts. `began_s` is on the monotonic clock."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Turn:
 
 
 @contextlib.contextmanager
-def take_turn(spec: RunSpec, scratch: Path, report: Callable[[str], None]) -> Iterator[Turn]:
+def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None]) -> Iterator[ExclusiveRun]:
     """Wait for the machine, and make a folder for `spec` below `scratch`; both are given back at the end.
 
     Raises ConfigError for a scratch folder in memory, WaitTimeout, LastgoodError.
@@ -51,7 +51,7 @@ def take_turn(spec: RunSpec, scratch: Path, report: Callable[[str], None]) -> It
         began_s = time.monotonic()
         folder = Scratch(scratch, spec)
         try:
-            yield Turn(folder.path, started_at, began_s)
+            yield ExclusiveRun(folder.path, started_at, began_s)
         finally:
             folder.remove()
     finally:

@@ -1,4 +1,4 @@
-"""A rank that is killed while it trains, and the life after that: what a failure takes back, measured.
+"""A rank that is killed while it trains, and the incarnation after that: what a failure takes back, measured.
 
 The kill is SIGKILL from another process, at its moment whatever the rank is in the middle of. How far the rank was, and
 with which losses, stands in a file that it maps (`Board`): the kernel keeps that.
@@ -22,7 +22,7 @@ from lastgood.experiments.runs.part import Part
 from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.training.loop import TrainingLoop, configure_compute
 
-__all__ = ["Relived", "relive", "train_until_killed"]
+__all__ = ["Resumed", "resume_after_kill", "train_until_killed"]
 
 _CHECKED_STEPS: Final = 2
 _CUDA_LOSS_TOLERANCE: Final = 0.01
@@ -51,7 +51,7 @@ def train_until_killed(
     loop.on_step = note
     loop.interval_steps = spec.interval_steps
     board.put(step=loop.progress.step)
-    part.meet()
+    part.barrier()
     words = ["bash", "-c", _KILLER, "bash", f"{after_steps * step_s:.6f}", str(marker), str(os.getpid())]
     killer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -63,7 +63,7 @@ def train_until_killed(
 
 
 @dataclass(frozen=True)
-class Relived:
+class Resumed:
     """What a rank found behind a kill."""
 
     reached_step: int
@@ -75,7 +75,9 @@ class Relived:
     """Trained on for the steps whose losses were compared, with the system started."""
 
 
-def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part, board: Board) -> Relived:
+def resume_after_kill(
+    spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part, board: Board
+) -> Resumed:
     """Restore in this fresh process what a kill has left, start the system, and compare the next losses."""
     configure_compute(spec.threads, deterministic=spec.device == "cpu")
     found = restore_scrambled(spec, checkpoints, data_dir, report, part)
@@ -86,7 +88,7 @@ def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, par
         )
     reached = board.get("step")
     if reached is None:
-        raise LastgoodError(f"{spec.title()}: nothing is known of the life before; its board is empty")
+        raise LastgoodError(f"{spec.title()}: nothing is known of the incarnation before; its board is empty")
     known = [board.loss_of(restored + number) for number in range(1, _CHECKED_STEPS + 1)]
     report("training on from the restored state")
     loop.checkpointer = part.writer(loop.checkpointer, checkpoints)
@@ -96,4 +98,4 @@ def relive(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, par
     tolerance = _CUDA_LOSS_TOLERANCE if spec.device == "cuda" else 0.0
     pairs: list[tuple[float, Any]] = [pair for pair in zip(losses, known, strict=True) if pair[1] is not None]
     equal = [losses_equal(loss, other, tolerance) for loss, other in pairs]
-    return Relived(reached, restored, found.restore_s, len(equal), all(equal), loop)
+    return Resumed(reached, restored, found.restore_s, len(equal), all(equal), loop)

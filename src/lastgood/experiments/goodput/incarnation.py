@@ -1,4 +1,4 @@
-"""What a life of a goodput run does: build, restore, train with checkpoints, and write on the board how far it is."""
+"""An incarnation of a goodput run: build, restore, train with checkpoints, and write its progress to the board."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.state import flatten
 from lastgood.training.loop import TrainingLoop, configure_compute
 
-__all__ = ["first_life", "last_look", "later_life"]
+__all__ = ["first_incarnation", "last_look", "later_incarnation"]
 
 Report = Callable[[str], None]
 
@@ -27,7 +27,7 @@ _CUDA_LOSS_TOLERANCE = 0.01
 """Kernels on CUDA run as fast as they can here, so two processes agree in the first digits only."""
 
 
-def first_life(spec: RunSpec, checkpoints: Path, data_dir: Path, board: Board, report: Report) -> None:
+def first_incarnation(spec: RunSpec, checkpoints: Path, data_dir: Path, board: Board, report: Report) -> None:
     """Warm up, take one checkpoint, and train on until killed."""
     configure_compute(spec.threads, deterministic=spec.device == "cpu")
     report("building the workload")
@@ -48,7 +48,9 @@ def first_life(spec: RunSpec, checkpoints: Path, data_dir: Path, board: Board, r
     _train(spec, loop, loop.progress.step, board, report, MAX_STEPS)
 
 
-def later_life(spec: RunSpec, checkpoints: Path, data_dir: Path, base: int, board: Board, report: Report) -> None:
+def later_incarnation(
+    spec: RunSpec, checkpoints: Path, data_dir: Path, base: int, board: Board, report: Report
+) -> None:
     """Restore and train on until killed. Saves fall on the steps that they fell on before: counted from `base`."""
     loop = _restored(spec, checkpoints, data_dir, board, report)
     loop.start()
@@ -147,7 +149,7 @@ class _Watcher:
         if step == self._first and known is not None:
             tolerance = _CUDA_LOSS_TOLERANCE if self._cuda else 0.0
             self._board.put(first_loss_equal=int(losses_equal(loss, known, tolerance)))
-        # The first life that came here knows best; on CUDA the one whose checkpoint is restored next.
+        # The first incarnation that came here knows best; on CUDA the one whose checkpoint is restored next.
         if known is None or self._cuda:
             self._board.put_loss(step, loss)
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = Path(__file__).with_name("tiny.yaml")
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "tests" / "workflow" / "tiny.yaml"
 
 
-class House:
+class WorkflowFolder:
     """A working folder, and calls of Snakemake in it."""
 
     def __init__(self, folder: Path) -> None:
