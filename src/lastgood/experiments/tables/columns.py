@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
-__all__ = ["LATER_COLUMNS", "TIDY_COLUMNS", "TidyRow"]
+from pydantic import BaseModel
+
+__all__ = ["LATER_COLUMNS", "TIDY_COLUMNS", "TidyRow", "same_named"]
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,8 @@ class TidyRow:
 TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))
 LATER_COLUMNS = {field.name: field.default for field in fields(TidyRow) if field.default is not MISSING}
 """Columns that older files lack, and their values there."""
+
+
+def same_named(source: BaseModel, columns: Collection[str]) -> dict[str, Any]:
+    """The fields of `source` that are named as one of `columns`."""
+    return {name: getattr(source, name) for name in type(source).model_fields if name in columns}

@@ -5,11 +5,24 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-__all__ = ["csv_bytes", "field_text"]
+from lastgood.files import write_result
+
+__all__ = ["field_text", "write_tables"]
 
 
-def csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:
+def write_tables(
+    out_tidy: Path, columns: Sequence[str], rows: Iterable[object], out_wide: Path, wide: Iterable[Sequence[str]]
+) -> None:
+    """Write a tidy CSV, whose `rows` have the `columns` as attributes, and a wide one, each complete or not at all."""
+    write_result(out_wide, _csv_bytes(wide))
+    write_result(
+        out_tidy, _csv_bytes([columns, *([field_text(getattr(row, name)) for name in columns] for row in rows)])
+    )
+
+
+def _csv_bytes(lines: Iterable[Sequence[str]]) -> bytes:
     """A file of `lines`, each a row of fields."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)

@@ -21,11 +21,10 @@ from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
-from lastgood.experiments.tables.columns import TidyRow
-from lastgood.experiments.tables.csv_text import csv_bytes, field_text
+from lastgood.experiments.tables.columns import TidyRow, same_named
+from lastgood.experiments.tables.csv_text import field_text, write_tables
 from lastgood.experiments.tables.published import PublishedGain, load_gains
-from lastgood.experiments.tables.runs import collect, run_name
-from lastgood.files import write_result
+from lastgood.experiments.tables.runs import collect, records_there, run_name
 
 __all__ = [
     "FORMULA",
@@ -110,6 +109,8 @@ class GoodputRow:
 
 
 GOODPUT_COLUMNS = tuple(field.name for field in fields(GoodputRow))
+_OF_ITS_OWN = ("scratch_filesystem", "scratch_device", "git_revision", "git_dirty")
+"""Columns that say where the measured run itself ran."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,8 @@ class CollectedGoodput:
         return [(*cell, statistics.median(values)) for cell, values in found.items()]
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both files, each whole or not at all."""
-        write_result(out_wide, csv_bytes(self.wide))
-        lines = [[field_text(getattr(row, name)) for name in GOODPUT_COLUMNS] for row in self.tidy]
-        write_result(out_tidy, csv_bytes([list(GOODPUT_COLUMNS), *lines]))
+        """Write both files, each complete or not at all."""
+        write_tables(out_tidy, GOODPUT_COLUMNS, self.tidy, out_wide, self.wide)
 
 
 def collect_goodput_files(
@@ -160,23 +159,15 @@ def collect_goodput_files(
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `reference` is
     a file of published gains.
     """
-    there = [path for path in paths if path.exists()]
-    missing = [_name(path) for path in paths if not path.exists()]
-    runs_expected = max(len(paths), expected or 0)
-    if not partial and len(there) < runs_expected:
-        named = f": {', '.join(missing)}" if missing else ""
-        raise LastgoodError(
-            f"{figure} {panel}: {len(there)} of {runs_expected} run records are there{named}; run what is missing, "
-            "or use --partial"
-        )
+    there = records_there(f"{figure} {panel}", paths, expected, partial, _name)
     return collect_goodput(
         figure,
         panel,
-        [RunRecord.load_placed(path) for path in there if not _is_goodput(path)],
-        [GoodputRecord.load_placed(path) for path in there if _is_goodput(path)],
+        [RunRecord.load_placed(path) for path in there.paths if not _is_goodput(path)],
+        [GoodputRecord.load_placed(path) for path in there.paths if _is_goodput(path)],
         load_ceilings(ceilings_path),
-        runs_expected=runs_expected,
-        runs_missing=missing,
+        runs_expected=there.expected,
+        runs_missing=there.missing,
         gains=[] if reference is None else load_gains(reference),
     )
 
@@ -286,37 +277,24 @@ class _Panel:
             if run.system != BASELINE and self._iteration_s and record.step_s and record.load_s:
                 cost_s = lost_s(*cell, self._iteration_s, record.load_s, write_s or 0.0, in_flight)
                 own = goodput(self._spec.window_s, len(self._spec.failures_s), cost_s, record.step_s)
-            where = record.where
             rows.append(
                 self._row(
                     like or self._runs[0],
+                    **same_named(record, GOODPUT_COLUMNS)
+                    | same_named(record.where, _OF_ITS_OWN)
+                    | {"faults": "; ".join(record.faults)},
                     system=run.system,
                     interval_steps=run.interval_steps,
                     source=MEASURED,
                     repetition=run.repetition,
                     goodput_measured_iterations_per_s=found,
-                    durable_goodput_iterations_per_s=record.durable_goodput_iterations_per_s,
-                    raw_goodput_iterations_per_s=record.raw_goodput_iterations_per_s,
                     cell_formula_iterations_per_s=formula,
                     deviation=formula / found - 1 if formula is not None and found > 0 else None,
                     own_formula_iterations_per_s=own,
                     own_deviation=own / found - 1 if own is not None and found > 0 else None,
                     iteration_with_s=record.step_s,
-                    load_s=record.load_s,
                     max_in_flight=in_flight,
-                    window_s=record.window_s,
-                    useful_steps=record.useful_steps,
                     lost_steps=sum(one.lost_steps for one in record.lives),
-                    start_up_s=record.start_up_s,
-                    restores=record.restores,
-                    restores_checked=record.restores_checked,
-                    faults="; ".join(record.faults),
-                    state_bytes=record.state_bytes,
-                    scratch_filesystem=where.scratch_filesystem,
-                    scratch_device=where.scratch_device,
-                    git_revision=where.git_revision,
-                    git_dirty=where.git_dirty,
-                    started_at=record.started_at,
                     record=str(record.spec.record_path()),
                 )
             )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.optimizer import OptimizerRecord
 from lastgood.experiments.systems.papers import CHECKMATE
-from lastgood.experiments.tables.csv_text import csv_bytes, field_text
-from lastgood.files import write_result
+from lastgood.experiments.tables.columns import same_named
+from lastgood.experiments.tables.csv_text import field_text, write_tables
+from lastgood.experiments.tables.runs import records_there
 
 __all__ = ["OPTIMIZER_COLUMNS", "CollectedUpdates", "UpdateRow", "collect_updates", "collect_updates_files"]
 
@@ -62,10 +63,8 @@ class CollectedUpdates:
     warnings: list[str]
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both CSV files, each whole or not at all."""
-        tidy = [list(OPTIMIZER_COLUMNS), *([field_text(value) for value in astuple(row)] for row in self.rows)]
-        write_result(out_tidy, csv_bytes(tidy))
-        write_result(out_wide, csv_bytes(self._wide()))
+        """Write both CSV files, each complete or not at all."""
+        write_tables(out_tidy, OPTIMIZER_COLUMNS, self.rows, out_wide, self._wide())
 
     def summary(self) -> str:
         """How many runs it holds."""
@@ -100,14 +99,9 @@ def collect_updates_files(
 
     Neither ceilings nor published numbers stand beside updates.
     """
-    there = [path for path in paths if path.exists()]
-    missing = ["/".join(path.parts[-4:]) for path in paths if not path.exists()]
-    wanted = max(len(paths), expected or 0)
-    if not there or (len(there) < wanted and not partial):
-        named = f": {', '.join(missing)}" if missing else ""
-        raise LastgoodError(f"{figure} {panel}: {len(there)} of {wanted} run records are there{named}")
-    records = [OptimizerRecord.load_placed(path) for path in there]
-    return collect_updates(figure, panel, records, runs_expected=wanted, runs_missing=missing)
+    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
+    records = [OptimizerRecord.load_placed(path) for path in there.paths]
+    return collect_updates(figure, panel, records, runs_expected=there.expected, runs_missing=there.missing)
 
 
 def collect_updates(
@@ -124,38 +118,28 @@ def collect_updates(
         raise LastgoodError(f"{figure} {panel}: records of {len(cells)} settings; a panel shows one")
     rows = []
     for record in sorted(records, key=lambda record: record.spec.repetition):
-        spec, where = record.spec, record.where
+        spec = record.spec
         for point in sorted(record.points, key=lambda point: (point.shadows, point.threads)):
-            rows.append(
-                UpdateRow(
-                    figure=figure,
-                    panel=panel,
-                    machine=spec.machine,
-                    scale=spec.scale,
-                    workload=spec.panel,
-                    system=CHECKMATE,
-                    repetition=spec.repetition,
-                    model=spec.model,
-                    optimizer=spec.optimizer,
-                    parameters=record.parameters,
-                    threads=point.threads,
-                    shadows=point.shadows,
-                    updates=len(point.update_s),
-                    update_s=statistics.median(point.update_s),
-                    update_min_s=min(point.update_s),
-                    update_max_s=max(point.update_s),
-                    cpu=where.cpu,
-                    cores=where.cores,
-                    memory_bytes=where.memory_bytes,
-                    kernel=where.kernel,
-                    torch=where.versions.get("torch", "unknown"),
-                    git_revision=where.git_revision,
-                    git_dirty=where.git_dirty,
-                    started_at=record.started_at,
-                    record=str(spec.record_path()),
-                    runs_expected=runs_expected,
-                    runs_missing="; ".join(runs_missing),
-                )
-            )
+            values = {
+                **same_named(spec, OPTIMIZER_COLUMNS),
+                **same_named(record.where, OPTIMIZER_COLUMNS),
+                "figure": figure,
+                "panel": panel,
+                "workload": spec.panel,
+                "system": CHECKMATE,
+                "parameters": record.parameters,
+                "threads": point.threads,
+                "shadows": point.shadows,
+                "updates": len(point.update_s),
+                "update_s": statistics.median(point.update_s),
+                "update_min_s": min(point.update_s),
+                "update_max_s": max(point.update_s),
+                "torch": record.where.versions.get("torch", "unknown"),
+                "started_at": record.started_at,
+                "record": str(spec.record_path()),
+                "runs_expected": runs_expected,
+                "runs_missing": "; ".join(runs_missing),
+            }
+            rows.append(UpdateRow(**values))
     revisions = {(row.git_revision, row.git_dirty) for row in rows}
     return CollectedUpdates(rows, [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else [])

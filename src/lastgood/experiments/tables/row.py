@@ -16,10 +16,9 @@ from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.formulas.bound import throughput_bound
-from lastgood.experiments.records.base import WhereRun
-from lastgood.experiments.records.run import Clocks, Counts, Proof, RunRecord, ShadowFacts
+from lastgood.experiments.records.run import Counts, RunRecord, ShadowFacts
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.tables.columns import TidyRow
+from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow, same_named
 from lastgood.experiments.tables.published import Published
 from lastgood.sinks import Sink
 
@@ -62,64 +61,34 @@ def tidy_row(
     `baseline` are the `none` runs to compare it with, `proof_equal` is what the proofs of its cell say, if it has none
     of its own.
     """
-    return TidyRow(
-        figure=panel.figure,
-        panel=panel.panel,
-        runs_expected=panel.runs_expected,
-        runs_missing=panel.runs_missing,
-        axis=panel.axes.axis,
-        axis_value=panel.axes.value_of(record.spec),
-        ceilings_measured_at=panel.ceilings.measured_at,
-        started_at=record.started_at,
-        notes=notes,
-        storage=compact_json(record.storage),
-        state_bytes=record.workload.state_bytes,
-        data_name=record.workload.data_name,
-        parameters=record.workload.parameters,
-        peak_rss_bytes=record.resources.peak_rss_bytes,
-        peak_device_bytes=record.resources.peak_device_bytes,
-        cpu_s=record.resources.cpu_s,
-        bytes_written=record.resources.bytes_written,
-        paper_slowdown=published.slowdown if published else None,
-        paper_source=published.source if published else None,
-        link_bits_per_s=record.ranks.link_bits_per_s if record.ranks else None,
-        **_of_spec(record.spec),
-        **_of_options(record.spec, record.workload.state_bytes),
-        **_of_clocks(record.clocks),
-        **_of_counts(record.counts, record.spec.interval_steps),
-        **_of_proof(record.proof, proof_equal),
-        **_of_machine(record.where),
-        **_of_baseline(record, baseline),
-        **_of_bound(record, panel.ceilings, baseline),
-        **_of_shadows(record.shadows),
-        **_of_failures(record),
-    )
-
-
-def _of_spec(spec: RunSpec) -> dict[str, Any]:
-    return {
-        "machine": spec.machine,
-        "scale": spec.scale,
-        "workload": spec.workload,
-        "system": spec.system,
-        "interval_steps": spec.interval_steps,
-        "repetition": spec.repetition,
+    spec = record.spec
+    parts = (spec, record.workload, record.resources, record.clocks, record.where)
+    values: dict[str, Any] = {name: value for part in parts for name, value in same_named(part, TIDY_COLUMNS).items()}
+    values |= {
+        "figure": panel.figure,
+        "panel": panel.panel,
         "cell": spec.variant,
-        "warmup_steps": spec.warmup_steps,
-        "threads": spec.threads,
-        "device": spec.device,
-        "seed": spec.seed,
-        "method": spec.method,
+        "record": str(spec.record_path()),
         "system_options": compact_json(spec.system_options),
         "workload_options": compact_json(spec.workload_options),
-        "record": str(spec.record_path()),
-        "drain_each": spec.drain_each,
-        "ranks": spec.ranks,
-        "nodes": spec.nodes,
-        "parallel": spec.parallel,
-        "shadows": spec.shadows,
-        "kills": spec.kills,
+        "storage": compact_json(record.storage),
+        "runs_expected": panel.runs_expected,
+        "runs_missing": panel.runs_missing,
+        "axis": panel.axes.axis,
+        "axis_value": panel.axes.value_of(spec),
+        "ceilings_measured_at": panel.ceilings.measured_at,
+        "started_at": record.started_at,
+        "notes": notes,
+        "restore_s": record.proof.restore_s if record.proof else None,
+        "proof_equal": record.proof.equal if record.proof else proof_equal,
+        "paper_slowdown": published.slowdown if published else None,
+        "paper_source": published.source if published else None,
+        "link_bits_per_s": record.ranks.link_bits_per_s if record.ranks else None,
     }
+    values |= _of_options(spec, record.workload.state_bytes) | _of_persists(record.clocks.persist_s)
+    values |= _of_counts(record.counts, spec.interval_steps) | _of_baseline(record, baseline)
+    values |= _of_bound(record, panel.ceilings, baseline) | _of_shadows(record.shadows) | _of_failures(record)
+    return TidyRow(**values)
 
 
 def _of_options(spec: RunSpec, state_bytes: int) -> dict[str, Any]:
@@ -139,19 +108,12 @@ def _integer(spec: RunSpec, name: str, default: int | None = None) -> int | None
     return value if isinstance(value, int) else None
 
 
-def _of_clocks(clocks: Clocks) -> dict[str, Any]:
-    persist_s = clocks.persist_s
+def _of_persists(persist_s: Sequence[float]) -> dict[str, Any]:
     return {
-        "measured_steps": clocks.measured_steps,
-        "iterations_per_s": clocks.iterations_per_s,
-        "durable_iterations_per_s": clocks.durable_iterations_per_s,
-        "stall_save_s": clocks.stall_save_s,
-        "stall_update_s": clocks.stall_update_s,
-        "drain_s": clocks.drain_s,
         "persist_p50_s": statistics.median(persist_s) if persist_s else None,
         "persist_p99_s": _nearest_rank(persist_s, 0.99) if persist_s else None,
-        "persist_min_s": min(persist_s) if persist_s else None,
-        "persist_max_s": max(persist_s) if persist_s else None,
+        "persist_min_s": min(persist_s, default=None),
+        "persist_max_s": max(persist_s, default=None),
     }
 
 
@@ -169,27 +131,6 @@ def _of_counts(counts: Counts, interval_steps: int) -> dict[str, Any]:
         "checkpoints_skipped": counts.skipped,
         # A superseded checkpoint was written in full, so it cost what a durable one costs.
         "enough_checkpoints": counts.durable + counts.superseded >= 2 if interval_steps else None,
-    }
-
-
-def _of_proof(proof: Proof | None, of_cell: bool | None) -> dict[str, Any]:
-    return {
-        "restore_s": proof.restore_s if proof else None,
-        "proof_equal": proof.equal if proof else of_cell,
-    }
-
-
-def _of_machine(where: WhereRun) -> dict[str, Any]:
-    return {
-        "cpu": where.cpu,
-        "cores": where.cores,
-        "memory_bytes": where.memory_bytes,
-        "gpu": where.gpu,
-        "kernel": where.kernel,
-        "scratch_filesystem": where.scratch_filesystem,
-        "scratch_device": where.scratch_device,
-        "git_revision": where.git_revision,
-        "git_dirty": where.git_dirty,
     }
 
 

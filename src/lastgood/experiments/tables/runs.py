@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -20,14 +20,13 @@ from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow
-from lastgood.experiments.tables.csv_text import csv_bytes, field_text
+from lastgood.experiments.tables.csv_text import write_tables
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
 from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_row
 from lastgood.experiments.tables.wide import wide_table
-from lastgood.files import write_result
 
-__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "run_name"]
+__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "records_there", "run_name"]
 
 _PATH_PARTS = 7
 """Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
@@ -47,10 +46,8 @@ class Collected:
         return f"{len(self.tidy)} of {self.tidy[0].runs_expected} runs"
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both files, each whole or not at all."""
-        write_result(out_wide, csv_bytes(self.wide))
-        lines = [[field_text(getattr(row, name)) for name in TIDY_COLUMNS] for row in self.tidy]
-        write_result(out_tidy, csv_bytes([list(TIDY_COLUMNS), *lines]))
+        """Write both files, each complete or not at all."""
+        write_tables(out_tidy, TIDY_COLUMNS, self.tidy, out_wide, self.wide)
 
 
 def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
@@ -63,6 +60,33 @@ def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
         return str(path)
     words = [parts[2], parts[3], parts[4], *([parts[5]] if variant else []), parts[6].removesuffix(".json")]
     return " ".join(words)
+
+
+@dataclass(frozen=True)
+class RecordsThere:
+    """Which of a panel's records there are."""
+
+    paths: list[Path]
+    missing: list[str]
+    """Short names of the others."""
+    expected: int
+
+
+def records_there(
+    panel: str, paths: Sequence[Path], expected: int | None, partial: bool, name_of: Callable[[Path], str] = run_name
+) -> RecordsThere:
+    """Look for the records of a panel. Raises LastgoodError if there is none, or one is missing and not `partial`."""
+    there = [path for path in paths if path.exists()]
+    missing = [name_of(path) for path in paths if not path.exists()]
+    wanted = max(len(paths), expected or 0)
+    if not there:
+        raise LastgoodError(f"{panel}: none of its {wanted} run records is there")
+    if not partial and len(there) < wanted:
+        named = f": {', '.join(missing)}" if missing else ""
+        raise LastgoodError(
+            f"{panel}: {len(there)} of {wanted} run records are there{named}; run what is missing, or use --partial"
+        )
+    return RecordsThere(there, missing, wanted)
 
 
 def collect_files(
@@ -80,26 +104,15 @@ def collect_files(
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `expected` is
     the number of runs of the whole figure, where `paths` does not name all of them.
     """
-    there = [path for path in paths if path.exists()]
     sweep = _axes(figure) is not THROUGHPUT
-    missing = [run_name(path, variant=sweep) for path in paths if not path.exists()]
-    runs_expected = max(len(paths), expected or 0)
-    if not there:
-        raise LastgoodError(f"{figure} {panel}: none of its {runs_expected} run records is there")
-    if not partial and len(there) < runs_expected:
-        named = f": {', '.join(missing)}" if missing else ""
-        raise LastgoodError(
-            f"{figure} {panel}: {len(there)} of {runs_expected} run records are there{named}; run what is missing, "
-            "or use --partial"
-        )
-    records = [RunRecord.load_placed(path) for path in there]
+    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: run_name(path, variant=sweep))
     return collect(
         figure,
         panel,
-        records,
+        [RunRecord.load_placed(path) for path in there.paths],
         load_ceilings(ceilings_path),
-        runs_expected=runs_expected,
-        runs_missing=missing,
+        runs_expected=there.expected,
+        runs_missing=there.missing,
         published=[] if reference is None else load_published(reference),
     )
 
