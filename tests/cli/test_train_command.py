@@ -159,7 +159,7 @@ def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tm
             assert "cut off" not in one["said"]  # nobody was: a tidy end is no lost shadow
             if pinned:
                 assert one["cpus"] == CPUS[len(CPUS) * rank // 2 : len(CPUS) * (rank + 1) // 2]
-    assert "begins anew: " in lives[0][0]["said"]
+    assert "begins again: " in lives[0][0]["said"]
     assert "restored step 3 from the shadows" in lives[1][0]["said"] and not lives[1][1]["said"].count("restored")
     expected = losses_without_lastgood(data_dir, 5)
     assert [lives[0][rank]["losses"] + lives[1][rank]["losses"] for rank in range(2)] == expected

@@ -21,7 +21,7 @@ from lastgood.workloads.base import Batch, Workload
 __all__ = ["cut_into_stages", "partition"]
 
 _MOST: Final = 500_000_000
-"""Elements of DeepSpeed's buckets, as it has them; fewer where the model has fewer."""
+"""Elements of DeepSpeed's buckets, as it has them; fewer if the model has fewer."""
 
 
 def partition(workload: Workload, stage: int, batch_size: int, device: str) -> None:

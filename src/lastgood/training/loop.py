@@ -70,11 +70,11 @@ class TrainingLoop:
         self.heartbeat: Callable[[str], None] | None = None
         """Told how far a long `train` is, about once in `HEARTBEAT_S`."""
         self.on_step: Callable[[int, torch.Tensor], None] | None = None
-        """Told the number and the loss (on the device) of each step, behind its save."""
+        """Told the number and the loss (on the device) of each step, after its save."""
         self.state: dict[str, Any] = {**workload.state(), "rng": RngState(), "progress": self.progress}
 
     def restore(self, step: int | None = None) -> int:
-        """Load the newest whole checkpoint (or that of `step`) and return its step."""
+        """Load the newest complete checkpoint (or that of `step`) and return its step."""
         found = self.checkpointer.restore(self.state, step)
         self.first_step = self.progress.step
         return found
@@ -85,7 +85,7 @@ class TrainingLoop:
         self.checkpointer.start(self.state)
 
     def train(self, steps: int) -> Segment:
-        """Take `steps` steps, with saves where the interval asks for them."""
+        """Take `steps` steps, with saves when the interval asks for them."""
         segment = Segment(StepClock(self.device))
         losses = []
         segment.clock.begin()

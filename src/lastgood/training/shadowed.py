@@ -37,7 +37,7 @@ class Trained:
 
 def join_trainers(place: TrainerPlace, device: Literal["cpu", "cuda"], timeout_s: float) -> None:
     """Meet the other trainers where MASTER_ADDR and MASTER_PORT say, without shadows that a launcher counts in."""
-    # Words between ranks go over gloo, also where gradients go over NCCL.
+    # Messages between ranks go over gloo, also if gradients go over NCCL.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, rank=place.rank, world_size=place.ranks, timeout=timeout)
@@ -59,7 +59,7 @@ def train_with_shadows(
 ) -> Trained:
     """Go on with what the shadows hold, or begin, and train up to step `steps`; every step is a checkpoint.
 
-    All ranks call it, behind `join_trainers`; batches are shared out over them. Raises what
+    All ranks call it, after `join_trainers`; batches are shared out over them. Raises what
     `Checkmate.restore` does, but for NoCheckpoint. A save that fails ends nothing: it is counted.
     """
     workload.data = RankStream(workload.data, place.rank, place.ranks)
@@ -71,7 +71,7 @@ def train_with_shadows(
         first = loop.restore()
         report(f"restored step {first} from the shadows")
     except NoCheckpoint as error:
-        report(f"begins anew: {error}")
+        report(f"begins again: {error}")
         first = 0
     loop.start()
     try:

@@ -77,7 +77,7 @@ def tune(
         iteration_s: t, seconds of one iteration without checkpoints.
         state_bytes: S, bytes of one checkpoint.
         slowdown: q, the slowdown allowed, above 1; 1.05 allows 5 %.
-        keep: K, whole checkpoints that the job keeps; the disk must hold N + K.
+        keep: K, complete checkpoints that the job keeps; the disk must hold N + K.
         limits: time, cores, disk and memory to keep to.
         machine: a name of this machine for the file.
         report: told each stage.
@@ -109,10 +109,10 @@ def tune_training(
     `step` takes one step of it, the optimizer's included; `state` is what a checkpointer would be started with. The
     steps that this takes are real: tune with a training that may be thrown away, or go on from where it is.
 
-    PCcheck runs at the chosen interval; where the measured slowdown is over the allowed one, the interval is raised and
+    PCcheck runs at the chosen interval; if the measured slowdown is over the allowed one, the interval is raised and
     tried again. `Tuning.kept` says how that ended: None means that it could not be tried, and a warning says why.
 
-    Raises what `tune` raises, StateError for a state that cannot be stored, CheckpointError where a checkpoint failed.
+    Raises what `tune` raises, StateError for a state that cannot be stored, CheckpointError if a checkpoint failed.
     """
     limits = limits or Limits()
     _refuse_nonsense(1.0, 1, slowdown, keep, limits)
@@ -300,7 +300,7 @@ def _check_seconds(found: Tuning, interval: int, saves: int) -> float:
 
 
 def _saves_in_time(found: Tuning, interval: int, seconds: float) -> int | None:
-    """Checkpoints to measure: more than are in flight, and enough for a second; None where the time is too short."""
+    """Checkpoints to measure: more than are in flight, and enough for a second; None if the time is too short."""
     least = found.options.max_in_flight + 1
     if _check_seconds(found, interval, least) > seconds:
         return None

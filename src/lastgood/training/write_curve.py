@@ -113,7 +113,7 @@ def most_that_fit(directory: Path, state_bytes: int, keep: int, disk_bytes: int 
     `disk_bytes` is the free space to count with; None for what is free. Raises StorageError if not even one fits.
     """
     slot_bytes = stream_layout(state_bytes, min(_CHUNKS))[2]
-    # The job's slots of an earlier life are used again.
+    # The job's slots of an earlier incarnation are used again.
     there = sum(path.stat().st_size for path in find_slots(directory).values())
     free = shutil.disk_usage(directory).free if disk_bytes is None else disk_bytes
     most = (free + there) // slot_bytes - keep
@@ -169,7 +169,7 @@ class WriteCurve:
         self._report = report
         self._deadline = time.monotonic() + seconds
         self._search_deadline = time.monotonic() + seconds * _SEARCH_SHARE
-        self._slots = max(n for n, _, _ in keys) + 1  # one whole checkpoint stays, as in the store's own life
+        self._slots = max(n for n, _, _ in keys) + 1  # one complete checkpoint stays, as in the store's own life
         self._found: dict[Key, WritePoint] = {}
         self._confirmed: list[Key] = []
         self._step = 0

@@ -69,7 +69,7 @@ class BatchStream(ABC):
 
 
 class Stepper(Protocol):
-    """One whole training step: forward, backward, the optimizer's update, its schedule, gradients cleared."""
+    """One complete training step: forward, backward, the optimizer's update, its schedule, gradients cleared."""
 
     def __call__(self, next_batch: Callable[[], Batch], update_reached: Callable[[], None]) -> torch.Tensor:
         """Take it, and return the scalar loss, detached.
@@ -100,7 +100,7 @@ class Workload:
     step: Stepper | None = None
     """None: `loss`, its backward pass, and the optimizer's own step."""
     weights: torch.nn.Module | None = None
-    """What the optimizer updates, where that is not the model's own memory (a shard of it); loading it makes the
+    """What the optimizer updates, if that is not the model's own memory (a shard of it); loading it makes the
     model's weights again."""
     derived: Callable[[], dict[str, torch.Tensor]] | None = None
     """The model's tensors that are made from `weights`: in no checkpoint, but a restore must bring them back too."""

@@ -69,7 +69,7 @@ class _Run:
     usable: str
     """Empty, or why this run says nothing."""
     rates: tuple[float, float] | None
-    """Copy and write ceilings in bytes per second, where the source has them."""
+    """Copy and write ceilings in bytes per second, if the source has them."""
 
 
 def rates_of(ceilings: CeilingsRecord, device: Device) -> Rates:
@@ -86,8 +86,8 @@ def rates_of(ceilings: CeilingsRecord, device: Device) -> Rates:
 def read_cells(folder: Path, *, machine: str | None = None, device: Device | None = None) -> Measured:
     """Read all run records (``r0.json`` and so on) and tidy CSV files below `folder`.
 
-    `machine` and `device` choose where the folder has several. Raises LastgoodError, naming file and line, for a
-    damaged file, and ConfigError where there is nothing to read or a choice is needed.
+    `machine` and `device` choose if the folder has several. Raises LastgoodError, naming file and line, for a
+    damaged file, and ConfigError if there is nothing to read or a choice is needed.
     """
     if not folder.is_dir():
         raise ConfigError(f"--records {folder}: no such folder; name one with run records or tidy CSV files")

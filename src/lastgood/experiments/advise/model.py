@@ -80,7 +80,7 @@ class Question:
     """What is asked. Raises ConfigError, with the limits, for numbers that no training has."""
 
     state_bytes: float
-    """One node's checkpoint: its share, where the state is sharded."""
+    """One node's checkpoint: its share, if the state is sharded."""
     iteration_s: float
     mtbf_s: float
     """Mean time between failures of one node."""
@@ -109,7 +109,7 @@ class Question:
 
     @property
     def job_mtbf_s(self) -> float:
-        """Mean time between failures of the whole job: any node ends it."""
+        """Mean time between failures of the job: any node ends it."""
         return self.mtbf_s / self.nodes
 
     def hidden_s(self, rates: Rates) -> float:

@@ -54,7 +54,7 @@ def score(cells: Sequence[Cell], rates: Rates, job_mtbfs_s: Sequence[float]) -> 
 
     The goodput of a measured cell is the artefact's formula over its own ratio, write time and load time. The advice
     chooses among the same cells and sees, of the held-out workload, only state size, iteration time and h. Raises
-    ConfigError where fewer than two workloads were measured.
+    ConfigError if fewer than two workloads were measured.
     """
     workloads = sorted({cell.workload for cell in cells})
     if len(workloads) < 2:

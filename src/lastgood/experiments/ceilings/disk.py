@@ -65,12 +65,12 @@ class DiskCeilings(FrozenModel):
     """What one file system took and gave."""
 
     direct_io: bool
-    """False where O_DIRECT is refused: then buffered writes with fdatasync, and reads after dropping cached pages."""
+    """False if O_DIRECT is refused: then buffered writes with fdatasync, and reads after dropping cached pages."""
     file_bytes: int
     write: list[DiskPoint]
     read: list[DiskPoint]
     write_bytes_per_s: float
-    """The best combination's median; 0 where the plan left this direction out."""
+    """The best combination's median; 0 if the plan left this direction out."""
     write_spread_bytes_per_s: tuple[float, float]
     """The slowest and the fastest repetition of that same combination."""
     read_bytes_per_s: float
@@ -81,7 +81,7 @@ class DiskCeilings(FrozenModel):
 
 
 def refuse_memory_filesystem(scratch: Path) -> None:
-    """Raise ConfigError where `scratch` lies in memory: nothing written there is durable."""
+    """Raise ConfigError if `scratch` lies in memory: nothing written there is durable."""
     if is_tmpfs(scratch):
         raise ConfigError(f"scratch folder {scratch} is on a tmpfs, which is memory; choose a folder on a disk")
 

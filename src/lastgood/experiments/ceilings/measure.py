@@ -68,7 +68,7 @@ def cached_or_measured(
         try:
             found = load_ceilings(path)
         except LastgoodError as error:
-            report(f"{error}; measuring anew")
+            report(f"{error}; measuring again")
         else:
             if found.still_good(machine, where_run(scratch), quick):
                 if peer is None or any(known.address == peer.address for known in found.peers):
@@ -108,7 +108,7 @@ def measure_ceilings(
 
     `scratch` is made if it is not there. It takes about 25 seconds at most (`quick`: two or three), and 10 more with a
     `peer`; `report` is told each stage, and whom the machine lock waits for. Raises ConfigError if `scratch` is in
-    memory, StorageError where it is full or not writable, and LastgoodError where the peer does not answer.
+    memory, StorageError if it is full or not writable, and LastgoodError if the peer does not answer.
     """
     refuse_memory_filesystem(scratch)
     with _our_turn(report):
@@ -180,7 +180,7 @@ def _budgeted(repetitions: int, budget_s: float) -> Iterator[int]:
 def measure_device_copies(size_bytes: int) -> tuple[str | None, dict[str, float]]:
     """Copy between the first CUDA device and host memory, both ways, pinned and pageable.
 
-    Returns the device's name and the four medians, named as in CeilingsRecord; (None, {}) where CUDA does not start.
+    Returns the device's name and the four medians, named as in CeilingsRecord; (None, {}) if CUDA does not start.
     """
     try:
         import torch

@@ -49,7 +49,7 @@ class NetworkPlan:
     repetitions: int = 3
     pass_s: float = 0.15
     iperf3_s: int = 1
-    """Seconds of the check by iperf3 on loopback, where it is installed; 0: no check."""
+    """Seconds of the check by iperf3 on loopback, if it is installed; 0: no check."""
 
     @classmethod
     def quick(cls) -> NetworkPlan:

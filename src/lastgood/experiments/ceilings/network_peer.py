@@ -1,7 +1,7 @@
 """Plain TCP streams between two processes that share a token: what `lastgood ceilings` measures networks with.
 
 The server answers on one machine, the client measures from the other. On each connection both sides prove that they
-know the token (`wire.frames`), so neither sends bytes to a stranger. Then one side sends whole messages for the time
+know the token (`wire.frames`), so neither sends bytes to a stranger. Then one side sends complete messages for the time
 asked for, the other reads to the end and answers with its count. Nothing that is received is kept. Every length is
 bounded and every wait has a timeout.
 
@@ -58,7 +58,7 @@ _GRACE_S = 15.0
 """How much longer than asked a stream may take before it counts as stuck."""
 _SESSION_LIMIT_S = 600.0
 _HAND_OVER_S = 5.0
-"""A client that has closed its session is noticed within this, and the next one comes right behind it."""
+"""A client that has closed its session is noticed within this, and the next one comes right after it."""
 _MAX_CONNECTIONS = 2 * MAX_STREAMS + 8
 """That know the token: both ways at once, the session, and a few clients that wait for their turn."""
 _POLL_S = 0.2
@@ -103,7 +103,7 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _pump(connection: socket.socket, message_bytes: int, seconds: float) -> int:
-    """Send whole messages for `seconds`, say that this was all, and check the reader's count. Returns bytes."""
+    """Send complete messages for `seconds`, say that this was all, and check the reader's count. Returns bytes."""
     message = _message(message_bytes)
     sent = 0
     end = time.monotonic() + seconds

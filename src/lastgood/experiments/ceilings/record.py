@@ -54,7 +54,7 @@ class CeilingsRecord(FrozenModel):
     peers: list[PeerCeilings] = Field(default_factory=list)
     """One for each machine that `--peer` named."""
     device: str | None = None
-    """The CUDA device, where there is one and torch is installed."""
+    """The CUDA device, if there is one and torch is installed."""
     device_to_host_pinned_bytes_per_s: float | None = None
     device_to_host_pageable_bytes_per_s: float | None = None
     host_to_device_pinned_bytes_per_s: float | None = None
@@ -67,7 +67,7 @@ class CeilingsRecord(FrozenModel):
 
     @property
     def network_bytes_per_s(self) -> float | None:
-        """What this machine sends to its slowest measured peer; None where no peer was measured."""
+        """What this machine sends to its slowest measured peer; None if no peer was measured."""
         return min((peer.send_bytes_per_s for peer in self.peers), default=None)
 
     def copy_bytes_per_s(self, device: Literal["cpu", "cuda"]) -> float:
@@ -85,7 +85,7 @@ class CeilingsRecord(FrozenModel):
         return self.device_to_host_pinned_bytes_per_s
 
     def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the whole record or none."""
+        """Write atomically: a reader sees the complete record or none."""
         write_result(path, (self.model_dump_json(indent=1) + "\n").encode())
 
     def still_good(self, machine: str, where: WhereRun, quick: bool) -> bool:

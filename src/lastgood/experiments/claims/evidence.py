@@ -28,7 +28,7 @@ GOODPUT_COLUMNS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A number measured several times; where `trouble` says something, it is good for nothing."""
+    """A number measured several times; if `trouble` says something, it is good for nothing."""
 
     values: tuple[float, ...]
     trouble: str = ""
@@ -215,7 +215,7 @@ def _trouble(cell: pd.DataFrame) -> str:
 
 
 def json_object(text: Any) -> dict[str, Any]:
-    """The object that a CSV's field holds as JSON; an empty one where it holds none."""
+    """The object that a CSV's field holds as JSON; an empty one if it holds none."""
     if not isinstance(text, str):
         return {}
     try:

@@ -78,7 +78,7 @@ _NUMBERS = {"measured", "measured_low", "measured_high", "published"}
 def load_reference(folder: Path) -> list[Published]:
     """All published numbers in `folder`, by file name and row.
 
-    Raises LastgoodError, naming file and row, for a row that is none, and where `folder` holds no CSV file.
+    Raises LastgoodError, naming file and row, for a row that is none, and if `folder` holds no CSV file.
     """
     paths = sorted(folder.glob("*.csv"))
     if not paths:

@@ -146,7 +146,7 @@ def _interval_rule(published: Published, _others: list[Published], evidence: Evi
             yield not_testable(statement, workload, reason, accepted, _WHY_SLOWDOWN)
             continue
         telling = [one for one in kept if not one[2]]
-        # The worst of them decides; where all are easy the hardest of those is shown.
+        # The worst of them decides; if all are easy the hardest of those is shown.
         sample, interval, easy = max(telling or kept, key=lambda one: one[0].median)
         outcome = judge(
             statement, workload, sample, lambda value: value <= q + _SLOWDOWN_SLACK, accepted, _WHY_SLOWDOWN, easy=easy
@@ -279,7 +279,7 @@ def _twin(published: Published, others: list[Published], system: str, interval: 
 
 
 def _too_easy(evidence: Evidence, workload: str, system: str, interval: int, limit: float) -> str:
-    """A limit tells nothing where every other system keeps it as well."""
+    """A limit tells nothing if every other system keeps it as well."""
     slow = evidence.slowest(workload, interval, but=(system,))
     if slow is None:
         return f"no other system was measured at interval {interval}, so nothing shows that it is hard here"
@@ -294,7 +294,7 @@ def _cheap(interval: int, slow: tuple[str, float]) -> str:
 
 
 def _other_load(published: Published, evidence: Evidence, workload: str, interval: int, slowdown: float) -> str:
-    """A slow system is slow because its writes take longer than an interval; where they do not, there is no gap."""
+    """A slow system is slow because its writes take longer than an interval; if they do not, there is no gap."""
     load = evidence.load(workload, published.system, interval)
     # Training stands still while GPM writes; under others it waits only for what an interval is too short for.
     cost = system_traits(published.system).cost

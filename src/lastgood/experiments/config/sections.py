@@ -221,7 +221,7 @@ class CheckmateSection(Part):
     intervals: _Intervals
     iterations: Count = Field(description="a whole number from 1: steps measured, at least")
     kills: Annotated[CountOrZero, Field(le=1000)] = Field(
-        description="a whole number from 0 to 1000: kills of all ranks behind each measurement, for the lost iterations"
+        description="a whole number from 0 to 1000: kills of all ranks after each measurement, for the lost iterations"
     )
     repetitions: _Repetitions
     optimizer: OptimizerBench = Field(description="what the panel on optimizers times")

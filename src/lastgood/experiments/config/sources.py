@@ -46,7 +46,7 @@ _ABSENT = object()
 
 
 def _look_up(values: Any, location: tuple[str | int, ...]) -> Any:
-    """The value at `location`; where the way there ends in something that is no mapping, that."""
+    """The value at `location`; or what is no mapping on the way there."""
     for key in location:
         if not isinstance(values, Mapping):
             break

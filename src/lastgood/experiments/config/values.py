@@ -83,7 +83,7 @@ def _known(what: str, name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean ...?)``, or nothing where no known name is close."""
+    """`` (did you mean ...?)``, or nothing if no known name is close."""
     close = difflib.get_close_matches(name[:100], list(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
@@ -99,7 +99,7 @@ def _positive_interval(value: int) -> int:
 
 
 def with_baseline(systems: list[str]) -> list[str]:
-    """`systems`, with the baseline before them where they lack it."""
+    """`systems`, with the baseline before them if they lack it."""
     return systems if BASELINE in systems else [BASELINE, *systems]
 
 

@@ -41,7 +41,7 @@ class CollectedFigure(Protocol):
         """For the person who asked."""
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both CSV files, each whole or not at all."""
+        """Write both CSV files, each complete or not at all."""
 
     def summary(self) -> str:
         """How many runs it holds, in a few words."""

@@ -50,7 +50,7 @@ def boot_id() -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel gives it, or the architecture where it gives none."""
+    """The processor's name as the kernel gives it, or the architecture if it gives none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,7 +60,7 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, and the container's CPU quota where there is one."""
+    """Cores that this process may use: its CPU affinity, and the container's CPU quota if there is one."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CGROUP_CPU.read_text(encoding="ascii").split()
@@ -72,7 +72,7 @@ def usable_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the container's limit where that is lower."""
+    """Memory that this process may use: the machine's, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_MEMORY:
         try:
@@ -87,7 +87,7 @@ def memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A GPU; `memory_bytes` is None where only its name could be read."""
+    """A GPU; `memory_bytes` is None if only its name could be read."""
 
     name: str
     memory_bytes: int | None

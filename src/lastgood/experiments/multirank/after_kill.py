@@ -52,8 +52,8 @@ def train_until_killed(
     loop.interval_steps = spec.interval_steps
     board.put(step=loop.progress.step)
     part.barrier()
-    words = ["bash", "-c", _KILLER, "bash", f"{after_steps * step_s:.6f}", str(marker), str(os.getpid())]
-    killer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["bash", "-c", _KILLER, "bash", f"{after_steps * step_s:.6f}", str(marker), str(os.getpid())]
+    killer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         loop.train(MAX_STEPS - 1 - loop.progress.step)
     finally:
@@ -64,7 +64,7 @@ def train_until_killed(
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank found behind a kill."""
+    """What a rank found after a kill."""
 
     reached_step: int
     restored_step: int

@@ -78,7 +78,7 @@ class Room(BaseModel):
 def check_room(spec: RunSpec, place: Place, scratch: Path, report: Callable[[str], None]) -> None:
     """Refuse a run that some host has no room for. `scratch` is the folder that its checkpoints go below.
 
-    Raises HostError, naming the host, what it needs and what it has; also where a host does not answer. Only of hosts
+    Raises HostError, naming the host, what it needs and what it has; also if a host does not answer. Only of hosts
     whose ranks Slurm starts that is no error but reported: they need not be reached by ssh.
     """
     rooms: dict[str, Room] = {}
@@ -100,7 +100,7 @@ def check_room(spec: RunSpec, place: Place, scratch: Path, report: Callable[[str
 def needs_of(spec: RunSpec, hosts: Hostfile) -> dict[str, Need]:
     """What `spec` takes of each host, by its name: the processes, training if it is on the CPU, and the system.
 
-    Data-parallel ranks hold the whole state each; any others count with an even share of it.
+    Data-parallel ranks hold the complete state each; any others count with an even share of it.
     """
     workload = workload_options_class(spec.workload).model_validate(spec.workload_options)
     share = 1 if spec.parallel == "ddp" else spec.ranks

@@ -17,9 +17,9 @@ class RankOrder(FrozenModel):
     spec: RunSpec
     phase: Literal["measure", "live", "restore"]
     life: int = 0
-    """Kills that lie behind it."""
+    """Its incarnation: the kills before it."""
     kill_after_steps: float | None = None
-    """When all ranks are killed, in iterations behind their results; None: they come to their end."""
+    """When all ranks are killed, in iterations after their results; None: they come to their end."""
     step_s: float = 0.0
     """Of an iteration, as measured; a rank that measures knows its own."""
     folder: str
@@ -30,7 +30,7 @@ class RankOrder(FrozenModel):
     boot_id: str
     """Of the machine that holds the turn to measure: ranks on other machines take their own's."""
     parent: int | None = None
-    """Process to end with, where no launcher sees to that."""
+    """Process to end with, if no launcher sees to that."""
 
     @property
     def name(self) -> str:

@@ -97,7 +97,7 @@ class JoinedPart:
         """Meet the other ranks where the launcher's environment says. Raises LastgoodError for too many or few."""
         if spec.device == "cuda":
             torch.cuda.set_device(local_rank)
-        # Words between ranks and barriers go over gloo, also where gradients go over NCCL: no device has to wait then.
+        # Messages between ranks and barriers go over gloo, also if gradients go over NCCL: no device has to wait then.
         backend = "gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_S))
         if dist.get_world_size() != spec.ranks:
@@ -115,7 +115,7 @@ class JoinedPart:
         self._workload = workload
 
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
-        """Where rank 0 writes for all, the others have none: they wait for it in the next exchange of gradients."""
+        """If rank 0 writes for all, the others have none: they wait for it in the next exchange of gradients."""
         spec = self._spec
         kind = checkpointer_class(spec.system)
         if self._writers == "first" and self.rank != 0 and not self._restoring:
@@ -135,7 +135,7 @@ class JoinedPart:
         return found
 
     def common_step(self, checkpointer: Checkpointer) -> int | None:
-        """Where ranks write apart, the newest step that every rank has; None: the system finds it out.
+        """If ranks write apart, the newest step that every rank has; None: the system finds it out.
 
         Raises NoCheckpoint if a rank has none.
         """
@@ -149,7 +149,7 @@ class JoinedPart:
         return int(min(newest))
 
     def check(self, state: dict[str, Any]) -> None:
-        """Where rank 0 writes for all, its state must be all ranks'. Raises LastgoodError, naming another one."""
+        """If rank 0 writes for all, its state must be all ranks'. Raises LastgoodError, naming another one."""
         if self._writers != "first":
             return
         digests: list[Any] = [None] * self._spec.ranks
@@ -176,7 +176,7 @@ class JoinedPart:
         return begin_meters(self._spec, checkpoints) if self.rank == 0 else dict
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """All ranks restore; where rank 0 writes for all, the others are done with their systems then."""
+        """All ranks restore; if rank 0 writes for all, the others are done with their systems then."""
         self._restoring = False
         if self._writers != "first" or self.rank == 0:
             return reader

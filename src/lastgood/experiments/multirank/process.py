@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Do what the order says. 0, or 1 with a message on standard error; with a result it never returns."""
-    (word,) = sys.argv[1:] if words is None else words
-    order = parse_model(RankOrder, word, "not an order for a rank", most_bytes=MIB)
+    (text,) = sys.argv[1:] if arguments is None else arguments
+    order = parse_model(RankOrder, text, "not an order for a rank", most_bytes=MIB)
     if order.parent is not None:
         die_with_parent(order.parent)
     try:
@@ -119,7 +119,7 @@ def _after_measurement(order: RankOrder, part: JoinedPart, own: dict[str, Any]) 
 
 
 def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
-    """Restores, and is killed again, or takes the live half of the proof where the spec asks for one."""
+    """Restores, and is killed again, or takes the live half of the proof if the spec asks for one."""
     from lastgood.experiments.multirank.after_kill import resume_after_kill
     from lastgood.experiments.runs.measure import live_proof
 

@@ -94,7 +94,7 @@ class AfterKill(_Result):
     losses_checked: int
     losses_equal: bool
     live: ProofHalf | None
-    """Of the last incarnation, where the run also proves a restore."""
+    """Of the last incarnation, if the run also proves a restore."""
 
 
 class RestoredRank(_Result):
@@ -110,7 +110,7 @@ def merge_clocks(ranks: Sequence[Clocks]) -> Clocks:
     """The slowest rank's durations, each for itself; time to hide behind is the shortest.
 
     The drain lasts until the last rank has drained: `elapsed_s + drain_s` is the largest such sum of a rank. Raises
-    LastgoodError where ranks measured different numbers of steps.
+    LastgoodError if ranks measured different numbers of steps.
     """
     steps = _one("measured steps", [clocks.measured_steps for clocks in ranks])
     elapsed_s = max(clocks.elapsed_s for clocks in ranks)
@@ -175,7 +175,7 @@ def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
 
 
 def merge_proofs(live: Sequence[ProofHalf], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
-    """One proof, which holds only where every rank's does, and whether each rank's does."""
+    """One proof, which holds only if every rank's does, and whether each rank's does."""
     equal = [
         (one.step, one.digest, one.next_losses) == (back.step, back.digest, back.next_losses)
         for one, back in zip(live, restored, strict=True)

@@ -1,4 +1,4 @@
-"""How long a shadow's whole update takes: a model's parameters in buckets, spread over shadows, on some threads."""
+"""How long a shadow's complete update takes: a model's parameters in buckets, spread over shadows, on some threads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BenchResult(FrozenModel):
 
 
 def buckets_of(shapes: Sequence[tuple[int, ...]], bucket_bytes: int) -> list[list[int]]:
-    """Parameters in reverse order of registration, cut where a bucket of whole parameters is full (as DDP's are)."""
+    """Parameters in reverse order of registration, cut when a bucket of whole parameters is full (as DDP's are)."""
     buckets: list[list[int]] = []
     room = 0
     for place in reversed(range(len(shapes))):
@@ -217,7 +217,7 @@ def _flat(shapes: Sequence[tuple[int, ...]], bucket_lengths: Sequence[int], size
 
 
 def _rule(order: BenchOrder, step: int) -> UpdateRule:
-    """A step with a clipped norm, which costs a pass of its own where the optimizer does not do it."""
+    """A step with a clipped norm, which costs a pass of its own if the optimizer does not do it."""
     betas = (0.9, 0.95) if order.optimizer != "sgd" else (0.0, 0.0)
     numbers = GroupRule(
         lr=3e-4,

@@ -53,7 +53,7 @@ def execute_optimizer(
     """Time all points of `spec` and return the record. Several shadows work at the same time.
 
     `shadow bench` waits for this machine's turn to measure, at each number of shadows. `scratch` only says where the
-    machine's disk is. Raises LastgoodError if the benchmark fails, with its words, and WaitTimeout.
+    machine's disk is. Raises LastgoodError if the benchmark fails, with its messages, and WaitTimeout.
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()
@@ -86,18 +86,18 @@ def _bench(spec: OptimizerSpec, shadows: int) -> _Answer:
     with contextlib.ExitStack() as stack:
         started: list[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]] = []
         for rank in range(shadows):
-            answer, words = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            answer, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(shadows)}
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=answer,
-                stderr=words,
+                stderr=errors,
                 env={**os.environ, **meeting, **own},
                 preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
             )
             stack.callback(_end, process)
-            started.append((process, answer, words))
+            started.append((process, answer, errors))
         left = list(started)
         while left:
             for one in [one for one in left if one[0].poll() is not None]:

@@ -1,6 +1,6 @@
 """One shadow's process of an optimizer benchmark on several hosts: ``python -m lastgood.experiments.optbench.process``.
 
-Its words are the order and the file that rank 0 leaves the result in, on its own host; a launcher has set RANK,
+Its arguments are the order, and the file to which rank 0 writes the result on its own host; a launcher has set RANK,
 LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
@@ -22,9 +22,9 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Do what the order says. 0, or an error's exit code with its message on standard error."""
-    order, path = sys.argv[1:] if words is None else words
+    order, path = sys.argv[1:] if arguments is None else arguments
     try:
         result = run_bench(parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB), _say)
     except LastgoodError as error:

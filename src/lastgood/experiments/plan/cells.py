@@ -75,7 +75,7 @@ def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
 
 
 def plan_throughput(config: Config) -> list[RunSpec]:
-    """Figure 8. Repetitions are the outer loop: what is there after half the time is a whole figure."""
+    """Figure 8. Repetitions are the outer loop: what is there after half the time is a complete figure."""
     return _plan_models(config, throughput_variants, config.intervals)
 
 
@@ -143,7 +143,7 @@ def plan_memory(config: Config) -> list[RunSpec]:
 def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSpec]:
     """Figures 8e and 8f: as figure 8, over several ranks.
 
-    Cores are shared out among the ranks of a host; those are all ranks where a testbed's nodes are this machine.
+    Cores are shared out among the ranks of a host; those are all ranks if a testbed's nodes are this machine.
     """
     changes = _over_ranks(config, section, section.parallel)
     specs: list[RunSpec] = []
@@ -157,7 +157,7 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
 
 
 def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
-    """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed behind it.
+    """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed after it.
 
     Only runs that save each step also take the digest's proof: figures 8e and 8f prove the others, and after every kill
     losses are compared.

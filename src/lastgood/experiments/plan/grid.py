@@ -39,7 +39,7 @@ class Axes(FrozenModel):
 
 
 class Prediction(FrozenModel):
-    """A model of how long a run takes, for one scale, where no record of its cell exists yet."""
+    """A model of how long a run takes, for one scale, while no record of its cell exists."""
 
     startup_s: Seconds = Field(description="imports and building the model")
     proof_s: Seconds = Field(description="the restore in a fresh process")

@@ -145,7 +145,7 @@ def _memory_problems(config: Config, sources: Sources, devices: tuple[CudaDevice
 
 
 def _by_key(config: Config) -> dict[tuple[str, ...], list[Variant]]:
-    """All that is measured, by the key to change where it does not fit."""
+    """All that is measured, by the key to change if it does not fit."""
     found: dict[tuple[str, ...], list[Variant]] = {}
     for one in all_variants(config):
         alike = found.setdefault(one.key, [])

@@ -42,7 +42,7 @@ class Variant:
     """What is measured, at one interval or several."""
 
     key: tuple[str, ...]
-    """The configuration's key to change where this machine cannot run it."""
+    """The configuration's key to change if this machine cannot run it."""
     model: str
     workload: WorkloadOptions
     system: str
@@ -109,7 +109,7 @@ def memory_variants(config: Config) -> list[Variant]:
 def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[Variant]:
     """Figures 8e and 8f: every system, on the model with the section's own options.
 
-    What ranks hold alike PCcheck writes once where all of them can read it back. None where DeepSpeed is needed and
+    What ranks hold alike PCcheck writes once if all of them can read it back. None if DeepSpeed is needed and
     missing: `plan.left_out` says so.
     """
     if why_no_deepspeed(section.parallel):

@@ -121,7 +121,7 @@ def read_whole(csv: Path, *, partial: bool) -> pd.DataFrame:
 
 
 def partial_text(frame: pd.DataFrame) -> str:
-    """``partial: 12 of 14 runs, missing: ...``, or nothing where no run is missing."""
+    """``partial: 12 of 14 runs, missing: ...``, or nothing if no run is missing."""
     return partial_line(len(frame), int(frame["runs_expected"].max()), frame["runs_missing"].dropna())
 
 
@@ -138,7 +138,7 @@ def partial_line(there: int, expected: int, missing: pd.Series | None = None) ->
 
 
 def save_figure(figure: Figure, out_stem: Path) -> list[Path]:
-    """Write every format, each whole or not at all."""
+    """Write every format, each file complete or not at all."""
     written = []
     for kind in FORMATS:
         buffer = io.BytesIO()
@@ -250,7 +250,7 @@ def draw_repetitions(axes: Axes, xs: Sequence[float], values: Sequence[float], s
 
 
 _MARKS = {"\N{NOT EQUAL TO}": "RESTORE DIFFERS", "?": "restore not proved", "<2": "fewer than 2 checkpoints"}
-"""Signs at points whose number should not be taken at its word."""
+"""Signs at points whose number needs a caveat."""
 
 
 def mark_of(runs: pd.DataFrame) -> str:

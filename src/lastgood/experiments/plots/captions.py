@@ -135,7 +135,7 @@ def persist_caption(frame: pd.DataFrame) -> str:
 
 
 def _beyond(frame: pd.DataFrame) -> str:
-    """A word on checkpoints that were faster than the bound says a disk can be."""
+    """A sentence on checkpoints that were faster than the bound says a disk can be."""
     on_disk = frame[~frame["system"].map(_in_memory)]
     faster = (on_disk["persist_bound_s"] / on_disk["persist_p50_s"]).max()
     if not faster > 1.05:
@@ -285,7 +285,7 @@ def _reading(frame: pd.DataFrame) -> str:
 
 
 def _durable(systems: Iterable[str]) -> str:
-    """When a checkpoint of these systems counts, behind "it is": on the disk, unless a system keeps it elsewhere."""
+    """When a checkpoint of these systems counts, after "it is": on the disk, unless a system keeps it elsewhere."""
     shown = sorted(set(systems) - {BASELINE}, key=system_rank)
     elsewhere = [
         f"{system_traits(system).safe_words or 'durable by its own word'} under {system_label(system)}"
@@ -298,7 +298,7 @@ def _durable(systems: Iterable[str]) -> str:
 
 
 def _not_bounded(frame: pd.DataFrame) -> str:
-    """A word on systems that write to no disk, where the bound is a disk's."""
+    """A remark on systems that write to no disk, if the bound is a disk's."""
     names = [system_label(system) for system in sorted(filter(_in_memory, set(frame["system"])), key=system_rank)]
     return f", which does not bind {' and '.join(names)}" if names else ""
 
@@ -350,6 +350,6 @@ def _joined_range(column: pd.Series) -> str:
 
 
 def _bytes_range(column: pd.Series) -> str:
-    """One size where all are alike to a MiB: systems may differ by the few bytes of a schedule's state."""
+    """One size if all are the same to a MiB: systems may differ by the few bytes of a schedule's state."""
     low, high = float(column.min()), float(column.max())
     return format_bytes(high) if high - low < MIB else f"{format_bytes(low)} to {format_bytes(high)}"

@@ -192,7 +192,7 @@ def _hatch(rows: pd.DataFrame) -> str:
     """What a proof of the state, or losses after a kill, say of the restores of a cell."""
     if rows["proof_equal"].map(is_false).any() or (rows["lives_unlike"] > 0).any():
         return _HATCH_WRONG
-    # Behind a kill that took nothing there is no loss to compare with. Files without the number are from before it.
+    # After a kill that took nothing there is no loss to compare with. Files without the number are from before it.
     compared = rows["lost_steps"].notna() & (rows["losses_compared"] != 0)
     proved = rows["proof_equal"].map(is_true).any() or compared.any()
     return "" if proved else _HATCH_UNPROVED
@@ -250,7 +250,7 @@ def _lost(
         mean = sum(others) / len(others)
         low, high = mean * (1 - published[1] / 100), mean * (1 - published[0] / 100)
         axes.bar(len(styles), high - low, _BAR, bottom=low, **_PAPER)
-    # Where nothing was lost at all, an axis of fractions would say nothing either.
+    # If nothing was lost at all, an axis of fractions would say nothing either.
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 

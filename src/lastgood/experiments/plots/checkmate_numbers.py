@@ -20,7 +20,7 @@ class Reach:
     """How often a system can take checkpoints at the throughput that the subject has with one in each iteration."""
 
     interval_steps: int | None
-    """The shortest measured interval with at least that throughput; None where no measured one has it."""
+    """The shortest measured interval with at least that throughput; None if no measured one has it."""
     longest_steps: int
     """The longest that was measured."""
 

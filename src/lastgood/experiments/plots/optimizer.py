@@ -50,7 +50,7 @@ def read_updates(path: Path) -> pd.DataFrame:
 
 
 def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
-    """Markers are medians over a run's updates, circles the runs' medians where there are several."""
+    """Markers are medians over a run's updates, circles the runs' medians if there are several."""
     with plot_style():
         figure, axes = new_picture(width)
         threads = sorted(set(frame["threads"]))

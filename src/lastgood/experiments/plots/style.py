@@ -54,5 +54,5 @@ _SERIES = (
 
 
 def series_styles(count: int) -> list[SeriesStyle]:
-    """Styles of `count` lines, in order; they begin again where there are more lines than styles."""
+    """Styles of `count` lines, in order; they begin again if there are more lines than styles."""
     return [_SERIES[number % len(_SERIES)] for number in range(count)]

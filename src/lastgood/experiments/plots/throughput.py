@@ -157,7 +157,7 @@ def _draw_cells(
 ) -> list[Any]:
     bar_width = _GROUP_WIDTH / max(1, len(styles))
     texts = {key: _three_digits(cell.median) for key, cell in cells.items()}
-    # A median is printed where all fit under their bars: some with and some without would look like a finding.
+    # Medians are printed if all fit under their bars: some with and some without would look like a finding.
     labels_fit = bar_pt >= 0.62 * LABEL_PT * max((len(text) for text in texts.values()), default=0)
     if labels_fit or len(cells) < len(styles) * len(intervals):
         axes.tick_params(axis="x", pad=LABEL_PT + 5)
@@ -194,9 +194,9 @@ def _dodged(x: float, width: float, count: int) -> list[float]:
 
 
 def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int], systems: Sequence[str]) -> list[Any]:
-    """A short line over each group; over each bar where systems' bounds differ, as on several nodes.
+    """A short line over each group; over each bar if systems' bounds differ, as on several nodes.
 
-    Where repetitions differ in state size, the median.
+    If repetitions differ in state size, the median.
     """
     bound = bars.dropna(subset=["bound_iterations_per_s"])
     seen: set[str] = set()

@@ -43,9 +43,9 @@ class GoodputSpec(Spec):
     trace_name: str
     trace_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     trace_s: float = Field(gt=0)
-    """Seconds of the whole trace."""
+    """Seconds of the complete trace."""
     trace_failures: int = Field(ge=0)
-    """Failures of the whole trace."""
+    """Failures of the complete trace."""
     stretch_start_s: float = Field(ge=0)
     """Where the stretch of the trace begins that the window stands for."""
     stretch_s: float = Field(gt=0)
@@ -139,7 +139,7 @@ class GoodputRecord(Record[GoodputSpec]):
     state_bytes: int
     parameters: int
     first_step: int
-    """The step at which the window began, behind warm-up and one checkpoint."""
+    """The step at which the window began, after warm-up and one checkpoint."""
     lives: list[Incarnation]
     window_s: float
     """Uptime of all incarnations: the spec's window, as closely as kills could be timed."""

@@ -109,7 +109,7 @@ class RankFacts(FrozenModel):
     state_bytes: int
     """Bytes of the tensors that it holds."""
     checkpoint_bytes: int
-    """What it hands to storage, or to other nodes, for one checkpoint; 0 where another rank writes for it."""
+    """What it hands to storage, or to other nodes, for one checkpoint; 0 if another rank writes for it."""
     elapsed_s: float
     drain_s: float
     stall_save_s: float
@@ -129,7 +129,7 @@ class RanksRun(FrozenModel):
     link_bits_per_s: int | None
     """Rate of each host's link, both ways: a testbed's limit, or what the user said; None if nobody knows."""
     bytes_per_disk: int
-    """Of one checkpoint, on the disk that gets most of it: hosts of one kernel share a disk. 0 where none gets any."""
+    """Of one checkpoint, on the disk that gets most of it: hosts of one kernel share a disk. 0 if none gets any."""
     bytes_per_link: int
     """Of one checkpoint, over the link that carries most of it: 0 but for systems that keep it on other nodes."""
     ranks: list[RankFacts]

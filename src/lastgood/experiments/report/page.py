@@ -77,7 +77,7 @@ def build_report(
 ) -> bytes:
     """The page. `figures_dir` holds the pictures, named like the CSV files.
 
-    Raises LastgoodError if a picture or the whole page is too large, naming the limit.
+    Raises LastgoodError if a picture or the complete page is too large, naming the limit.
     """
     table = cells_table(csvs)
     here = Path(__file__).parent
@@ -110,7 +110,7 @@ def build_report(
 
 
 def picture_of(one: FigureCsv, figures_dir: Path) -> Path | None:
-    """The picture to embed: the SVG, or the PNG if there is no SVG or it is above 512 KiB; None where none is there.
+    """The picture to embed: the SVG, or the PNG if there is no SVG or it is above 512 KiB; None if none is there.
 
     Raises LastgoodError for a PNG above 4 MiB.
     """

@@ -73,7 +73,7 @@ def keep_logs_of_failure(
 
 
 def read_logs(folder: Path, limit_bytes: int) -> dict[str, bytes]:
-    """The ends of all logs below `folder`, equally long where they would be more than `limit_bytes` together."""
+    """The ends of all logs below `folder`, equally long if they would be more than `limit_bytes` together."""
     below = (Path(top, name).relative_to(folder).as_posix() for top, _, files in os.walk(folder) for name in files)
     names = sorted(name for name in below if _is_name(name))[:_MAX_LOGS]
     share = min(MAX_LOG_BYTES, limit_bytes // max(1, len(names)))
@@ -97,9 +97,9 @@ def fetch_logs(remote: Remote, hosts: Sequence[str], folder: Path) -> dict[str, 
     }
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Write the logs below a folder to standard output. Always 0: what cannot be read is left out."""
-    folder, limit_bytes = sys.argv[1:] if words is None else words
+    folder, limit_bytes = sys.argv[1:] if arguments is None else arguments
     ends = read_logs(Path(folder), int(limit_bytes))
     sys.stdout.write(json.dumps({name: base64.b64encode(end).decode() for name, end in ends.items()}))
     return 0

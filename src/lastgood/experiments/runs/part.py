@@ -31,7 +31,7 @@ class Part(Protocol):
         """Refuse a state that the system would not give back. Called once, outside the measurement."""
 
     def share_buffers(self) -> None:
-        """Make alike on all processes what the next step would make alike anyway. Outside the measurement."""
+        """Make the same on all processes what the next step would make the same anyway. Outside the measurement."""
 
     def begin_meters(self, checkpoints: Path) -> Meter:
         """Begin to count what the run's services use, if this process is the one to report it."""

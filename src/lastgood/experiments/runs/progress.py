@@ -116,5 +116,5 @@ def _in_file(path: Path) -> mmap.mmap:
 
 
 def losses_equal(one: float, two: float, relative: float) -> bool:
-    """Whether two losses agree: to the bit where `relative` is 0."""
+    """Whether two losses agree: to the bit if `relative` is 0."""
     return one == two or (relative > 0 and math.isclose(one, two, rel_tol=relative))

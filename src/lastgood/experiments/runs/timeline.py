@@ -41,7 +41,7 @@ class Timeline:
     """When the stream of a CUDA device waited in an optimizer's place."""
     checkpoints: list[CheckpointEvent]
     drain: tuple[float, float] | None
-    """Behind the last step; None where there was nothing to drain."""
+    """After the last step; None if there was nothing to drain."""
 
 
 def trace_events(title: str, timeline: Timeline) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def trace_events(title: str, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def write_timeline(path: Path, title: str, timeline: Timeline) -> None:
-    """Write the trace, whole or not at all. Raises StorageError."""
+    """Write the trace, complete or not at all. Raises StorageError."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(title, timeline)}
     write_result(path, (json.dumps(document, allow_nan=False) + "\n").encode())
 

@@ -52,7 +52,7 @@ class Place:
     """Hosts that are there."""
 
     launcher: How
-    """What starts ranks where there is a `remote`."""
+    """What starts ranks if there is a `remote`."""
     hosts: Hostfile
     remote: Remote | None
     """None for processes of this machine."""

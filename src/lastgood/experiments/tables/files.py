@@ -92,7 +92,7 @@ def load_csv(path: Path) -> FigureCsv:
 
 
 def only_figure(csvs: Sequence[FigureCsv], figure: str) -> pd.DataFrame:
-    """The rows of one figure, of all panels; empty where it is not there."""
+    """The rows of one figure, of all panels; empty if it is not there."""
     frames = [one.frame for one in csvs if one.figure == figure]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(_OF_EVERY_FIGURE))
 

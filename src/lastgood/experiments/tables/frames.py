@@ -25,7 +25,7 @@ _MOST_NUMBER = 1e18
 def read_frame(path: Path, *rows: type[Any]) -> pd.DataFrame:
     """Read a CSV file whose rows are those of a dataclass: of several, of the one that has most of its columns.
 
-    Other columns are kept as they come. Raises LastgoodError, naming the file, and row and column where one is wrong:
+    Other columns are kept as they come. Raises LastgoodError, naming the file, and row and column if one is wrong:
     text or nothing in a column of numbers, a number that is not finite or beyond 10^18. A file that lacks columns is
     the caller's to judge.
     """
@@ -79,7 +79,7 @@ def _check_column(path: Path, frame: pd.DataFrame, name: str, kind: str) -> None
 
 
 def _numbers(column: pd.Series) -> pd.Series:
-    """NaN where there is none."""
+    """NaN if it is not a number."""
     if column.dtype == bool:
         return pd.Series(np.nan, column.index)
     try:

@@ -394,7 +394,7 @@ def _name(path: Path) -> str:
 
 
 def _wide(rows: Sequence[GoodputRow]) -> list[list[str]]:
-    """Median goodput with a row per system and source, measured ones behind the formula, and a column per interval."""
+    """Median goodput with a row per system and source, measured ones after the formula, and a column per interval."""
     values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for row in rows:
         for value in (row.goodput_formula_iterations_per_s, row.goodput_measured_iterations_per_s):

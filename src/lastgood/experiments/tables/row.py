@@ -191,9 +191,9 @@ class _Stored:
 
 
 def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
-    """None where a checkpoint goes over a link whose rate nobody knows.
+    """None if a checkpoint goes over a link whose rate nobody knows.
 
-    Hosts are taken to have disks like the one that was measured, and share it where they share a kernel.
+    Hosts are taken to have disks like the one that was measured, and share it if they share a kernel.
     """
     ranks = record.ranks
     sink, nbytes = (Sink.DISK, record.workload.state_bytes) if ranks is None else ranks.most_on

@@ -99,10 +99,10 @@ def collect_files(
     expected: int | None = None,
     reference: Path | None = None,
 ) -> Collected:
-    """Load records and ceilings from files, and published numbers where there are any, and collect them.
+    """Load records and ceilings from files, and published numbers if there are any, and collect them.
 
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `expected` is
-    the number of runs of the whole figure, where `paths` does not name all of them.
+    the number of runs of the complete figure, if `paths` does not name all of them.
     """
     sweep = _axes(figure) is not THROUGHPUT
     there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: run_name(path, variant=sweep))

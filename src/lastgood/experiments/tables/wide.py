@@ -20,8 +20,8 @@ _SIDE_NAMES = {"system": "system", "interval": "interval_steps"}
 def wide_table(rows: Sequence[TidyRow], axes: FigureAxes) -> list[list[str]]:
     """Medians with a row per series and a column per place on the x axis, as in the files of PCcheck's artefact.
 
-    Systems go by their printed names. Where columns are intervals, column 0 (no checkpoints) is filled in every row
-    with the one `none` run that all of them share; where rows are intervals, there is no such column.
+    Systems go by their printed names. If columns are intervals, column 0 (no checkpoints) is filled in every row
+    with the one `none` run that all of them share; if rows are intervals, there is no such column.
     """
     values: dict[tuple[str, float], list[float]] = defaultdict(list)
     nones: list[float] = []

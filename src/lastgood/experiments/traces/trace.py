@@ -139,7 +139,7 @@ class SpotTrace:
         return "".join(f"# {line}".rstrip() + "\n" for line in self.comments) + self._body()
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, complete or not at all."""
         write_result(path, self.text().encode())
 
     def _machines_changed(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Prepared folders: files and a manifest of their SHA-256 sums, made whole or not at all. Needs no torch.
+"""Prepared folders: files and a manifest of their SHA-256 sums, made complete or not at all. Needs no torch.
 
 A prepared folder is filled under a temporary name beside its place and renamed into it, so a reader sees all of it or
 none, and two processes that make the same folder at once do no harm: the second finds the first's and drops its own.

@@ -36,7 +36,7 @@ class BlockStream(BatchStream):
 class LaneStream(BatchStream):
     """The text cut into as many equal lanes as a batch has rows; batch `i + 1` goes on in each lane where `i` ended.
 
-    Lanes begin anew when they end. The text is rotated first, by an offset that the seed sets. Batches hold
+    Lanes begin again when they end. The text is rotated first, by an offset that the seed sets. Batches hold
     ``input_ids`` and ``labels``, the same places one token on.
     """
 
