@@ -32,6 +32,7 @@ from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
 from lastgood.checkpointers.recovery.beginnings import Beginnings
+from lastgood.checkpointers.recovery.refusals import Refusals
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
@@ -118,6 +119,7 @@ class Checkpointer(ABC):
         self._health = SaveHealth(self.name, max_unsaved_s)
         self._attachment: Attachment | None = None
         self._beginnings: Beginnings | None = None
+        self._refusals: Refusals | None = None
         self._ending: Ending | None = None
         self._exiting = False
         self._process = os.getpid()
@@ -164,8 +166,31 @@ class Checkpointer(ABC):
         Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is whole),
         MismatchError (parts of other names, shapes or dtypes; another job or world; checkpoints of another system or
         number of ranks in the directory), LockHeld, ConfigError. If some ranks of torch.distributed resume and others
-        find nothing, the first `step` raises MismatchError on all of them.
+        find nothing, the first `step` raises MismatchError on all of them; if one is refused, all others hear of it
+        (MismatchError here or in `step`, and a process that waits in a collective ends as by SIGTERM).
         """
+        if self._state is not None:
+            raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
+        refusals = Refusals(self.name)
+        try:
+            refusals.raise_earlier()
+            step = self._attach(data, resume_step, data_changed, unattached, parts)
+        except Exception as error:
+            refusals.tell(error)
+            raise
+        self._refusals = refusals
+        refusals.watch()
+        return step
+
+    def _attach(
+        self,
+        data: Iterable[Any] | None,
+        resume_step: int | None,
+        data_changed: DataChanged,
+        unattached: Literal["refuse", "allow"],
+        parts: dict[str, Any],
+    ) -> int:
+        """What `attach` does for this rank alone. Raises as it does."""
         from lastgood.checkpointers.attach.attachment import Attachment
         from lastgood.checkpointers.recovery.traces import Traces
 
@@ -174,8 +199,6 @@ class Checkpointer(ABC):
                 f"{self.name}: attach() needs interval_steps, for instance "
                 f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
-        if self._state is not None:
-            raise CheckpointError(f"{self.name}: a training is attached already; close() it first")
         attachment = Attachment(self.name, parts, data, data_changed)
         traces = Traces(self._folders())
         try:
@@ -285,6 +308,8 @@ class Checkpointer(ABC):
         return self._attachment
 
     def _compare_beginnings(self) -> None:
+        if self._refusals is not None:
+            self._refusals.raise_fault()
         if self._beginnings is not None:
             self._beginnings.compare()
 
@@ -380,6 +405,9 @@ class Checkpointer(ABC):
         self._state = None
         self._attachment = None
         self._beginnings = None
+        if self._refusals is not None:
+            self._refusals.close()
+            self._refusals = None
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None

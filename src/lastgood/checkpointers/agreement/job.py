@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -94,13 +95,14 @@ class JobOfRanks:
         make_store: Callable[[bytes], SlotStore],
         read: Callable[[SlotStore, SlotInfo], Callable[[], None]],
         wanted: Wanted,
-        beside: str = "",
+        beside: Callable[[], str] = str,
     ) -> tuple[SlotStore, SlotInfo | None]:
         """Join, open the store under the job's id, and read what all ranks can read; returns what was restored.
 
         `read` reads a checkpoint and returns what loads it, which is called once all ranks have read theirs; `beside`
-        says what in the job's directory is against this rank's beginning there, and all ranks raise it. Raises
-        WaitTimeout (naming ranks that did not come), what `decide.begin` raises, and what opening a store does.
+        says what in the job's directory is against this rank's beginning there. All ranks raise that, and why one
+        cannot look at its directory. Raises WaitTimeout (naming ranks that did not come), what `decide.begin` raises,
+        and what opening a store does.
         """
         store: SlotStore | None = None
         try:
@@ -108,7 +110,12 @@ class JobOfRanks:
             address, listener = find_address(self._settings.control, self._settings.rank, self._settings.join_timeout_s)
             if listener is not None:
                 self._coordinator = Coordinator(listener, address.token, self._settings.world_size, self._silence_s)
-            report = self._report(wanted, beside)
+            try:
+                report = self._report(wanted, beside())
+            except LastgoodError as error:
+                with contextlib.suppress(LastgoodError):  # all others raise it, instead of waiting for this rank
+                    self._join(address, self._refused(wanted, error))
+                raise
             member, offer = self._join(address, report)
             store = make_store(offer.job_id)
             self._check_unchanged(store, report)
@@ -144,6 +151,18 @@ class JobOfRanks:
         offer = member.wait_for_offer(0, self._settings.join_timeout_s)
         assert offer is not None, "no life begins without an offer"
         return member, offer
+
+    def _refused(self, wanted: Wanted, error: LastgoodError) -> Report:
+        settings = self._settings
+        return Report(
+            settings.rank,
+            settings.world_size,
+            socket.gethostname(),
+            str(self.directory.absolute()),
+            None,
+            wanted=wanted,
+            beside=f"{type(error).__name__}: {error}",
+        )
 
     def _report(self, wanted: Wanted, beside: str) -> Report:
         from lastgood.storage import SlotStore

@@ -193,7 +193,7 @@ class PCcheck(Checkpointer):
         def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
             return self._recovery().read(store, info, {} if state is None else state)
 
-        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout())
+        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout)
         self._job = job
         return info
 
