@@ -142,9 +142,7 @@ class MemorySection(Part):
     repetitions: _Repetitions
 
 
-class NodesSection(Part):
-    """Figures 8e and 8f: throughput of a training over several nodes."""
-
+class _OverNodes(Part):
     hostfile: UserPath | None = Field(
         description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
     )
@@ -154,13 +152,8 @@ class NodesSection(Part):
     rate: Annotated[str, AfterValidator(_rate)] | None = Field(
         description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
     )
-    model: _Model
-    options: dict[str, Any] = Field(description="options of the model that differ from those in `workloads`")
-    parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"] = Field(
-        description="ddp, fsdp2, or DeepSpeed's zero1, zero2, zero3 or pipeline: how ranks share the work"
-    )
     systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
-        description="a list of systems that run over several ranks; none is always measured"
+        description="a list of systems that run over several ranks; none is always measured, checkmate at 1 only"
     )
     shared_scratch: bool = Field(
         description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
@@ -173,6 +166,16 @@ class NodesSection(Part):
     def ranks(self) -> int:
         """Processes of one training."""
         return self.nodes * self.slots
+
+
+class NodesSection(_OverNodes):
+    """Figures 8e and 8f: throughput of a training over several nodes."""
+
+    model: _Model
+    options: dict[str, Any] = Field(description="options of the model that differ from those in `workloads`")
+    parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3", "pipeline"] = Field(
+        description="ddp, fsdp2, or DeepSpeed's zero1, zero2, zero3 or pipeline: how ranks share the work"
+    )
 
 
 class OptimizerBench(Part):
@@ -191,18 +194,9 @@ class OptimizerBench(Part):
     updates: Count = Field(description="a whole number from 1: updates timed at each point")
 
 
-class CheckmateSection(Part):
+class CheckmateSection(_OverNodes):
     """Checkmate's figure: what a checkpoint of each iteration costs, over several nodes, and what failures cost."""
 
-    hostfile: UserPath | None = Field(
-        description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
-    )
-    ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
-    nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
-    slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
-    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
-        description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
-    )
     shadows: Annotated[Count, Field(le=4096)] = Field(
         description="a whole number from 1 to 4096: Checkmate's shadows, spread over the hosts"
     )
@@ -212,21 +206,7 @@ class CheckmateSection(Part):
     options: dict[ModelName, dict[str, Any]] = Field(
         description="by model: options that differ from those in `workloads`"
     )
-    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
-        description="a list of systems that run over several ranks; none is always measured, checkmate at 1 only"
-    )
-    shared_scratch: bool = Field(
-        description="true or false: all nodes see one scratch folder, so PCcheck writes what ranks hold alike only once"
-    )
-    intervals: _Intervals
-    iterations: Count = Field(description="a whole number from 1: steps measured, at least")
     kills: Annotated[CountOrZero, Field(le=1000)] = Field(
         description="a whole number from 0 to 1000: kills of all ranks after each measurement, for the lost iterations"
     )
-    repetitions: _Repetitions
     optimizer: OptimizerBench = Field(description="what the panel on optimizers times")
-
-    @property
-    def ranks(self) -> int:
-        """Processes of one training."""
-        return self.nodes * self.slots
