@@ -116,7 +116,7 @@ def test_check_goes_through_a_running_switch(token_file: Path, shadow: Receiving
         assert done.exit_code == 0, done.output
         assert [(row["good"], row["found"]) for row in json.loads(done.stdout)] == [
             (True, "the next rank answers through the switch"),
-            (True, f"epoch 0, job {JOB}"),
+            (True, f"incarnation 0, job {JOB}"),
         ]
         done = CliRunner().invoke(app, [*arguments, "--link", bad, "--shadow", "127.0.0.1:1", "--json"])
         assert done.exit_code == 1

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from lastgood.errors import CheckpointError
-from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
@@ -69,7 +69,7 @@ class Rank:
         self.number = number
         self.outcomes = {}
         self.pending = []
-        limits = Settings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
+        limits = ConductorSettings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
         identity = Identity(JOB, 1, number, SimpleNamespace(shadows=SHADOWS), None)
         self.conductor = Conductor(
             identity, 0, addresses, b"x" * 32, limits, lambda bucket: OWNER[bucket] == number, self.settled

@@ -6,7 +6,7 @@ what may happen is tried: sends, words to rank 0, its decisions on their way, an
 
 from collections import deque
 
-from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol.messages import Refused, Step, Welcome
@@ -28,7 +28,7 @@ class Scene:
 
     def __init__(self, path=()):
         self.durable = 0
-        settings = Settings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
+        settings = ConductorSettings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
         identity = Identity(JOB, 1, 0, None, None)
         addresses = ["127.0.0.1:1", "127.0.0.1:2"]
         self.conductor = Conductor(identity, 0, addresses, b"x" * 32, settings, lambda bucket: True, self.settled)

@@ -40,7 +40,7 @@ class RingTrainer(Trainer):  # type: ignore[misc]  # the script has no types
                 next_address=self.switch.addresses[rank],
                 token=self.token,
                 job=self.job,
-                epoch=self.epoch,
+                epoch=self.incarnation,
                 layout=self.layout.digest,
                 timeout_s=WAIT_S,
                 segment_bytes=64,

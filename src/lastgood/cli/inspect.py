@@ -67,7 +67,7 @@ def inspect(
     else:
         for one, contents in shown:
             commit = one.get("global")
-            marked = f", all ranks hold step {commit['step']} of life {commit['incarnation']}" if commit else ""
+            marked = f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
             if not one["slots"]:
                 sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
                 continue
@@ -77,7 +77,9 @@ def inspect(
             if contents is not None:
                 _show_contents(contents)
         if ranks and (slots or not others):
-            listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common]
+            listed = [
+                f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common
+            ]
             sys.stdout.write(f"whole on all ranks: {', '.join(listed) or 'none'}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))

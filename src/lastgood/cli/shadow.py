@@ -164,7 +164,17 @@ def watch(
                 time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 
-_COLUMNS = ("shadow", "address", "epoch", "applied", "holds", "newest step", "durable step", "whole", "refused")
+_COLUMNS = (
+    "shadow",
+    "address",
+    "incarnation",
+    "applied",
+    "holds",
+    "newest step",
+    "durable step",
+    "complete",
+    "refused",
+)
 
 
 def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:

@@ -19,7 +19,7 @@ def train(
     token_file: Annotated[Path, typer.Option(help="File with the token that the shadows have.")],
     directory: Annotated[Path, typer.Option(help="Folder for the job's id: with it a restart goes on.")],
     steps: Annotated[
-        int, typer.Option(min=0, help="Train until this many steps are done, those of earlier lives too.")
+        int, typer.Option(min=0, help="Train until this many steps are done, those of earlier incarnations too.")
     ],
     shadow: Annotated[
         list[str] | None,

@@ -129,7 +129,9 @@ def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dic
 
 def _show_job(job: dict[str, Any]) -> None:
     if job:
-        listed = [f"{one['step']} (life {one['incarnation']}{', bad' if one['bad'] else ''})" for one in job["whole"]]
+        listed = [
+            f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in job["whole"]
+        ]
         console.print(f"whole on all ranks: {', '.join(listed) or 'none'}", markup=False)
         for trouble in job["trouble"]:
             console.print(trouble, markup=False)
@@ -167,7 +169,7 @@ def _show(found: dict[str, Any]) -> None:
         for slot in found["slots"]
     )
     commit = found.get("global")
-    marked = f", all ranks hold step {commit['step']} of life {commit['incarnation']}" if commit else ""
+    marked = f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
     emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
         console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}", markup=False)

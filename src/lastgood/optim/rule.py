@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError
-from lastgood.optim.data import MAX_GROUPS, MAX_PARAMETERS, Reader
+from lastgood.optim.checked_data import MAX_GROUPS, MAX_PARAMETERS, Reader
 
 __all__ = ["MAX_POWERS", "ClipNorm", "ClipValue", "GroupRule", "UpdateRule"]
 

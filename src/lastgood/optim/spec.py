@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, cast
 
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError, CorruptCheckpoint
-from lastgood.optim.data import MAX_GROUPS, MAX_PARAMETERS, Reader
+from lastgood.optim.checked_data import MAX_GROUPS, MAX_PARAMETERS, Reader
 
 __all__ = ["ALL_LANES", "Arithmetic", "GroupSpec", "Implementation", "Kind", "OptimizerSpec"]
 

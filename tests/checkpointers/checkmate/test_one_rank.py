@@ -467,7 +467,7 @@ def test_a_second_life_fences_the_first_off_and_that_one_trains_on(make):
     until(lambda: checkpointer.storage_facts()["fenced"], "the first life to hear of the second")
     steps(training, checkpointer, 2)
     assert outcomes(checkpointer)[-2:] == [Outcome.FAILED] * 2
-    assert "another life of this job has taken over" in checkpointer.events[-1].error
+    assert "another incarnation of this job has taken over" in checkpointer.events[-1].error
     steps(fresh, second, 2)
     assert outcomes(second) == [Outcome.DURABLE] * 2
 

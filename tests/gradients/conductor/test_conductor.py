@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.errors import WaitTimeout
 from lastgood.gradients.conductor import conductor as conductor_module
-from lastgood.gradients.conductor.conductor import Conductor, Settings
+from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol.messages import Have, Torn, Welcome
@@ -19,7 +19,7 @@ ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]
 
 def conductor_of(settled=lambda *_: None, slots=4):
     """Of two shadows that have taken the layout; they are the test's own."""
-    settings = Settings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
+    settings = ConductorSettings(30.0, 30.0, DataSettings(1 << 20, 1 << 16, 1.0, 1.0))
     identity = Identity(JOB, 1, 0, None, None)
     conductor = Conductor(identity, 0, ADDRESSES, b"x" * 32, settings, lambda bucket: True, settled)
     for number in range(2):

@@ -23,7 +23,7 @@ class Disk:
     def __init__(self):
         self.held = []
         self.spill = SpillState()
-        self.epoch = 0
+        self.incarnation = 0
         self.online = False
         self.heard, self.said = deque(), deque()
         self.writing = False
@@ -47,7 +47,7 @@ class Disk:
         self.writing = False
         if durable:
             iteration = self.spill.iteration
-            self.held.insert(0, Saved(epoch=self.epoch, iteration=iteration, step=iteration))
+            self.held.insert(0, Saved(epoch=self.incarnation, iteration=iteration, step=iteration))
 
     def say(self, iteration, durable):
         if self.online:
@@ -59,7 +59,7 @@ class Spilling(RuleBasedStateMachine):
     def begin(self, shadows):
         self.disks = [Disk() for _ in range(shadows)]
         self.iteration = 0
-        self.epoch = 0
+        self.incarnation = 0
         self.begins = {}
         self.best = None
         self.new_life(0, False)
@@ -82,21 +82,23 @@ class Spilling(RuleBasedStateMachine):
         if chosen and newest is not None:
             restored = newest
         else:
-            iteration = max(self.iteration - back, self.begins.get(self.epoch, 0))
-            restored = Saved(epoch=self.epoch, iteration=iteration, step=iteration)
+            iteration = max(self.iteration - back, self.begins.get(self.incarnation, 0))
+            restored = Saved(epoch=self.incarnation, iteration=iteration, step=iteration)
         self.iteration = restored.iteration
-        self.epoch += 1
-        self.begins[self.epoch] = self.iteration
+        self.incarnation += 1
+        self.begins[self.incarnation] = self.iteration
         for disk in self.disks:
             disk.heard.clear()
             disk.said.clear()
             disk.online = False
             if disk.writing:
-                disk.end_writing(False)  # of an epoch that was fenced off
+                disk.end_writing(False)  # of an incarnation that was fenced off
             disk.spill.fence()
-            disk.spill.begin_epoch(self.iteration)
-            disk.epoch = self.epoch
-            disk.held = [one for one in disk.held if not is_left_behind(one, self.epoch, self.iteration, restored)]
+            disk.spill.begin_incarnation(self.iteration)
+            disk.incarnation = self.incarnation
+            disk.held = [
+                one for one in disk.held if not is_left_behind(one, self.incarnation, self.iteration, restored)
+            ]
         self.best = self.newest()
         self.plan = SpillPlan(len(self.disks))
         for number in range(len(self.disks)):
@@ -106,7 +108,7 @@ class Spilling(RuleBasedStateMachine):
     def ask(self, iterations):
         self.iteration += iterations
         if self.plan.ready:
-            keep = self.plan.ask(Saved(epoch=self.epoch, iteration=self.iteration, step=self.iteration))
+            keep = self.plan.ask(Saved(epoch=self.incarnation, iteration=self.iteration, step=self.iteration))
             for disk in self.disks:
                 disk.heard.append((self.iteration, keep))
 
@@ -199,7 +201,7 @@ class Spilling(RuleBasedStateMachine):
     def nothing_of_a_life_that_was_left_is_held(self):
         for disk in self.disks:
             for one in disk.held:
-                later = [begin for epoch, begin in self.begins.items() if epoch > one.epoch]
+                later = [begin for incarnation, begin in self.begins.items() if incarnation > one.epoch]
                 assert all(one.iteration <= begin for begin in later)
 
     @invariant()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastgood.gradients.layout.entries import Side
-from lastgood.gradients.shadow.rank_records import SideShelf
+from lastgood.gradients.shadow.rank_records import RankRecords
 from lastgood.gradients.shadow.spill_store import SideRecord
 
 
@@ -12,14 +12,14 @@ def record(rank: int, nbytes: int) -> SideRecord:
 
 
 def test_room_that_one_record_is_arriving_in_is_not_another_s():
-    shelf = SideShelf(100)
-    assert shelf.reserve(60)
-    assert not shelf.reserve(41)
-    assert shelf.reserve(40)
-    shelf.release(40)  # it did not come
-    shelf.put(record(0, 60))
-    shelf.release(60)
-    assert not shelf.reserve(41) and shelf.reserve(40)
-    shelf.release(40)
-    shelf.drop(1)
-    assert shelf.reserve(100)
+    records = RankRecords(100)
+    assert records.reserve(60)
+    assert not records.reserve(41)
+    assert records.reserve(40)
+    records.release(40)  # it did not come
+    records.put(record(0, 60))
+    records.release(60)
+    assert not records.reserve(41) and records.reserve(40)
+    records.release(40)
+    records.drop(1)
+    assert records.reserve(100)

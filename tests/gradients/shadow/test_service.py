@@ -159,7 +159,7 @@ def test_a_hole_at_the_kill_gives_back_the_step_before(folder, two):
     other.iterate(skip_update=True)
     other.close()
     again, choice, _ = restored(other)
-    assert (choice.iteration, choice.saved.epoch) == (2, other.epoch)
+    assert (choice.iteration, choice.saved.epoch) == (2, other.incarnation)
     assert again.digest() == before
     again.close()
 
@@ -205,8 +205,8 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
         ends.callback(fresh.end)
         trainer.addresses[1] = fresh.address
         with ShadowClient(trainer.addresses[1], trainer.token, WAIT_S, JOB) as asker:
-            assert asker.status().epoch < trainer.epoch
-            asker.fence(trainer.epoch)
+            assert asker.status().epoch < trainer.incarnation
+            asker.fence(trainer.incarnation)
         trainer.heard[1].clear()
         trainer.connect(1)
         own = trainer.layout.buckets_of(1)
@@ -283,14 +283,14 @@ def test_shadows_that_have_spilled_different_iterations_find_one_again(tmp_path)
             return [[saved.iteration for saved in shadow.service.core.status().durable] for shadow in shadows]
 
         spill(0, 1)
-        common = Saved(epoch=trainer.epoch, iteration=1, step=10)
+        common = Saved(epoch=trainer.incarnation, iteration=1, step=10)
         for _ in range(2):  # each fails at what the other one does
             spill(0, keep=common)
             spill(1, keep=common)
         assert durable() == [[4, 1], [5, 1]]
         spill(0, 1, keep=common)
         assert durable() == [[6, 1], [6, 1]]
-        spill(0, 1, keep=Saved(epoch=trainer.epoch, iteration=6, step=60))
+        spill(0, 1, keep=Saved(epoch=trainer.incarnation, iteration=6, step=60))
         assert durable() == [[7, 6], [7, 6]]
         trainer.close()
 
@@ -298,7 +298,7 @@ def test_shadows_that_have_spilled_different_iterations_find_one_again(tmp_path)
 def test_a_spill_of_a_life_that_was_left_is_never_given_back(tmp_path):
     with shadow_threads(tmp_path, 2, spill_directory=tmp_path) as first:
         trainer = trainer_of(tmp_path, first)
-        for keep in (None, Saved(epoch=trainer.epoch, iteration=1, step=10)):
+        for keep in (None, Saved(epoch=trainer.incarnation, iteration=1, step=10)):
             trainer.iterate(spill=(0, 1), keep=keep)
             for shadow in (0, 1):
                 trainer.wait(
@@ -322,12 +322,12 @@ def test_an_old_epoch_is_cut_off(folder, two):
     trainer.fence()
     refused = trainer.wait(0, lambda one: one.kind == "refused", "refused")
     assert "fenced off" in refused[0].why
-    assert refused[0].fenced == trainer.epoch
+    assert refused[0].fenced == trainer.incarnation
     with pytest.raises(CheckpointError, match=r"fenced off|refuses"):
-        old = trainer.epoch
-        trainer.epoch = old - 1
+        old = trainer.incarnation
+        trainer.incarnation = old - 1
         trainer.connect(0)
-    trainer.epoch = old
+    trainer.incarnation = old
     deadline = time.monotonic() + WAIT_S
     with pytest.raises(OSError):
         while time.monotonic() < deadline:

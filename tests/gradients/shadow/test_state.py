@@ -42,7 +42,7 @@ class World(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.shadows = [Shadow(number) for number in range(SHADOWS)]
-        self.epoch = 0
+        self.incarnation = 0
         self.now = 0
         self.rules = {}
         self.saved = {}
@@ -76,7 +76,7 @@ class World(RuleBasedStateMachine):
             return  # a restore: what may be given back is checked there
         assert iteration <= self.completed, "nobody applies what not all shadows hold"
 
-    # -- epochs
+    # -- incarnations
 
     def restart(self, adopt):
         for shadow in self.shadows:
@@ -93,7 +93,7 @@ class World(RuleBasedStateMachine):
                     RANKS,
                     adopt,
                 )
-                if self.epoch
+                if self.incarnation
                 else None
             )
             if kept is None:
@@ -107,7 +107,7 @@ class World(RuleBasedStateMachine):
                 )
             assert kept == (adopt is not None)
             shadow.flow()
-        self.epoch = self.epoch or 1
+        self.incarnation = self.incarnation or 1
         self.lost = set()
         self.whole = False
         if adopt is None:
@@ -153,7 +153,7 @@ class World(RuleBasedStateMachine):
         if void == 0:  # the update uses other gradients than were sent
             self.void.add(now)
             saves = 0
-        self.rules[now], self.made_in[now] = updates, self.epoch
+        self.rules[now], self.made_in[now] = updates, self.incarnation
         self.saved[now] = bool(saves)
         holes = holes if hole_now == 0 else set()
         step = self.step_of(now).model_copy(update={"spill": spill})
@@ -255,9 +255,9 @@ class World(RuleBasedStateMachine):
 
     @rule(shadow=st.integers(0, SHADOWS - 1))
     def crash(self, shadow):
-        """A shadow's process is killed; a fresh one joins this epoch."""
+        """A shadow's process is killed; a fresh one joins this incarnation."""
         fresh = self.shadows[shadow] = Shadow(shadow)
-        fresh.state.fence(JOB, self.epoch)
+        fresh.state.fence(JOB, self.incarnation)
         fresh.state.declare(LAYOUT, BUCKETS[shadow], [shadow], RANKS, None)
         fresh.flow()
         self.lost.add(shadow)
@@ -275,10 +275,10 @@ class World(RuleBasedStateMachine):
         if partial:
             for shadow in self.shadows:
                 bucket = data.draw(st.sampled_from(BUCKETS[shadow.number]))
-                shadow.gradient(bucket, self.now + 1, ("partial", bucket, self.epoch))
-        self.epoch += 1
+                shadow.gradient(bucket, self.now + 1, ("partial", bucket, self.incarnation))
+        self.incarnation += 1
         for shadow in self.shadows:
-            shadow.state.fence(JOB, self.epoch)
+            shadow.state.fence(JOB, self.incarnation)
             shadow.flow()
             while shadow.work(self):
                 pass

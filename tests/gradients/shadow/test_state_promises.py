@@ -451,7 +451,7 @@ def test_a_step_of_ranks_apart_waits_until_each_has_said_what_it_left_alone(step
     lone.state.fence(JOB, 2)
     lone.state.declare(LAYOUT, BUCKETS[0], [0], RANKS, None)
     lone.state.step(step.model_copy(update={"iteration": 2}))
-    assert 2 not in lone.state.held.known.steps, "what was said in another epoch does not count"
+    assert 2 not in lone.state.held.known.steps, "what was said in another incarnation does not count"
     lone.state.absent(1, Absent(iteration=2, parameters=(5,), updated=True))
     assert lone.state.held.known.steps[2].absent == (4, 5)
 

@@ -33,7 +33,7 @@ def spill(trainer, keep=None):
             shadow, lambda one: one.kind == "spilled" and one.iteration == trainer.iteration, "spilled"
         )
         assert said.error is None
-    return Saved(epoch=trainer.epoch, iteration=trainer.iteration, step=10 * trainer.iteration)
+    return Saved(epoch=trainer.incarnation, iteration=trainer.iteration, step=10 * trainer.iteration)
 
 
 def durable(shadow):
@@ -72,7 +72,7 @@ def test_a_copy_for_a_spill_of_another_life_is_not_gone_on_with(tmp_path):
         trainer = trainer_of(tmp_path, [shadow])
         trainer.start()
         worker = shadow.service.core._threads[0]._target.__self__
-        worker._copy = SpillCopy(Saved(epoch=trainer.epoch - 1, iteration=1, step=10))
+        worker._copy = SpillCopy(Saved(epoch=trainer.incarnation - 1, iteration=1, step=10))
         saved = spill(trainer)
         assert shadow.service.core.status().durable == (saved,)
         trainer.close()

@@ -291,7 +291,7 @@ class Bed:
         with contextlib.suppress(CheckpointError):
             wire.write("a lie", pack_header(Record(RecordKind.END, job, status.epoch - 1, 0, 1 << 40)))
         wire.close()
-        raise AssertionError("a shadow took a data connection of an epoch that is over")
+        raise AssertionError("a shadow took a data connection of an incarnation that is over")
 
 
 def _until(condition: Any, life: Life) -> None:

@@ -23,7 +23,7 @@ class ReceivingShadow:
     """Shadow number `shadow` of `layout.shadows`. While `refusing`, nobody is welcome."""
 
     def __init__(
-        self, shadow: int, layout: GradientLayout, token: bytes, job: str, epoch: int = 1, port: int = 0
+        self, shadow: int, layout: GradientLayout, token: bytes, job: str, incarnation: int = 1, port: int = 0
     ) -> None:
         self._shadow, self._layout, self._token, self._job = shadow, layout, token, job
         self.refusing = False
@@ -36,7 +36,7 @@ class ReceivingShadow:
         }
         self._receiver = _native.Receiver(
             int.from_bytes(bytes.fromhex(job)[:8], "little"),
-            epoch,
+            incarnation,
             [(bucket, layout.buckets[bucket].nbytes, int(layout.buckets[bucket].dtype)) for bucket in owned],
             [[self._memory[bucket][slot].ctypes.data for bucket in owned] for slot in range(SLOTS)],
             owner=self._memory,

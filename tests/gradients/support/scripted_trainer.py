@@ -58,19 +58,19 @@ class Trainer:
         self.change = threading.Condition()
         self.controls = {}
         self.senders = {}
-        self.epoch = 0
+        self.incarnation = 0
 
     # -- connections
 
     def fence(self):
         statuses = fence(self.addresses, self.token, job=self.job, timeout_s=WAIT_S)
-        self.epoch = statuses[0].epoch
+        self.incarnation = statuses[0].epoch
         return statuses
 
     def connect(self, shadow, adopt=None, data=True):
         for rank in range(self.ranks):
             layout = None if rank == 0 else self.layout.digest
-            hello = Hello(role="control", job=self.job, epoch=self.epoch, rank=rank, layout=layout)
+            hello = Hello(role="control", job=self.job, epoch=self.incarnation, rank=rank, layout=layout)
             wire, _ = connect_shadow(self.addresses[shadow], self.token, hello, WAIT_S)
             self.controls[shadow, rank] = wire
             if rank == 0:
@@ -82,10 +82,10 @@ class Trainer:
                 self.connect_data(shadow, rank)
 
     def connect_data(self, shadow, rank):
-        hello = Hello(role="data", job=self.job, epoch=self.epoch, rank=rank, layout=self.layout.digest)
+        hello = Hello(role="data", job=self.job, epoch=self.incarnation, rank=rank, layout=self.layout.digest)
         wire, _ = connect_shadow(self.addresses[shadow], self.token, hello, WAIT_S)
         job = int.from_bytes(bytes.fromhex(self.job)[:8], "little")
-        self.senders[shadow, rank] = _native.Sender(wire._socket.fileno(), job, self.epoch, rank, wire.other)
+        self.senders[shadow, rank] = _native.Sender(wire._socket.fileno(), job, self.incarnation, rank, wire.other)
         wire.close()
 
     def start(self, adopt=None):
@@ -283,7 +283,7 @@ class Trainer:
                 fetched[entry.parameter, entry.key] = tensor
             return tensor_bytes(tensor)
 
-        known = {"job": self.job, "epoch": self.epoch, "timeout_s": WAIT_S}
+        known = {"job": self.job, "incarnation": self.incarnation, "timeout_s": WAIT_S}
         fetch(self.addresses, self.token, choice, take=take, **known)
         sides = [fetch_side(self.addresses, self.token, choice, rank=rank, **known) for rank in range(self.ranks)]
         with torch.no_grad():

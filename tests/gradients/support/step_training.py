@@ -10,7 +10,7 @@ import torch
 from lastgood.gradients.layout.layout import plan_layout
 from lastgood.gradients.tap.step import StepTap
 from lastgood.gradients.trainer.parameters import TrackedParameters
-from lastgood.gradients.trainer.step_parts import Part
+from lastgood.gradients.trainer.step_parts import StepPart
 from lastgood.gradients.trainer.updates import Shares, UpdateNotes
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import UpdateRule
@@ -149,4 +149,4 @@ class Training:
 
 
 def part(stepped, groups, rule):
-    return Part(rule, frozenset(stepped), frozenset(groups))
+    return StepPart(rule, frozenset(stepped), frozenset(groups))

@@ -73,14 +73,16 @@ class Bed:
         self,
         stack: ExitStack,
         settings: CopySettings = SETTINGS,
-        epoch: int = 1,
+        incarnation: int = 1,
         *,
         refusing: bool = False,
         swapped: bool = False,
     ) -> None:
         # Ports that are free again for who comes in the place of a shadow, or of a rank.
         ports = free_ports(SHADOWS + RANKS)
-        self.shadows = [ReceivingShadow(shadow, LAYOUT, TOKEN, JOB, epoch, ports[shadow]) for shadow in range(SHADOWS)]
+        self.shadows = [
+            ReceivingShadow(shadow, LAYOUT, TOKEN, JOB, incarnation, ports[shadow]) for shadow in range(SHADOWS)
+        ]
         for shadow in self.shadows:
             stack.callback(shadow.close)
             shadow.refusing = refusing
@@ -89,12 +91,12 @@ class Bed:
         links = [SwitchLink("127.0.0.1:0", self.addresses[(rank + 1) % RANKS]) for rank in range(RANKS)]
         listed = [one.address for one in (reversed(self.shadows) if swapped else self.shadows)]
         self.switch = stack.enter_context(Switch(links, listed, settings))
-        self.comms = self.open(listeners, epoch)
+        self.comms = self.open(listeners, incarnation)
         for comm in self.comms:
             stack.callback(comm.close)
         self.plans = [comm.plan(ELEMENTS, DType.float32, places_of(LAYOUT), Divide.BEFORE) for comm in self.comms]
 
-    def open(self, listeners: list[socket.socket], epoch: int) -> list[RingComm]:
+    def open(self, listeners: list[socket.socket], incarnation: int) -> list[RingComm]:
         def make(rank: int) -> RingComm:
             return RingComm(
                 rank,
@@ -103,7 +105,7 @@ class Bed:
                 next_address=self.switch.addresses[rank],
                 token=TOKEN,
                 job=JOB,
-                epoch=epoch,
+                epoch=incarnation,
                 layout=LAYOUT.digest,
                 timeout_s=WAIT_S,
                 segment_bytes=4096,
@@ -231,14 +233,14 @@ def test_the_last_copies_arrive_behind_the_ranks_end(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("epochs", [(1, 2), (7, 1)], ids=["the next one", "the first one of shadows that began anew"])
 def test_a_new_life_of_the_job_takes_the_place_of_the_old_one(stack: ExitStack, epochs: tuple[int, int]) -> None:
-    bed = Bed(stack, epoch=epochs[0])
+    bed = Bed(stack, incarnation=epochs[0])
     bed.step(1)
     assert all(shadow.wait(1) for shadow in bed.shadows)
     for comm in bed.comms:
         comm.close()
     host_ports = [address.rpartition(":") for address in bed.addresses]
     listeners = [listen_ring(host, int(port)) for host, _, port in host_ports]
-    again = bed.open(listeners, epoch=epochs[1])
+    again = bed.open(listeners, incarnation=epochs[1])
     for comm in again:
         stack.callback(comm.close)
     assert eventually(lambda: {hello.epoch for shadow in bed.shadows for hello in shadow.hellos} == set(epochs))
@@ -254,7 +256,7 @@ def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
     for comm in bed.comms:
         comm.close()
     listeners = [listen_ring("127.0.0.1", int(address.rpartition(":")[2])) for address in bed.addresses]
-    for comm in bed.open(listeners, epoch=2):
+    for comm in bed.open(listeners, incarnation=2):
         stack.callback(comm.close)
     # Their records would be refused, and their memory is wanted for the new one's: nobody waits two minutes for them.
     assert eventually(lambda: bed.switch.counters()["copies"].get("lost_records", 0) > 0)
@@ -264,16 +266,16 @@ def test_copies_of_an_old_life_are_given_up(stack: ExitStack) -> None:
 def test_a_straggler_of_an_older_life_takes_nobody_s_place(stack: ExitStack) -> None:
     # A rank of the older life was still on its way into its ring when the new one had begun.
     layout = plan_layout([("p", (4,), "float32")], {}, ranks=1, shadows=1)
-    shadow = ReceivingShadow(0, layout, TOKEN, JOB, epoch=2)
+    shadow = ReceivingShadow(0, layout, TOKEN, JOB, incarnation=2)
     stack.callback(shadow.close)
     following = stack.enter_context(listen_ring("127.0.0.1"))
     link = SwitchLink("127.0.0.1:0", f"127.0.0.1:{following.getsockname()[1]}")
     switch = stack.enter_context(Switch([link], [shadow.address], SETTINGS))
 
-    def greet(epoch: int) -> Wire:
+    def greet(incarnation: int) -> Wire:
         near, beyond = proved(stack, switch.addresses[0], following)
         rank, far = Wire(near, "the switch", WAIT_S), Wire(beyond, "the rank", WAIT_S)
-        rank.send_message(**Hello(JOB, epoch, 0, 2, layout.digest, "host").content())
+        rank.send_message(**Hello(JOB, incarnation, 0, 2, layout.digest, "host").content())
         far.receive_message("a hello")
         return rank
 

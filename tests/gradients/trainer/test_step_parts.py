@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
+from lastgood.gradients.trainer.step_parts import OpenUpdate, StepPart
 from lastgood.gradients.trainer.updates import Shares, UpdateNotes
 from lastgood.optim.rule import MAX_POWERS, ClipValue, GroupRule, UpdateRule
 from tests.gradients.support.step_training import Training, part, reduced_to
@@ -63,8 +63,8 @@ def test_what_steps_a_parameter_again_or_by_other_numbers_is_another_update():
     update.add(part([3], [1], rule_of((0.9, ()), (0.6, ()))))
     assert update.rule == rule_of((0.1, ()), (0.6, ())) and update.stepped == {0, 1, 3}
     assert not update.takes(part([4], [1], first))
-    assert update.takes(Part(None))  # an overflow changes nothing
-    update.add(Part(None))
+    assert update.takes(StepPart(None))  # an overflow changes nothing
+    update.add(StepPart(None))
     assert update.rule == rule_of((0.1, ()), (0.6, ()))
 
 

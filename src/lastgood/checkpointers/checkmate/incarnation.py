@@ -23,7 +23,7 @@ from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
 from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
-from lastgood.gradients.conductor.conductor import Conductor, Settings, Settled
+from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings, OnComplete
 from lastgood.gradients.layout.layout import GradientLayout, plan_layout
 from lastgood.gradients.layout.spans import Span, piece_of
 from lastgood.gradients.link.gradient_stream import GradientStream
@@ -132,7 +132,7 @@ def begin_incarnation(
     tap: BucketTap | None,
     restored: Restored | None,
     close_open: Callable[[], None],
-    settled: Settled,
+    on_complete: OnComplete,
 ) -> Incarnation:
     """Join all shadows and give them what they lack. All ranks call it together.
 
@@ -163,9 +163,9 @@ def begin_incarnation(
         base,
         options.shadows,
         token,
-        Settings(options.timeout_s, options.behind_s, options.data_settings()),
+        ConductorSettings(options.timeout_s, options.behind_s, options.data_settings()),
         set(own_buckets).__contains__,
-        settled,
+        on_complete,
     )
     mover: DeviceMover | None = None
     try:

@@ -254,19 +254,23 @@ def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | 
 
 
 def _find(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
-    """On rank 0: fence all older lives off, and choose."""
+    """On rank 0: fence all older incarnations off, and choose."""
     job = _look(directory, options, token, step)  # nobody is fenced off for nothing
     statuses = asking.fence(options.shadows, token, job=job, timeout_s=options.timeout_s)
-    epoch = max(status.epoch for status in statuses)
+    incarnation = max(status.epoch for status in statuses)
     choice = asking.choose(statuses, step)
     side, _ = asking.fetch_side(
-        options.shadows, token, choice, job=job, epoch=epoch, rank=0, timeout_s=options.timeout_s
+        options.shadows, token, choice, job=job, incarnation=incarnation, rank=0, timeout_s=options.timeout_s
     )
     note_job(directory, job)
     layout = _layout_in(side.layout, f"step {choice.step}")
     most = max(layout.bytes_of(shadow) for shadow in range(layout.shadows))
     return _Plan(
-        job, epoch, choice, layout.ranks, options.timeout_s + _RESTORE_READ_FACTOR * most / _SLOWEST_READ_BYTES_PER_S
+        job,
+        incarnation,
+        choice,
+        layout.ranks,
+        options.timeout_s + _RESTORE_READ_FACTOR * most / _SLOWEST_READ_BYTES_PER_S,
     )
 
 
@@ -305,7 +309,7 @@ class _Load:
             self._token,
             plan.choice,
             job=plan.job,
-            epoch=plan.epoch,
+            incarnation=plan.epoch,
             rank=self._rank,
             timeout_s=plan.timeout_s,
         )
@@ -316,7 +320,7 @@ class _Load:
             self._token,
             plan.choice,
             job=plan.job,
-            epoch=plan.epoch,
+            incarnation=plan.epoch,
             timeout_s=plan.timeout_s,
             take=lambda entry: self._take(entry, first),
         )

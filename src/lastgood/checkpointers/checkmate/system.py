@@ -36,7 +36,7 @@ from lastgood.gradients.tap.bucket import BucketTap
 from lastgood.gradients.tap.ring import RingTap
 from lastgood.gradients.tap.step import StepTap
 from lastgood.gradients.trainer.parameters import TrackedParameters
-from lastgood.gradients.trainer.step_parts import Part
+from lastgood.gradients.trainer.step_parts import StepPart
 from lastgood.gradients.trainer.updates import Update
 from lastgood.locations import Location
 from lastgood.sinks import Sink
@@ -192,7 +192,7 @@ class Checkmate(Checkpointer):
         stream.phase = "updated"
 
     @staticmethod
-    def _take_step(life: Incarnation) -> Part:
+    def _take_step(life: Incarnation) -> StepPart:
         """Behind the hook's reduction: one step for each."""
         stream = life.stream
         twice = stream.phase == "updated"
@@ -208,7 +208,7 @@ class Checkmate(Checkpointer):
         return part
 
     @staticmethod
-    def _take_part(life: Incarnation, tap: StepTap) -> Part:
+    def _take_part(life: Incarnation, tap: StepTap) -> StepPart:
         """Without a hook: one step for all parameters, or several of some. One that comes again begins an iteration."""
         part = life.notes.look()
         if life.stream.phase == "closed" or not life.notes.takes(part):

@@ -39,7 +39,7 @@ from lastgood.gradients.protocol.messages import (
 from lastgood.gradients.protocol.spills import SpillPlan
 from lastgood.gradients.trainer.parameters import BucketCopy
 
-__all__ = ["Conductor", "Settings", "Settled"]
+__all__ = ["Conductor", "ConductorSettings", "OnComplete"]
 
 _log = logging.getLogger("lastgood")
 
@@ -48,7 +48,7 @@ _END_S = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConductorSettings:
     """How to treat shadows."""
 
     timeout_s: float
@@ -58,7 +58,7 @@ class Settings:
     data: DataSettings
 
 
-class Settled(Protocol):
+class OnComplete(Protocol):
     """Called, in some thread, when it is known what became of iterations."""
 
     def __call__(self, word: Complete) -> None:
@@ -74,14 +74,14 @@ class Conductor:
         base: int,
         addresses: Sequence[str],
         token: bytes,
-        settings: Settings,
+        settings: ConductorSettings,
         owned: Callable[[int], bool],
-        settled: Settled,
+        on_complete: OnComplete,
     ) -> None:
         self._identity = identity
         self._settings = settings
         self._owned = owned
-        self._settled = settled
+        self._on_complete = on_complete
         self._state = ConductorState(len(addresses), base)
         self._spills = SpillPlan(len(addresses))
         self._spill_due = False
@@ -99,7 +99,7 @@ class Conductor:
             for number, address in enumerate(addresses)
         ]
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to connect to all shadows."""
@@ -169,7 +169,7 @@ class Conductor:
 
     @property
     def fenced(self) -> str | None:
-        """Why nothing is kept any more: another life of this job has taken over."""
+        """Why nothing is kept any more: another incarnation of this job has taken over."""
         return self._fenced
 
     @property
@@ -193,7 +193,7 @@ class Conductor:
             spill = self._spill_due and step.saved and self._spills.ready
             keep = None
             if spill:
-                saved = Saved(epoch=self._identity.epoch, iteration=step.iteration, step=step.step or 0)
+                saved = Saved(epoch=self._identity.incarnation, iteration=step.iteration, step=step.step or 0)
                 self._spill_due, keep = False, self._spills.ask(saved)
         step = step.model_copy(update={"spill": spill, "keep": keep})
         for link in self.links:
@@ -286,17 +286,18 @@ class Conductor:
                 self._state.give_up(shadow)
                 self._decide()
 
-    def fenced_off(self, shadow: int, epoch: int) -> None:
-        """Another life of this job has begun."""
+    def fenced_off(self, shadow: int, incarnation: int) -> None:
+        """Another incarnation of this job has begun."""
         with self._changed:
-            self._end_deciding(shadow, epoch)
+            self._end_deciding(shadow, incarnation)
 
-    def _end_deciding(self, shadow: int, epoch: int) -> None:
+    def _end_deciding(self, shadow: int, incarnation: int) -> None:
         """From here on nothing is complete: shadows that are not fenced yet keep what the fenced ones hold as well."""
         if self._fenced is None:
             self._fenced = (
-                f"shadow {self.links[shadow].address} is at epoch {epoch}, this training at "
-                f"{self._identity.epoch}: another life of this job has taken over; nothing more is kept from here"
+                f"shadow {self.links[shadow].address} is at incarnation {incarnation}, this training at "
+                f"{self._identity.incarnation}: another incarnation of this job has taken over; nothing more is kept "
+                "from here"
             )
             _log.error("checkmate: %s", self._fenced)
         self._changed.notify_all()
@@ -355,7 +356,7 @@ class Conductor:
         for number, link in enumerate(self.links):
             link.completed(word.iteration)
             link.data.patient = number not in word.lost
-        self._settled(word)
+        self._on_complete(word)
 
     def _tick(self) -> None:
         """Rank 0: go on without shadows that are behind for too long."""

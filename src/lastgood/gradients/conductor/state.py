@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from lastgood.gradients.protocol.messages import MAX_SPOILED
 
-__all__ = ["Certificate", "ConductorState", "Known"]
+__all__ = ["Certificate", "ConductorState", "ShadowView"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Certificate:
 
 
 @dataclass
-class Known:
+class ShadowView:
     """One shadow, as far as it has said."""
 
     connected: bool = False
@@ -63,7 +63,7 @@ class ConductorState:
     """What is known of all shadows. `base` is the iteration that everything begins with."""
 
     def __init__(self, shadows: int, base: int) -> None:
-        self.shadows = [Known() for _ in range(shadows)]
+        self.shadows = [ShadowView() for _ in range(shadows)]
         self.complete = base
         self.closed = base
         """The newest iteration whose update is done in the training."""

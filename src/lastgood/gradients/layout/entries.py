@@ -32,7 +32,7 @@ class Saved(FrozenModel):
 
     kind: Literal["saved"] = "saved"
     epoch: Number
-    """In which it was made: what two lives of a training made under one number is not one thing."""
+    """The incarnation that made it: in another one the same number is a different state."""
     iteration: Iteration
     step: Number
 

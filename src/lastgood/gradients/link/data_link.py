@@ -58,9 +58,9 @@ class DataLink:
     The shadow sees the cut, and asks for seeds of what it then lacks.
     """
 
-    def __init__(self, address: str, job: int, epoch: int, rank: int, settings: DataSettings) -> None:
+    def __init__(self, address: str, job: int, incarnation: int, rank: int, settings: DataSettings) -> None:
         self._address = address
-        self._who = (job, epoch, rank)
+        self._who = (job, incarnation, rank)
         self._settings = settings
         self._lock = threading.Lock()
         self._sender: _native.Sender | None = None
@@ -92,12 +92,12 @@ class DataLink:
 
     def connect(self, fd: int) -> None:
         """Use this connection, behind its hello, from the next iteration on. Takes `fd` over."""
-        job, epoch, rank = self._who
+        job, incarnation, rank = self._who
         try:
             sender = _native.Sender(
                 fd,
                 job,
-                epoch,
+                incarnation,
                 rank,
                 f"shadow {self._address}",
                 pool_bytes=self._settings.pool_bytes,

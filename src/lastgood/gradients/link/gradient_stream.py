@@ -26,7 +26,7 @@ def keep_for_ever(owners: Iterable[Any]) -> None:
 
 
 class GradientStream:
-    """The iterations of one life, on one rank. `base` is the one that it begins behind.
+    """The iterations of one incarnation, on one rank. `base` is the last one before it.
 
     `close_open` is called where an iteration begins while the one before was neither saved nor closed.
     """

@@ -57,7 +57,7 @@ class Identity:
     """Who speaks, about what."""
 
     job: str
-    epoch: int
+    incarnation: int
     rank: int
     layout: GradientLayout
     adopt: int | None
@@ -82,8 +82,8 @@ class Listener(Protocol):
     def heard(self, shadow: int, message: Message) -> None:
         """The shadow says something."""
 
-    def fenced_off(self, shadow: int, epoch: int) -> None:
-        """Another life of this job has begun; this link has ended."""
+    def fenced_off(self, shadow: int, incarnation: int) -> None:
+        """Another incarnation of this job has begun; this link has ended."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ShadowLink:
         self.shadow = shadow
         self.address = address
         job = int.from_bytes(bytes.fromhex(identity.job)[:8], "little")
-        self.data = DataLink(address, job, identity.epoch, identity.rank, data)
+        self.data = DataLink(address, job, identity.incarnation, identity.rank, data)
         self._token = token
         self._identity = identity
         self._listener = listener
@@ -203,7 +203,7 @@ class ShadowLink:
                 if time.monotonic() - began > _LAST_PAUSE_S:
                     pause_s = _FIRST_PAUSE_S
             except _FencedOffError as error:
-                self._listener.fenced_off(self.shadow, error.epoch)
+                self._listener.fenced_off(self.shadow, error.incarnation)
                 self.data.close()
                 return
             except Exception as error:  # whatever it is: without this thread the shadow would be lost permanently
@@ -224,7 +224,7 @@ class ShadowLink:
         mine = self._identity
         layout = None if role == "control" and mine.rank == 0 else mine.layout.digest
         return Hello.model_validate(
-            {"role": role, "job": mine.job, "epoch": mine.epoch, "rank": mine.rank, "layout": layout}
+            {"role": role, "job": mine.job, "epoch": mine.incarnation, "rank": mine.rank, "layout": layout}
         )
 
     def _open_control(self) -> Wire:
@@ -282,15 +282,15 @@ class ShadowLink:
             early.append(answer)
 
     def _find_out(self, refused: MismatchError) -> None:
-        """Why a hello was refused. Rank 0 lets a shadow that is new join this epoch."""
+        """Why a hello was refused. Rank 0 lets a shadow that is new join this incarnation."""
         mine = self._identity
         with ShadowClient(self.address, self._token, self._timeout_s, mine.job) as asker:
-            epoch = asker.status().epoch
-            if epoch > mine.epoch:
-                raise _FencedOffError(epoch) from refused
-            if epoch < mine.epoch and mine.rank == 0:
-                asker.fence(mine.epoch)
-                _log.info("checkmate: shadow %s is new, and joins this life of the job", self.address)
+            incarnation = asker.status().epoch
+            if incarnation > mine.incarnation:
+                raise _FencedOffError(incarnation) from refused
+            if incarnation < mine.incarnation and mine.rank == 0:
+                asker.fence(mine.incarnation)
+                _log.info("checkmate: shadow %s is new, and joins this incarnation of the job", self.address)
 
     def _serve(self, wire: Wire) -> None:
         """Write what is posted, until the connection breaks or the link ends."""
@@ -380,6 +380,6 @@ def _again(outgoing: _Outgoing) -> _Outgoing:
 
 
 class _FencedOffError(Exception):
-    def __init__(self, epoch: int) -> None:
-        super().__init__(epoch)
-        self.epoch = epoch
+    def __init__(self, incarnation: int) -> None:
+        super().__init__(incarnation)
+        self.incarnation = incarnation

@@ -84,17 +84,17 @@ class ShadowClient:
         """How the shadow stands."""
         return self._ask(StatusAsked(), Status)
 
-    def fence(self, epoch: int) -> Status:
-        """Begin an epoch there: connections of older ones end."""
-        return self._ask(Fence(epoch=epoch), Status)
+    def fence(self, incarnation: int) -> Status:
+        """Begin an incarnation there: connections of older ones end."""
+        return self._ask(Fence(epoch=incarnation), Status)
 
-    def fetch(self, choice: Choice, epoch: int, take: Callable[[Entry], memoryview | None]) -> int:
+    def fetch(self, choice: Choice, incarnation: int, take: Callable[[Entry], memoryview | None]) -> int:
         """Receive all tensors of this shadow at the chosen iteration; return their bytes.
 
         `take` gives the memory that an entry's bytes go into, all of it, or None to drop them.
         """
         saved = choice.saved
-        question = Fetch(epoch=epoch, iteration=saved.iteration, made=saved.epoch, source=choice.source)
+        question = Fetch(epoch=incarnation, iteration=saved.iteration, made=saved.epoch, source=choice.source)
         answer = self._ask(question, Tensors)
         views = []
         for entry in answer.entries:
@@ -112,10 +112,12 @@ class ShadowClient:
         receive_stream(self._wire, saved.iteration, flat, f"the tensors of iteration {saved.iteration}")
         return sum(entry.nbytes for entry in answer.entries)
 
-    def fetch_side(self, choice: Choice, epoch: int, rank: int) -> tuple[Side, bytearray]:
+    def fetch_side(self, choice: Choice, incarnation: int, rank: int) -> tuple[Side, bytearray]:
         """A rank's side record at the chosen iteration."""
         saved = choice.saved
-        question = FetchSide(epoch=epoch, iteration=saved.iteration, made=saved.epoch, rank=rank, source=choice.source)
+        question = FetchSide(
+            epoch=incarnation, iteration=saved.iteration, made=saved.epoch, rank=rank, source=choice.source
+        )
         side = self._ask(question, Side)
         if side.nbytes > _MAX_SIDE_BYTES:
             raise CorruptCheckpoint(f"{self._wire.other} gives a side record of {side.nbytes} bytes")
@@ -149,7 +151,7 @@ def ask_all(
 
 
 def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float) -> list[Status]:
-    """Begin a new epoch on all shadows, and say how they stand then; `Status.epoch` is the new epoch.
+    """Begin a new incarnation on all shadows, and say how they stand then; `Status.epoch` is the new incarnation.
 
     Raises CheckpointError, naming each shadow that cannot be reached or refuses; those that were fenced stay so, and a
     further call fences all again. MismatchError where they are not the shadows of one training, in their order.
@@ -158,8 +160,8 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
     check_set(before, addresses)
     known = [status.epoch for status in before]
     known += [saved.epoch for status in before for saved in (*status.durable, *status.memory)]
-    epoch = max(known) + 1
-    return _all_or_none(ask_all(addresses, token, timeout_s, lambda asker: asker.fence(epoch), job), addresses)
+    incarnation = max(known) + 1
+    return _all_or_none(ask_all(addresses, token, timeout_s, lambda asker: asker.fence(incarnation), job), addresses)
 
 
 def check_set(statuses: Sequence[Status], addresses: Sequence[str]) -> None:
@@ -185,7 +187,7 @@ def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
     layouts = {status.layout for status in statuses if status.layout is not None}
     if step is not None:
         found = [choice for choice in found if choice.step == step]
-    if len(layouts) > 1:  # a life may have ended before all had taken its layout; spills bring their own
+    if len(layouts) > 1:  # an incarnation may have ended before all had taken its layout; spills bring their own
         found = [choice for choice in found if choice.source == "durable"]
         if not found:
             raise NoCheckpoint("the shadows' memory is of different layouts, and no spill is held by all of them")
@@ -199,7 +201,7 @@ def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
 def signs_of_loss(statuses: Sequence[Status]) -> list[str]:
     """Why shadows that hold nothing in common may have lost what they held; nothing where no step was ever complete.
 
-    A life that ends before its first step is complete leaves steps with some shadows, and none of these signs.
+    An incarnation that ends before its first step is complete leaves steps with some shadows, and none of these signs.
     """
     held = [saved.epoch for status in statuses for saved in status.memory]
     found = []
@@ -228,7 +230,7 @@ def fetch(
     choice: Choice,
     *,
     job: str,
-    epoch: int,
+    incarnation: int,
     timeout_s: float,
     take: Callable[[Entry], memoryview | None],
 ) -> int:
@@ -236,20 +238,20 @@ def fetch(
 
     Raises CheckpointError, naming each shadow that failed; memory given by `take` then holds a mixture.
     """
-    answers = ask_all(addresses, token, timeout_s, lambda asker: asker.fetch(choice, epoch, take), job)
+    answers = ask_all(addresses, token, timeout_s, lambda asker: asker.fetch(choice, incarnation, take), job)
     return sum(_all_or_none(answers, addresses))
 
 
 def fetch_side(
-    addresses: Sequence[str], token: bytes, choice: Choice, *, job: str, epoch: int, rank: int, timeout_s: float
+    addresses: Sequence[str], token: bytes, choice: Choice, *, job: str, incarnation: int, rank: int, timeout_s: float
 ) -> tuple[Side, bytearray]:
     """A rank's side record, from the shadow that keeps it. Raises CheckpointError."""
     with ShadowClient(addresses[rank % len(addresses)], token, timeout_s, job) as asker:
-        return asker.fetch_side(choice, epoch, rank)
+        return asker.fetch_side(choice, incarnation, rank)
 
 
 def _names(held: Iterable[Saved]) -> str:
-    return ", ".join(f"step {saved.step} (iteration {saved.iteration} of epoch {saved.epoch})" for saved in held)
+    return ", ".join(f"step {saved.step} (iteration {saved.iteration} of incarnation {saved.epoch})" for saved in held)
 
 
 def _all_or_none(answers: Sequence[_Result | LastgoodError], addresses: Sequence[str]) -> list[_Result]:

@@ -2,6 +2,7 @@
 
 Bytes (a side record, a seed, what a restore fetches) follow their message as chunks of `CHUNK_BYTES`, whose offsets
 count from the first byte of the first entry; their checksums begin with the iteration (`wire.frames.chunk_checksum`).
+An incarnation of the job is called `epoch` here, as in records and files: the formats keep that name.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Welcome(FrozenModel):
     unseeded: tuple[Number, ...] = ()
     """Its buckets that wait for a Seed, or for the rest of one."""
     seeds: tuple[Seeded, ...] = ()
-    """The newest of each bucket that came in this epoch: who was away has not heard of them."""
+    """The newest of each bucket that came in this incarnation: who was away has not heard of them."""
     spills: tuple[Saved, ...] = ()
     """What lies on its disk."""
     spilling: tuple[Iteration, ...] = ()
@@ -124,18 +125,18 @@ class Refused(FrozenModel):
     kind: Literal["refused"] = "refused"
     why: _Text
     fenced: Number | None = None
-    """The epoch of another life of the job that has taken over; the last word to a trainer that it fenced off."""
+    """The incarnation that has taken over; the last message to a trainer that it fenced off."""
 
 
 # -- from rank 0 -------------------------------------------------------------------------------------------------------
 
 
 class Declare(FrozenModel):
-    """The layout of this epoch. Answered by Welcome, or Refused.
+    """The layout of this incarnation. Answered by Welcome, or Refused.
 
-    `adopt` is the iteration that the shadow must stand at, with the same layout, to keep its state; the epoch's first
-    iteration is the one behind it. Otherwise (or with None) all of its buckets are unseeded then, and wait for Seed.
-    Said again in one epoch with the same layout it changes nothing: a conductor that connects again may do so.
+    `adopt` is the iteration that the shadow must stand at, with the same layout, to keep its state; the incarnation's
+    first iteration comes after it. Otherwise (or with None) all of its buckets are unseeded then, and wait for Seed.
+    Said again in one incarnation with the same layout it changes nothing: a conductor that connects again may do so.
     """
 
     kind: Literal["declare"] = "declare"
@@ -282,7 +283,7 @@ class Spilled(FrozenModel):
 
 
 class Fence(FrozenModel):
-    """Begin a new epoch: connections and partial iterations of older ones end. Answered by Status."""
+    """Begin a new incarnation: connections and partial iterations of older ones end. Answered by Status."""
 
     kind: Literal["fence"] = "fence"
     epoch: _Epoch
@@ -320,8 +321,8 @@ class Status(FrozenModel):
 class Fetch(FrozenModel):
     """Give back this iteration: all tensors of the shadow's buckets. Answered by Tensors and chunks, or Refused.
 
-    From memory it is applied first (its epoch must be fenced: `epoch` is the asker's); from `durable` it is read back
-    from the spill, and becomes the shadow's state, if it is not that already.
+    From memory it is applied first (its incarnation must be fenced: `epoch` is the asker's); from `durable` it is read
+    back from the spill, and becomes the shadow's state, if it is not that already.
     """
 
     kind: Literal["fetch"] = "fetch"

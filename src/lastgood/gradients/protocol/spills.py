@@ -16,13 +16,13 @@ from lastgood.gradients.layout.entries import Saved
 __all__ = ["SpillPlan", "is_left_behind", "retained"]
 
 
-def is_left_behind(saved: Saved, epoch: int, adopt: int | None, restored: Saved | None) -> bool:
-    """At a shadow: whether an epoch that begins after iteration `adopt` (None: anew) goes another way than this spill.
+def is_left_behind(saved: Saved, incarnation: int, adopt: int | None, restored: Saved | None) -> bool:
+    """At a shadow: whether an incarnation that begins after iteration `adopt` (None: none) leaves this spill behind.
 
-    Iterations are counted on from what is restored, so no older life's spill of a later one belongs to it. `restored`
-    is what this shadow gave back for it, where it did: no spill of a later epoch than that belongs to it either.
+    Iterations are counted on from what is restored, so no older spill of a later one belongs to it. `restored` is what
+    this shadow gave back for it, if it did: no spill of a later incarnation than that belongs to it either.
     """
-    if adopt is None or saved.epoch == epoch:
+    if adopt is None or saved.epoch == incarnation:
         return False
     return saved.iteration > adopt or (restored is not None and saved.epoch > restored.epoch)
 
@@ -33,7 +33,7 @@ def retained(held: Sequence[Saved], keep: Saved | None) -> Saved | None:
 
 
 class SpillPlan:
-    """All shadows' spills in one epoch, as rank 0 knows them. The caller holds a lock.
+    """All shadows' spills in one incarnation, as rank 0 knows them. The caller holds a lock.
 
     Promises: `common` is held by every shadow that has not lost its disk, and is told to stay until a newer one is; if
     no shadow fails at a spill that is asked for, it becomes the common one.

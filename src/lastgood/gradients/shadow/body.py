@@ -18,7 +18,7 @@ from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.protocol.messages import Message
 from lastgood.gradients.shadow.actions import DropSide, Open, Tell, Window
 from lastgood.gradients.shadow.memory import ShadowMemory, memory_need
-from lastgood.gradients.shadow.rank_records import SideShelf
+from lastgood.gradients.shadow.rank_records import RankRecords
 from lastgood.gradients.shadow.settings import Counters, ShadowSettings
 from lastgood.gradients.shadow.spill_store import SpillStore
 from lastgood.gradients.shadow.state import ShadowState
@@ -46,7 +46,7 @@ class ShadowBody:
         self.memory: ShadowMemory | None = None
         self.layout: GradientLayout | None = None
         self.receiver: _native.Receiver | None = None
-        self.sides = SideShelf(settings.side_limit_bytes)
+        self.sides = RankRecords(settings.side_limit_bytes)
         self.working = False
         """Whether the worker is in memory."""
         self.paused = 0
@@ -54,7 +54,7 @@ class ShadowBody:
         self.readers = 0
         """So many read memory, which does not change meanwhile."""
         self.restored: Saved | None = None
-        """What was given back in this epoch."""
+        """What was given back in this incarnation."""
         self.ending = False
         self.store: SpillStore | None = None
         if settings.spill_directory is not None and (settings.spill_directory / "job.json").exists():
@@ -92,7 +92,7 @@ class ShadowBody:
         assert self.state.job is not None
         self.receiver = _native.Receiver(
             int.from_bytes(bytes.fromhex(self.state.job)[:8], "little"),
-            self.state.epoch,
+            self.state.incarnation,
             [(bucket, layout.buckets[bucket].nbytes, layout.buckets[bucket].dtype) for bucket in memory.owned],
             memory.slot_addresses(),
             threads=settings.receive_threads,
@@ -109,12 +109,12 @@ class ShadowBody:
             raise NoCheckpoint("this shadow spills nothing (--spill-dir)")
         return self.store
 
-    def check_fenced(self, epoch: int) -> None:
+    def check_fenced(self, incarnation: int) -> None:
         """Raises MismatchError, CheckpointError where no restore is possible now."""
-        if epoch != self.state.epoch:
-            raise MismatchError(f"epoch {epoch} is fenced off; this shadow's is {self.state.epoch}")
+        if incarnation != self.state.incarnation:
+            raise MismatchError(f"incarnation {incarnation} is fenced off; this shadow's is {self.state.incarnation}")
         if self.state.declared:
-            raise CheckpointError(f"training goes on in epoch {epoch} already; a restore fences first")
+            raise CheckpointError(f"training goes on in incarnation {incarnation} already; a restore fences first")
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ class ShadowCore:
                 shadow=self.settings.shadow,
                 shadows=self.settings.shadows,
                 job=self.body.state.job,
-                epoch=self.body.state.epoch,
+                epoch=self.body.state.incarnation,
                 layout=self.body.state.layout if self.body.state.declared else None,
                 gradient_slots=self.settings.slots,
                 unseeded=tuple(self.body.state.held.unlanded) if self.body.state.declared else (),
@@ -92,7 +92,7 @@ class ShadowCore:
                 shadow=self.settings.shadow,
                 shadows=self.settings.shadows,
                 job=self.body.state.job,
-                epoch=self.body.state.epoch,
+                epoch=self.body.state.incarnation,
                 layout=self.body.state.layout,
                 whole=self.body.state.held.whole,
                 applied=self.body.state.held.applied,
@@ -130,10 +130,10 @@ class ShadowCore:
         with self._counting:
             self._refused[cause] += 1
 
-    # -- epochs ----------------------------------------------------------------------------------------------------
+    # -- incarnations ----------------------------------------------------------------------------------------------
 
-    def fence(self, job: str | None, epoch: int) -> None:
-        """Begin an epoch. Raises MismatchError for another job or an old epoch, StorageError for the spill's folder."""
+    def fence(self, job: str | None, incarnation: int) -> None:
+        """Begin an incarnation. Raises MismatchError for another job or an older one, StorageError for spills."""
         with self.body.change:
             job = job or self.body.state.job
             if job is None:
@@ -144,22 +144,22 @@ class ShadowCore:
                 and self.body.state.job in (None, job)
             ):
                 self.body.store = SpillStore(self.settings.spill_directory, job, self.settings.shadow)
-            self.body.state.fence(job, epoch)
+            self.body.state.fence(job, incarnation)
             if self.body.store is not None:
-                self.body.store.fence(epoch)
+                self.body.store.fence(incarnation)
             self.body.counters.fences += 1
             self._data.clear()
             self.body.restored = None
             if self.body.receiver is not None:
-                self.body.receiver.begin(epoch, keep=True)
+                self.body.receiver.begin(incarnation, keep=True)
                 self._count_whole()
             self.body.flow()
-        _log.info("epoch %d", epoch)
+        _log.info("incarnation %d", incarnation)
 
-    def declare(self, epoch: int, message: Declare, answer: Callable[[Welcome], None]) -> None:
+    def declare(self, incarnation: int, message: Declare, answer: Callable[[Welcome], None]) -> None:
         """The trainers' layout; `answer` is called before anything else is told to them.
 
-        Raises MismatchError for another epoch, ConfigError if there is no room, CorruptCheckpoint for no layout.
+        Raises MismatchError for another incarnation, ConfigError if there is no room, CorruptCheckpoint for no layout.
         """
         layout = GradientLayout.from_data(message.layout, "the trainers")
         settings = self.settings
@@ -176,18 +176,20 @@ class ShadowCore:
         if self.body.store is not None:
             self.body.store.wait(WORK_S)  # without the lock, which a spill's end takes
         with self.body.stopped():
-            if epoch != self.body.state.epoch:
-                raise MismatchError(f"epoch {epoch} is fenced off; this shadow's is {self.body.state.epoch}")
+            if incarnation != self.body.state.incarnation:
+                raise MismatchError(
+                    f"incarnation {incarnation} is fenced off; this shadow's is {self.body.state.incarnation}"
+                )
             if self.body.state.declared:
                 if layout.digest != self.body.state.layout:
-                    raise MismatchError("another layout was declared in this epoch; fence before a new one")
+                    raise MismatchError("another layout was declared in this incarnation; fence before a new one")
                 answer(self.welcome())
                 return
             self.body.settle_memory(layout)
             if self.body.store is not None:
                 # Before anything is declared: where it fails, the trainers come again, and all of this is done again.
                 kept = self.body.state.keeps(layout.digest, message.adopt)
-                self.body.store.begin_epoch(epoch, message.adopt, self.body.restored if kept else None)
+                self.body.store.begin_incarnation(incarnation, message.adopt, self.body.restored if kept else None)
             kept = self.body.state.declare(
                 layout.digest, owned, layout.side_ranks_of(settings.shadow), layout.ranks, message.adopt
             )
@@ -197,7 +199,7 @@ class ShadowCore:
                 for bucket in owned:
                     self.body.memory.drop(bucket)
             self.body.sides.forget_layouts()
-            self.body.receiver.begin(epoch, keep=False)
+            self.body.receiver.begin(incarnation, keep=False)
             answer(self.welcome())
             self.body.flow()
         _log.info("layout of %d buckets declared, %s", len(layout.buckets), "state kept" if kept else "no values yet")
@@ -210,18 +212,18 @@ class ShadowCore:
             state = self.body.state
             if hello.job != state.job or state.job is None:
                 raise MismatchError(f"this shadow's job is {state.job}, not {hello.job}; fence first")
-            if hello.epoch != state.epoch:
-                raise MismatchError(f"epoch {hello.epoch} is fenced off; this shadow's is {state.epoch}")
+            if hello.epoch != state.incarnation:
+                raise MismatchError(f"incarnation {hello.epoch} is fenced off; this shadow's is {state.incarnation}")
             if hello.role == "data" or hello.layout is not None:
                 if not state.declared:
-                    raise MismatchError("no layout is declared in this epoch yet; try again")
+                    raise MismatchError("no layout is declared in this incarnation yet; try again")
                 if hello.layout != state.layout:
-                    raise MismatchError("another layout is declared in this epoch")
+                    raise MismatchError("another layout is declared in this incarnation")
             if state.declared and self.body.layout is not None and hello.rank >= self.body.layout.ranks:
                 raise MismatchError(f"rank {hello.rank} of {self.body.layout.ranks}")
 
     def receive_from(self, descriptor: int, hello: Hello) -> None:
-        """Read a rank's records from now on. Raises MismatchError if its epoch is over."""
+        """Read a rank's records from now on. Raises MismatchError if its incarnation is over."""
         with self.body.change:
             self.admit(hello)
             assert self.body.receiver is not None
@@ -239,28 +241,28 @@ class ShadowCore:
                 for message in self.body.state.news():
                     tell(message)
 
-    def step(self, epoch: int, message: Step) -> None:
+    def step(self, incarnation: int, message: Step) -> None:
         """See `Step`."""
-        with self._current(epoch):
+        with self._current(incarnation):
             self.body.state.step(message)
             assert self.body.layout is not None
             for bucket in self.body.layout.buckets_of(self.settings.shadow):
                 if self.body.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
                     self.body.state.received(bucket, message.iteration)
 
-    def absent(self, epoch: int, rank: int, message: Absent) -> None:
+    def absent(self, incarnation: int, rank: int, message: Absent) -> None:
         """See `Absent`."""
-        with self._current(epoch):
+        with self._current(incarnation):
             self.body.state.absent(rank, message)
 
-    def complete(self, epoch: int, message: Complete) -> None:
+    def complete(self, incarnation: int, message: Complete) -> None:
         """See `Complete`."""
-        with self._current(epoch):
+        with self._current(incarnation):
             self.body.state.complete(message)
 
-    def verify(self, epoch: int, message: Verify) -> None:
+    def verify(self, incarnation: int, message: Verify) -> None:
         """See `Verify`."""
-        with self._current(epoch):
+        with self._current(incarnation):
             self.body.state.check(message.bucket, message.iteration, message.checksum)
 
     @contextlib.contextmanager
@@ -275,9 +277,9 @@ class ShadowCore:
                 with self.body.change:
                     self.body.sides.release(message.nbytes)
 
-    def side(self, epoch: int, message: Side, content: bytes | None) -> None:
+    def side(self, incarnation: int, message: Side, content: bytes | None) -> None:
         """A side record, or None if it was too long to keep."""
-        with self._current(epoch):
+        with self._current(incarnation):
             described = self.body.sides.described(message)
             if content is None or described is None:
                 why = "its layout was never sent" if described is None else "side records take all their memory"
@@ -288,9 +290,9 @@ class ShadowCore:
 
     # -- seeds -----------------------------------------------------------------------------------------------------
 
-    def begin_seed(self, epoch: int, message: Seed, other: str) -> tuple[BucketValue, list[memoryview]]:
+    def begin_seed(self, incarnation: int, message: Seed, other: str) -> tuple[BucketValue, list[memoryview]]:
         """Memory for a seed. Raises CheckpointError if it is not wanted now, or is none."""
-        with self._current(epoch):
+        with self._current(incarnation):
             if self.body.memory is None or message.bucket not in self.body.memory.owned:
                 raise MismatchError(f"bucket {message.bucket} is not this shadow's")
             value = self.body.memory.new_value(message.bucket)
@@ -298,32 +300,34 @@ class ShadowCore:
             self.body.state.seed_begun(message.bucket, message.iteration)
             return value, views
 
-    def end_seed(self, epoch: int, message: Seed, value: BucketValue) -> None:
+    def end_seed(self, incarnation: int, message: Seed, value: BucketValue) -> None:
         """All of it is there. Raises MismatchError if it is not this optimizer's state."""
         value.finish()
-        with self._current(epoch):
+        with self._current(incarnation):
             if self.body.memory is not None and self.body.state.is_landing(message.bucket, message.iteration):
                 self.body.memory.keep(value)
                 self.body.state.seed_landed(message.bucket)
                 self.body.counters.seeds += 1
                 self.body.counters.seed_bytes += sum(entry.nbytes for entry in message.entries)
 
-    def fail_seed(self, epoch: int, message: Seed) -> None:
+    def fail_seed(self, incarnation: int, message: Seed) -> None:
         """It will not come whole."""
         with self.body.change:
-            if epoch == self.body.state.epoch and self.body.state.is_landing(message.bucket, message.iteration):
+            if incarnation == self.body.state.incarnation and self.body.state.is_landing(
+                message.bucket, message.iteration
+            ):
                 self.body.state.seed_failed(message.bucket)
                 self.body.flow()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _current(self, epoch: int) -> Iterator[None]:
+    def _current(self, incarnation: int) -> Iterator[None]:
         """For a trainer's message: with the lock, and what follows from it afterwards."""
         with self.body.change:
-            if epoch != self.body.state.epoch or not self.body.state.declared:
+            if incarnation != self.body.state.incarnation or not self.body.state.declared:
                 self.refuse("stale message")
-                raise MismatchError(f"epoch {epoch} is fenced off, or has no layout yet")
+                raise MismatchError(f"incarnation {incarnation} is fenced off, or has no layout yet")
             yield
             self.body.flow()
 

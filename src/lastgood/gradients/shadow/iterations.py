@@ -33,7 +33,7 @@ class Iterations:
         self._absent: dict[int, dict[int, Absent]] = {}
         """What those ranks said, by iteration and rank."""
 
-    def add_step(self, message: Step, epoch: int) -> None:
+    def add_step(self, message: Step, incarnation: int) -> None:
         """Again said, it changes nothing. Raises CheckpointError if far too many are open."""
         iteration = message.iteration
         if iteration in self.steps or iteration in self._early:
@@ -44,7 +44,7 @@ class Iterations:
         if message.void:
             self.void.add(iteration)
         if message.saved and iteration not in self.given_up:
-            self.saves[iteration] = Saved(epoch=epoch, iteration=iteration, step=message.step or 0)
+            self.saves[iteration] = Saved(epoch=incarnation, iteration=iteration, step=message.step or 0)
 
     def add_absent(self, rank: int, message: Absent) -> None:
         """A rank's parameters without a gradient. Raises CheckpointError if far too many iterations are open."""

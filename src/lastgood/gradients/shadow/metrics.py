@@ -46,7 +46,7 @@ class _Numbers(Collector):
             ("applied_iterations_total", "Iterations applied to all buckets.", counters.applied_iterations),
             ("applied_buckets_total", "Updates of single buckets.", counters.applied_buckets),
             (OPTIMIZER_S, "Time in the optimizer.", counters.optimizer_s),
-            ("epoch", "The epoch that trainers must have.", status.epoch),
+            ("epoch", "The incarnation that trainers must be of.", status.epoch),
             ("applied_iteration", "All buckets are behind this iteration.", status.applied),
             ("have_iteration", "The newest iteration that it can be brought to.", status.have),
             ("newest_saved_step", "The training's step of the newest iteration in memory.", _newest(status.memory)),

@@ -6,10 +6,10 @@ from lastgood.errors import NoCheckpoint
 from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.shadow.spill_store import SideRecord
 
-__all__ = ["SideShelf"]
+__all__ = ["RankRecords"]
 
 
-class SideShelf:
+class RankRecords:
     """Not safe for several threads: the caller holds the shadow's lock."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -37,7 +37,7 @@ class SideShelf:
         return None if known is None else message.model_copy(update={"layout": known.layout})
 
     def forget_layouts(self) -> None:
-        """A new epoch: its ranks send their layouts again."""
+        """A new incarnation: its ranks send their layouts again."""
         self._layouts.clear()
 
     def put(self, record: SideRecord) -> None:

@@ -25,16 +25,16 @@ class Reader:
         self._body = body
 
     @contextlib.contextmanager
-    def tensors(self, epoch: int, saved: Saved, source: str) -> Iterator[list[tuple[Entry, memoryview]]]:
+    def tensors(self, incarnation: int, saved: Saved, source: str) -> Iterator[list[tuple[Entry, memoryview]]]:
         """All tensors at a saved iteration; they do not change before this is left.
 
-        Raises MismatchError for another epoch, CheckpointError or NoCheckpoint where it cannot be given back.
+        Raises MismatchError for another incarnation, CheckpointError or NoCheckpoint where it cannot be given back.
         """
         body = self._body
         if source == "durable":
-            self._read_back(epoch, saved)
+            self._read_back(incarnation, saved)
         with body.change:
-            body.check_fenced(epoch)
+            body.check_fenced(incarnation)
             if not body.state.restored(saved):
                 body.state.restore_to(saved)
                 body.flow()
@@ -42,12 +42,12 @@ class Reader:
                     lambda: (
                         body.state.restored(saved)
                         or saved not in body.state.held.restorable()
-                        or body.state.epoch != epoch
+                        or body.state.incarnation != incarnation
                         or body.state.declared
                     ),
                     _LOAD_S,
                 )
-                body.check_fenced(epoch)
+                body.check_fenced(incarnation)
                 if not done:
                     raise WaitTimeout(f"waited {_LOAD_S:g} s for iteration {saved.iteration} to be applied")
                 if not body.state.restored(saved):
@@ -68,27 +68,31 @@ class Reader:
                 body.readers -= 1
                 body.change.notify_all()
 
-    def side(self, epoch: int, saved: Saved, rank: int, source: str) -> SideRecord:
+    def side(self, incarnation: int, saved: Saved, rank: int, source: str) -> SideRecord:
         """A rank's side record. Raises as `tensors` does."""
         body = self._body
         with body.change:
-            if epoch != body.state.epoch:
-                raise MismatchError(f"epoch {epoch} is fenced off; this shadow's is {body.state.epoch}")
+            if incarnation != body.state.incarnation:
+                raise MismatchError(
+                    f"incarnation {incarnation} is fenced off; this shadow's is {body.state.incarnation}"
+                )
             if source == "memory":
                 if body.state.saved_at(saved.iteration) != saved:
-                    raise NoCheckpoint(f"iteration {saved.iteration} of epoch {saved.epoch} is not held in memory")
+                    raise NoCheckpoint(
+                        f"iteration {saved.iteration} of incarnation {saved.epoch} is not held in memory"
+                    )
                 return body.sides.get(saved.iteration, rank)
             store = body.spills()
         return store.read_side(store.find(saved), rank)
 
-    def _read_back(self, epoch: int, saved: Saved) -> None:
+    def _read_back(self, incarnation: int, saved: Saved) -> None:
         """Make a spill this shadow's state, unless it is already."""
         body = self._body
         with body.change:
             if body.restored == saved and body.state.restored(saved):
                 return  # another rank has asked for it, and may be reading it now
         with body.stopped():
-            body.check_fenced(epoch)
+            body.check_fenced(incarnation)
             store = body.spills()
             spill = store.find(saved)
             if body.restored == saved and body.state.restored(saved):
@@ -118,4 +122,4 @@ class Reader:
             for record in sides.values():
                 body.sides.put(record)
             body.restored = saved
-        _log.info("iteration %d of epoch %d read back from %s", saved.iteration, saved.epoch, spill.info.path)
+        _log.info("iteration %d of incarnation %d read back from %s", saved.iteration, saved.epoch, spill.info.path)

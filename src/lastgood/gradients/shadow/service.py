@@ -69,7 +69,7 @@ class _Control:
     def __init__(self, wire: Wire, hello: Hello) -> None:
         self.wire = wire
         self.rank = hello.rank
-        self.epoch = hello.epoch
+        self.incarnation = hello.epoch
         self._waiting: queue.Queue[Message | None] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
@@ -262,15 +262,15 @@ class ShadowService:
             control.close()
 
     def _obey(self, control: _Control, message: Message) -> None:
-        core, epoch = self.core, control.epoch
+        core, incarnation = self.core, control.incarnation
         if isinstance(message, Step):
-            core.step(epoch, message)
+            core.step(incarnation, message)
         elif isinstance(message, Absent):
-            core.absent(epoch, control.rank, message)
+            core.absent(incarnation, control.rank, message)
         elif isinstance(message, Complete):
-            core.complete(epoch, message)
+            core.complete(incarnation, message)
         elif isinstance(message, Verify):
-            core.verify(epoch, message)
+            core.verify(incarnation, message)
         elif isinstance(message, Side):
             self._receive_side(control, message)
         elif isinstance(message, Seed):
@@ -284,7 +284,7 @@ class ShadowService:
         if control.rank != 0:
             raise MismatchError("rank 0 declares the layout")
         try:
-            self.core.declare(control.epoch, message, control.tell)
+            self.core.declare(control.incarnation, message, control.tell)
         except LastgoodError as error:
             _log.error("the layout is refused: %s", error)
             control.tell(Refused(why=str(error)[:10_000]))
@@ -301,21 +301,21 @@ class ShadowService:
                 receive_stream(control.wire, message.iteration, [memoryview(content)], what)
             else:
                 drain_stream(control.wire, message.nbytes, what)
-            self.core.side(control.epoch, message, bytes(content) if keep else None)
+            self.core.side(control.incarnation, message, bytes(content) if keep else None)
 
     def _receive_seed(self, control: _Control, message: Seed) -> None:
         what = f"the seed of bucket {message.bucket} behind iteration {message.iteration}"
         try:
-            value, views = self.core.begin_seed(control.epoch, message, control.wire.other)
+            value, views = self.core.begin_seed(control.incarnation, message, control.wire.other)
         except CheckpointError as error:
             control.tell(Refused(why=f"{what}: {error}"))
             drain_stream(control.wire, sum(entry.nbytes for entry in message.entries), what)
             return
         try:
             receive_stream(control.wire, message.iteration, views, what)
-            self.core.end_seed(control.epoch, message, value)
+            self.core.end_seed(control.incarnation, message, value)
         except BaseException:
-            self.core.fail_seed(control.epoch, message)
+            self.core.fail_seed(control.incarnation, message)
             raise
 
     # -- askers ----------------------------------------------------------------------------------------------------
@@ -361,29 +361,33 @@ class ShadowService:
         for saved in listed:
             if (saved.epoch, saved.iteration) == (message.made, message.iteration):
                 return saved
-        held = ", ".join(f"{saved.iteration} of epoch {saved.epoch}" for saved in listed) or "none"
+        held = ", ".join(f"{saved.iteration} of incarnation {saved.epoch}" for saved in listed) or "none"
         raise CheckpointError(
-            f"iteration {message.iteration} of epoch {message.made} cannot be given back from {message.source}; "
+            f"iteration {message.iteration} of incarnation {message.made} cannot be given back from {message.source}; "
             f"what can: {held}"
         )
 
-    def _end_older(self, epoch: int) -> None:
+    def _end_older(self, incarnation: int) -> None:
         with self._controls_lock:
-            older = [control for control in self._controls if control.epoch != epoch]
+            older = [control for control in self._controls if control.incarnation != incarnation]
         for control in older:
             self._say_over(control)
 
     def _is_over(self, control: _Control) -> bool:
-        return control.epoch != self.core.body.state.epoch
+        return control.incarnation != self.core.body.state.incarnation
 
     def _say_over(self, control: _Control) -> None:
         """Before the connection ends: rank 0 decides nothing any more once it hears this from one shadow."""
-        epoch = self.core.body.state.epoch
-        control.tell(Refused(why=f"epoch {control.epoch} was fenced off by epoch {epoch}", fenced=epoch))
+        incarnation = self.core.body.state.incarnation
+        control.tell(
+            Refused(
+                why=f"incarnation {control.incarnation} was fenced off by incarnation {incarnation}", fenced=incarnation
+            )
+        )
 
-    def _wait(self, wire: Wire, epoch: int | None = None) -> bool:
-        """Until something arrives; False where the other side has closed, its epoch is over, or the service ends."""
-        while not self.ending.is_set() and epoch in (None, self.core.body.state.epoch):
+    def _wait(self, wire: Wire, incarnation: int | None = None) -> bool:
+        """Until something arrives; False if the other side has closed, its incarnation is over, or the service ends."""
+        while not self.ending.is_set() and incarnation in (None, self.core.body.state.incarnation):
             if wire.wait_readable(_TICK_S):
                 return not wire.ended()
         return False

@@ -22,7 +22,7 @@ class SpillState:
         self._asked: dict[int, Saved | None] = {}
         self._decided = 0
 
-    def begin_epoch(self, at: int) -> None:
+    def begin_incarnation(self, at: int) -> None:
         """Nothing was asked for up to an iteration, and nothing counts any more that was."""
         self.end()
         self._asked.clear()

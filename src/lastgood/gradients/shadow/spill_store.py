@@ -113,19 +113,20 @@ class SpillStore:
         for spill in self.durable():
             if spill.saved == saved:
                 return spill
-        held = ", ".join(f"{one.saved.iteration} of epoch {one.saved.epoch}" for one in self.durable()) or "none"
+        held = ", ".join(f"{one.saved.iteration} of incarnation {one.saved.epoch}" for one in self.durable()) or "none"
         raise NoCheckpoint(
-            f"{self.directory}: iteration {saved.iteration} of epoch {saved.epoch} is not spilled here; held: {held}"
+            f"{self.directory}: iteration {saved.iteration} of incarnation {saved.epoch} is not spilled here; "
+            f"held: {held}"
         )
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def fence(self, epoch: int) -> None:
-        """From here on nothing of older epochs becomes durable: who fences reads what is, and relies on no more."""
+    def fence(self, incarnation: int) -> None:
+        """From here on nothing of older incarnations becomes durable: who fences relies only on what is."""
         with self._lock:
-            self._fenced = epoch
+            self._fenced = incarnation
 
-    def begin_epoch(self, epoch: int, adopt: int | None, restored: Saved | None) -> None:
+    def begin_incarnation(self, incarnation: int, adopt: int | None, restored: Saved | None) -> None:
         """Trainers go on after iteration `adopt`, or begin anew. Spills that they left behind are not given back.
 
         All others stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
@@ -133,8 +134,8 @@ class SpillStore:
         """
         if not self.wait(0.0):
             raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
-        self._disown([spill for spill in self.durable() if is_left_behind(spill.saved, epoch, adopt, restored)])
-        self._store.incarnation = epoch
+        self._disown([spill for spill in self.durable() if is_left_behind(spill.saved, incarnation, adopt, restored)])
+        self._store.incarnation = incarnation
 
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
         """Write a copy in the background; `over` is called at its end, with an error or None.
@@ -178,9 +179,11 @@ class SpillStore:
         self._drop(dropped)
 
     def _disown(self, spills: Sequence[Spill]) -> None:
-        """They belong to a life that was left, and must not come back when this process is started again."""
+        """They belong to an incarnation that was left, and must not come back when this process is started again."""
         for spill in spills:
-            self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, "made by a life that was left"))
+            self._store.judge(
+                spill.info.sequence, Verdict(spill.info.step, False, "made by an incarnation that was left")
+            )
             with self._lock:
                 self._durable = [one for one in self._durable if one is not spill]
             self._drop([spill])
@@ -234,7 +237,7 @@ class SpillStore:
             self._durable = [*new, *(one for one in self._durable if one.info.sequence in alive)]
         if fenced:
             self._disown([spill])
-            raise CheckpointError(f"{self.directory}: epoch {copy.saved.epoch} was fenced off meanwhile")
+            raise CheckpointError(f"{self.directory}: incarnation {copy.saved.epoch} was fenced off meanwhile")
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ border (`Tell`, `Window`, `Open`, `DropSide`), `next_work` what is to be done in
 
 What it promises, whatever the order of its inputs: a bucket is brought from one iteration to the next only if rank 0
 said that all shadows hold that one; each bucket holds its value behind one iteration and the gradients of those that
-follow, so that at least one saved iteration stays producible while the next is coming; nothing of an epoch that was
-fenced is ever applied, unless a restore asks for exactly that iteration.
+follow, so that at least one saved iteration stays producible while the next is coming; nothing of a fenced
+incarnation is ever applied, unless a restore asks for exactly that iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lastgood.gradients.shadow.actions import Apply, Check, Commit, Copy, DropSi
 from lastgood.gradients.shadow.bucket import BucketState
 from lastgood.gradients.shadow.holdings import ShadowHoldings
 from lastgood.gradients.shadow.spill_state import SpillState
-from lastgood.gradients.shadow.torn import Senders, find_tears, why_torn
+from lastgood.gradients.shadow.torn import Senders, find_torn, why_torn
 
 __all__ = ["ShadowState"]
 
@@ -36,15 +36,15 @@ class ShadowState:
     def __init__(self, slots: int) -> None:
         self.held = ShadowHoldings(slots)
         self.job: str | None = None
-        self.epoch = 0
+        self.incarnation = 0
         self.layout: str | None = None
         self.declared = False
-        """Whether the trainers of this epoch have declared their layout: before that nothing is received."""
+        """Whether the trainers of this incarnation have declared their layout: before that nothing is received."""
         self.missed_checks = 0
         self.promised: int | None = None
-        """The newest step that was ever complete on all shadows, in whichever epoch, held still or not."""
+        """The newest step that was ever complete on all shadows, in whichever incarnation, held still or not."""
         self.word: Complete | None = None
-        """The last one of this epoch."""
+        """The last one of this incarnation."""
         self._seeds: dict[int, Seeded] = {}
         self._senders = Senders()
         self._holding: dict[int, int] = {}
@@ -80,21 +80,23 @@ class ShadowState:
             self._retarget()
             self._ready.extend(self.held.buckets)
 
-    # -- epochs ----------------------------------------------------------------------------------------------------
+    # -- incarnations ----------------------------------------------------------------------------------------------
 
-    def fence(self, job: str, epoch: int) -> None:
-        """Begin an epoch: what is not whole is given up, nothing more is applied until a restore or Declare says so.
+    def fence(self, job: str, incarnation: int) -> None:
+        """Begin an incarnation: what is incomplete is given up, and nothing is applied until a restore or Declare.
 
-        Raises MismatchError for another job, or an epoch that is not newer.
+        Raises MismatchError for another job, or an incarnation that is not newer.
         """
         if self.job not in (None, job):
             raise MismatchError(
                 f"this shadow keeps the state of job {self.job}, and job {job} asks for it; start a shadow of its own, "
                 "or stop this one and start it anew (with another folder for spills)"
             )
-        if epoch <= self.epoch:
-            raise MismatchError(f"epoch {epoch} is not newer than this shadow's epoch {self.epoch}; ask for its status")
-        self.job, self.epoch, self.declared = job, epoch, False
+        if incarnation <= self.incarnation:
+            raise MismatchError(
+                f"incarnation {incarnation} is not newer than this shadow's, {self.incarnation}; ask for its status"
+            )
+        self.job, self.incarnation, self.declared = job, incarnation, False
         self._senders.fence()
         self.held.known.newest_side.clear()
         self._restoring = None
@@ -107,7 +109,7 @@ class ShadowState:
     def declare(
         self, layout: str, buckets: Sequence[int], side_ranks: Iterable[int], ranks: int, adopt: int | None
     ) -> bool:
-        """The epoch's layout. Says whether the state that was here is kept. The caller sets all memory up again if not.
+        """The incarnation's layout. Says whether the state is kept; if not, the caller sets all memory up again.
 
         The caller's receiver begins anew either way: no gradients are held after this.
         """
@@ -128,7 +130,7 @@ class ShadowState:
         self.held.known.side_ranks, self.held.known.ranks = frozenset(side_ranks), ranks
         self._senders.begin(ranks)
         self.held.completed = adopt if kept and adopt is not None else 0
-        self._spill.begin_epoch(self.held.completed)
+        self._spill.begin_incarnation(self.held.completed)
         self.word = None
         self._seeds.clear()
         self.held.known.given_up.clear()
@@ -166,12 +168,12 @@ class ShadowState:
     def restore_to(self, saved: Saved) -> None:
         """Bring everything to a saved iteration, after a fence. Raises CheckpointError if that cannot be."""
         if self.declared:
-            raise CheckpointError("training goes on in this epoch; a restore fences first")
+            raise CheckpointError("training goes on in this incarnation; a restore fences first")
         if saved not in self.held.restorable():
-            held = ", ".join(f"{one.iteration} of epoch {one.epoch}" for one in self.held.restorable()) or "none"
+            held = ", ".join(f"{one.iteration} of incarnation {one.epoch}" for one in self.held.restorable()) or "none"
             raise CheckpointError(
-                f"iteration {saved.iteration} of epoch {saved.epoch} cannot be given back from this shadow's memory; "
-                f"what can: {held}"
+                f"iteration {saved.iteration} of incarnation {saved.epoch} cannot be given back from this shadow's "
+                f"memory; what can: {held}"
             )
         self._restoring = saved.iteration
         self._settle()
@@ -213,7 +215,7 @@ class ShadowState:
         """What an iteration needs beside gradients. Raises CheckpointError if far too many are open."""
         new = message.iteration > self.held.lowest()
         if new:
-            self.held.known.add_step(message, self.epoch)
+            self.held.known.add_step(message, self.incarnation)
             self._lose_void(message.iteration)
             self._give_up(self.held.known.late())
         if message.spill:
@@ -390,7 +392,7 @@ class ShadowState:
 
     @property
     def seeds(self) -> tuple[Seeded, ...]:
-        """The newest of each bucket that came whole in this epoch."""
+        """The newest of each bucket that came whole in this incarnation."""
         return tuple(self._seeds.values())
 
     @property
@@ -432,7 +434,7 @@ class ShadowState:
         if not self.declared:
             return
         over = self._senders.over(self.held.known, self.held.slots)
-        for iteration, numbers in find_tears(self.held.buckets, self.held.known, self.held.completed, over).items():
+        for iteration, numbers in find_torn(self.held.buckets, self.held.known, self.held.completed, over).items():
             self._torn(iteration, numbers, why_torn(iteration, self.held.known, self.held.completed))
 
     def _torn(self, iteration: int, numbers: Sequence[int], why: str) -> None:

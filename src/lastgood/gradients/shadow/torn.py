@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lastgood.gradients.shadow.bucket import BucketState
 from lastgood.gradients.shadow.iterations import Iterations
 
-__all__ = ["Senders", "find_tears", "why_torn"]
+__all__ = ["Senders", "find_torn", "why_torn"]
 
 
 class Senders:
@@ -16,22 +16,22 @@ class Senders:
     def __init__(self) -> None:
         self._ended: dict[int, int] = {}
         self._gone: set[int] = set()
-        self._unseen: set[int] = set()
-        """Ranks that have never connected in this epoch."""
+        self._never_connected: set[int] = set()
+        """Ranks that have never connected in this incarnation."""
 
     def fence(self) -> None:
-        """What ranks of an epoch that is over sent says nothing any more."""
+        """What ranks of an incarnation that is over sent says nothing any more."""
         self._ended.clear()
         self._gone.clear()
 
     def begin(self, ranks: int) -> None:
-        """None of so many ranks has connected in this epoch."""
-        self._unseen = set(range(ranks))
+        """None of so many ranks has connected in this incarnation."""
+        self._never_connected = set(range(ranks))
 
     def connected(self, rank: int) -> None:
         """A data connection of this rank begins."""
         self._gone.discard(rank)
-        self._unseen.discard(rank)
+        self._never_connected.discard(rank)
 
     def gone(self, rank: int) -> None:
         """The last data connection of this rank ended: it never sends again what it has not sent."""
@@ -47,15 +47,13 @@ class Senders:
         newest = max(known.steps, default=0)
         ended = {rank: max(newest, self._ended.get(rank, 0)) for rank in self._gone} if self._gone else {}
         # Nor of one that has not come so far, of those that slots are full with: others wait for room in them.
-        ended = {**dict.fromkeys(self._unseen, newest - slots), **self._ended, **ended}
+        ended = {**dict.fromkeys(self._never_connected, newest - slots), **self._ended, **ended}
         if len(ended) < known.ranks or not known.ranks:
             return -1
         return min(ended.values())
 
 
-def find_tears(
-    buckets: Mapping[int, BucketState], known: Iterations, completed: int, over: int
-) -> dict[int, list[int]]:
+def find_torn(buckets: Mapping[int, BucketState], known: Iterations, completed: int, over: int) -> dict[int, list[int]]:
     """Note in which iteration buckets are torn now; returns those of which that is news, by iteration."""
     torn: dict[int, list[int]] = {}
     for number, bucket in buckets.items():

@@ -90,7 +90,9 @@ class ShadowWorker:
         body.spills()
         with body.change:
             saved = body.state.saved_at(work.iteration)
-            if self._copy is None or self._copy.saved != saved:  # another life has an iteration of this number as well
+            if (
+                self._copy is None or self._copy.saved != saved
+            ):  # another incarnation has an iteration of this number as well
                 self._copy = SpillCopy(saved, body.state.spill_keeps, sides=body.sides.all_of(work.iteration))
             copy = self._copy
         held = list(memory.value(work.bucket).tensors())

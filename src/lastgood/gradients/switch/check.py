@@ -77,7 +77,7 @@ def check_shadow(number: int, addresses: Sequence[str], token: bytes, timeout_s:
         return Checked(
             what, False, f"it is shadow {answer.shadow} of {answer.shadows}; give --shadow in the shadows' order"
         )
-    return Checked(what, True, f"epoch {answer.epoch}, job {answer.job or 'none yet'}")
+    return Checked(what, True, f"incarnation {answer.epoch}, job {answer.job or 'none yet'}")
 
 
 def answer_checks(address: str, token: bytes, stop: threading.Event, timeout_s: float) -> int:

@@ -61,8 +61,8 @@ class Copier:
         self._thread.start()
 
     @property
-    def epoch(self) -> int:
-        """Of the life whose copies these are."""
+    def incarnation(self) -> int:
+        """The one whose copies these are."""
         return self._hello.epoch
 
     @property

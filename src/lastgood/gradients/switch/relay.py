@@ -260,12 +260,12 @@ class Switch:
             mine.append(Copier(shadow, len(self._shadows), address, greeting, self._settings))
         with self._lock:
             former = self._copiers.get(hello.rank, [])
-            if any(copier.open and copier.epoch > hello.epoch for copier in former):
-                # Most likely a straggler of an older life, whose copies no shadow takes. The others must go on.
+            if any(copier.open and copier.incarnation > hello.epoch for copier in former):
+                # Most likely a straggler of an older incarnation, whose copies no shadow takes. The others must go on.
                 former = []
                 self._leaving += mine
             else:
-                # Those of a connection, or a life of the job, that is over.
+                # Those of a connection, or an incarnation of the job, that is over.
                 self._copiers[hello.rank] = mine
                 self._leaving += former
             self._sweep()

@@ -20,7 +20,7 @@ _log = logging.getLogger("lastgood")
 
 
 class RingTap(BucketTap):
-    """State of the communication hook. While no life is open it averages as DDP does, without the ring."""
+    """State of the communication hook. While no incarnation is open it averages as DDP does, without the ring."""
 
     def __init__(self) -> None:
         super().__init__()

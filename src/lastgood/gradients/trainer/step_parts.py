@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from lastgood.optim.rule import MAX_POWERS, UpdateRule
 
-__all__ = ["OpenUpdate", "Part"]
+__all__ = ["OpenUpdate", "StepPart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What one call of an optimizer's step is about to do."""
 
     rule: UpdateRule | None
@@ -38,11 +38,11 @@ class OpenUpdate:
         """Parameters of all parts."""
         self._groups: frozenset[int] = frozenset()
 
-    def takes(self, part: Part) -> bool:
+    def takes(self, part: StepPart) -> bool:
         """Whether a part belongs to this update: it steps no parameter again, and its groups by the same numbers."""
         return not self.stepped & part.stepped and (part.rule is None or self._with(part.rule, part.groups) is not None)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: StepPart) -> None:
         """Take a part in. Raises ValueError for one that does not belong to this update."""
         if not self.takes(part):
             raise ValueError("a parameter is stepped twice in one update, or a group by other numbers")

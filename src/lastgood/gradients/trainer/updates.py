@@ -10,7 +10,7 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.gradients.trainer.parameters import TrackedParameters, flat_bytes
-from lastgood.gradients.trainer.step_parts import OpenUpdate, Part
+from lastgood.gradients.trainer.step_parts import OpenUpdate, StepPart
 from lastgood.optim.rule import ClipNorm, ClipValue
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.optim.trainer import RuleMaker
@@ -117,7 +117,7 @@ class UpdateNotes:
         self._open = OpenUpdate()
         self.samples.clear()
 
-    def look(self) -> Part:
+    def look(self) -> StepPart:
         """What the step that begins now does. Call it once for each.
 
         Where that cannot be told (a learning rate that is none, say) the part has a fault. Nothing is raised, since
@@ -127,9 +127,9 @@ class UpdateNotes:
             return self._look()
         except Exception as error:
             self._rules = None  # it has lost count of the steps, which the optimizer makes all the same
-            return Part(None, fault=f"shadows cannot repeat this step: {error}")
+            return StepPart(None, fault=f"shadows cannot repeat this step: {error}")
 
-    def _look(self) -> Part:
+    def _look(self) -> StepPart:
         optimizer, index_of = self._tracked.optimizer, self._tracked.index_of
         # ZeRO puts some of the groups, or of their parameters, into the optimizer for one step.
         held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -140,7 +140,7 @@ class UpdateNotes:
             )
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
-            return Part(None)
+            return StepPart(None)
         grad_scale = getattr(optimizer, "grad_scale", None)
         inverse_scale = self._inverse_scale() if self._reduced else None
         clip = self._clip if self._reduced else None
@@ -160,14 +160,14 @@ class UpdateNotes:
                 fault = self.samples.difference(inverse_scale, clip)
         stepped = frozenset(index_of[id(one)] for one in held if one.grad is not None)
         if not stepped:
-            return Part(None, fault=fault)
-        return Part(rule, stepped, frozenset(self._group_of[index] for index in stepped), fault)
+            return StepPart(None, fault=fault)
+        return StepPart(rule, stepped, frozenset(self._group_of[index] for index in stepped), fault)
 
-    def takes(self, part: Part) -> bool:
+    def takes(self, part: StepPart) -> bool:
         """Whether a step belongs to the iteration that is open: it steps none of its parameters again."""
         return self._open.takes(part)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: StepPart) -> None:
         """A step belongs to the iteration that is open."""
         self._open.add(part)
 
