@@ -43,6 +43,17 @@ def test_workflows_name_parts_that_there_are() -> None:
     assert named == set(known.split())
 
 
+def test_every_test_is_in_one_of_the_lists_of_library() -> None:
+    """Each list leaves out what those before it have, so all are run if the last one is all, and none hides another."""
+    (lines,) = re.findall(r"^lists=\(\n(.*?)^\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    lists = [re.fullmatch(r" +'(.*)'", line)[1].split() for line in lines.splitlines()]  # type: ignore[index]
+    assert lists[-1] == ["tests"]
+    folders = [Path(folder) for one in lists for folder in one]
+    assert all(any((ROOT / folder).rglob("test_*.py")) for folder in folders)
+    for number, folder in enumerate(folders):
+        assert not any(folder.is_relative_to(earlier) for earlier in folders[:number])
+
+
 def test_an_unknown_part_is_refused_by_name() -> None:
     done = subprocess.run(["bash", ".ci/run", "lint", "libary"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
