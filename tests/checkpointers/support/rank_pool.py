@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+
+from tests.support.warm import WarmProcess
 
 LIMIT_S = 250
 
 
 class RankPool:
-    """Up to `size` ranks; importing torch takes the longest, so they stay for all worlds of a module."""
+    """Up to `size` ranks, that stay for all worlds of a module."""
 
     def __init__(self, size, folder, script="reshard_rank.py"):
         script = Path(__file__).with_name(script)
@@ -24,13 +25,7 @@ class RankPool:
         self.processes, self.answers, self.readers = [], [], []
         for path in self.errors:
             with path.open("wb") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, str(script)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
+                process = WarmProcess([script], stdin=subprocess.PIPE, stderr=errors)
             self.processes.append(process)
             answers = queue.SimpleQueue()
             self.answers.append(answers)

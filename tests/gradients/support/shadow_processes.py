@@ -5,16 +5,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 from lastgood.gradients.shadow.service import ShadowService
 from lastgood.gradients.shadow.settings import ShadowSettings
-from lastgood.processes import die_with_parent
 from lastgood.tokens import read_token
+from tests.support.warm import WarmProcess
 
 SERVE = "from lastgood.cli import main; main()"
 
@@ -27,18 +25,11 @@ class ShadowProcess:
         self.address_file = folder / f"address-{shadow}.json"
         self.log = folder / f"shadow-{shadow}.log"
         self.address_file.unlink(missing_ok=True)
-        words = [sys.executable, "-c", SERVE, "shadow", "serve", "--token-file", str(folder / "token")]
+        words = ["-c", SERVE, "shadow", "serve", "--token-file", str(folder / "token")]
         words += ["--shadow", str(shadow), "--shadows", str(shadows), "--port", str(port)]
         words += ["--address-file", str(self.address_file), "--timeout-s", "60", *arguments]
-        own = os.getpid()
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                words,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-                preexec_fn=lambda: die_with_parent(own),
-            )
+            self.process = WarmProcess(words, stdout=log, env={**os.environ, **(environment or {})})
 
     def wait_ready(self, seconds: float = 120.0) -> "ShadowProcess":
         deadline = time.monotonic() + seconds
