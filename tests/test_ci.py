@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,15 +44,27 @@ def test_workflows_name_parts_that_there_are() -> None:
     assert named == set(known.split())
 
 
-def test_every_test_is_in_one_of_the_lists_of_library() -> None:
-    """Each list leaves out what those before it have, so all are run if the last one is all, and none hides another."""
-    (lines,) = re.findall(r"^lists=\(\n(.*?)^\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
-    lists = [re.fullmatch(r" +'(.*)'", line)[1].split() for line in lines.splitlines()]  # type: ignore[index]
-    assert lists[-1] == ["tests"]
-    folders = [Path(folder) for one in lists for folder in one]
+def lists_of(part: str) -> list[list[Path]]:
+    (lines,) = re.findall(rf"^{part}_lists=\(\n(.*?)^\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    found = [re.fullmatch(r" +'(.*)'", line)[1].split() for line in lines.splitlines()]  # type: ignore[index]
+    return [[Path(folder) for folder in one] for one in found]
+
+
+@pytest.mark.parametrize("part", ["library", "harness"])
+def test_no_list_hides_what_a_later_one_has(part: str) -> None:
+    """Each leaves out what those before it have."""
+    folders = [folder for one in lists_of(part) for folder in one]
     assert all(any((ROOT / folder).rglob("test_*.py")) for folder in folders)
     for number, folder in enumerate(folders):
         assert not any(folder.is_relative_to(earlier) for earlier in folders[:number])
+
+
+def test_every_test_is_in_a_list() -> None:
+    assert lists_of("library")[-1] == [Path("tests")]
+    harness = [ROOT / folder for one in lists_of("harness") for folder in one]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if path != Path(__file__) and marked(path):
+            assert any(path.is_relative_to(folder) for folder in harness), path
 
 
 def test_an_unknown_part_is_refused_by_name() -> None:
