@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheck
 from lastgood.storage import SlotWrite
 from tests.checkpointers.support.peer_processes import peers_end_with_the_test
 from tests.checkpointers.support.small_training import SmallTraining
+from tests.support.warm import WarmProcess
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck", "dcp", "torchsnapshot", "nvrx"]
 """The last two are tested where they are installed: pip install 'lastgood[third-party]'. Checkmate needs shadows:
@@ -358,25 +357,22 @@ def test_an_outcome_is_the_last_that_is_known_of_a_checkpoint(system, opened, tm
 @pytest.mark.parametrize(
     ("name", "rounds"),
     [
-        ("sync", 10),
-        ("checkfreq", 10),
-        ("gpm", 10),
-        ("pccheck", 30),
-        ("gemini", 5),
-        ("dcp", 8),
+        ("sync", 4),
+        ("checkfreq", 4),
+        ("gpm", 4),
+        ("pccheck", 10),
+        ("gemini", 3),
+        ("dcp", 4),
+        *(pytest.param(name, 30, marks=pytest.mark.slow) for name in ("sync", "checkfreq", "gpm", "gemini", "dcp")),
         pytest.param("pccheck", 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 def test_kill_and_restore_in_a_fresh_process(name, rounds, tmp_path):
     driver = Path(__file__).parent / "support" / "kill_driver.py"
-    done = subprocess.run(
-        [sys.executable, str(driver), name, str(tmp_path / "job"), str(rounds), "7"],
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("exact") == rounds
+    process = WarmProcess([driver, name, tmp_path / "job", rounds, 7])
+    told, _ = process.communicate(800)
+    assert process.returncode == 0, told
+    assert told.count("exact") == rounds
 
 
 def test_an_outcome_prints_as_documents_name_it():

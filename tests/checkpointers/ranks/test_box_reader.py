@@ -38,7 +38,7 @@ def reader(stored):
     return BoxReader([view], [info], [layout], 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_box_into_any_place(stored, data):
     window = data.draw(st.sampled_from([64, 1000, 1 << 26]))

@@ -70,6 +70,7 @@ def test_two_ranks_give_one_proved_record(job):
     assert record.clocks.elapsed_s == max(one.elapsed_s for one in record.ranks.ranks)
 
 
+@pytest.mark.slow  # every day test_kills has the arithmetic, and goodput a training that is killed and goes on
 def test_a_run_that_is_killed_tells_what_that_took_back(job):
     # Seed 10 has it killed 198 steps' time behind the measurement; how far it comes by then, depends on the machine.
     code, output = job.finish(spec_of(kills=1, proof=False, interval_steps=100, measured_steps=200, seed=10))
