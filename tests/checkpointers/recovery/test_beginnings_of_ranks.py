@@ -27,8 +27,11 @@ def lying(folder):
     return sorted(path for path in folder.rglob("*-*") if path.name.startswith(("slot-", "checkpoint-")))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    ("system", "lost"),
+    [(system, 1) for system in SYSTEMS]
+    + [pytest.param(system, 0, marks=() if system == "pccheck" else pytest.mark.slow) for system in SYSTEMS],
+)
 def test_a_rank_whose_own_disk_is_empty_stops_all_at_the_first_step(system, lost, pool, tmp_path):
     places = tmp_path / LAYOUTS["disk of its own"]
     assert [one["began"] for one in trained(pool, places, system)] == [0, 0]
