@@ -61,7 +61,7 @@ def job(tmp_path, data_dir):
     return Job(tmp_path, data_dir)
 
 
-@pytest.mark.parametrize("system", ["sync", "pccheck"])
+@pytest.mark.parametrize("system", [pytest.param("sync", marks=pytest.mark.slow), "pccheck"])
 def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     options = {"workload": "blob", "workload_options": {"megabytes": 3}, "drain_each": True}
     trace = job.out.with_name("trace.json")
@@ -82,7 +82,17 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
     assert sum(record.clocks.persist_s) < record.clocks.elapsed_s
 
 
-@pytest.mark.parametrize("system", ["none", "sync", "checkfreq", "gpm", "gemini", "pccheck"])
+@pytest.mark.parametrize(
+    "system",
+    [
+        "none",
+        "sync",
+        pytest.param("checkfreq", marks=pytest.mark.slow),
+        pytest.param("gpm", marks=pytest.mark.slow),
+        "gemini",
+        "pccheck",
+    ],
+)
 def test_a_run_gives_a_whole_record_with_its_proof(system, job):
     spec = spec_of(system, interval=0 if system == "none" else 2)
     process = job.start_cold(spec) if system == "pccheck" else job.start(spec)
@@ -224,7 +234,7 @@ def test_a_child_that_dies_is_named_with_its_stage(job):
     assert not job.out.exists()
 
 
-@pytest.mark.parametrize("system", ["sync", "checkfreq", "pccheck"])
+@pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow), "pccheck"])
 def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
     process = WarmRun(["run", *job.arguments(spec_of(system))], file_bytes=20_000 << 10)
     output, _ = process.communicate(timeout=240)
