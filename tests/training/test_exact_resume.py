@@ -42,7 +42,13 @@ def build(name, data_dir, seed, device="cpu"):
     return build_workload(name, options, data_dir=data_dir, data_path=None, seed=0, device=device)
 
 
-@pytest.mark.parametrize("name", workload_names())
+EVERYDAY = ("vgg16", "opt")
+"""Of the others test_workloads restores one in the middle of a training every day."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in workload_names()]
+)
 def test_resume_is_exact(name, data_dir, tmp_path, device):
     configure_compute(torch.get_num_threads(), deterministic=True)
     unbroken = TrainingLoop(build(name, data_dir, 0, device), PCcheck(tmp_path), 3, device)

@@ -21,7 +21,7 @@ def built(name: str, size: int, data_dir: Path) -> Workload:
 
 @pytest.mark.parametrize("name", ["opt", "bloom"])
 @pytest.mark.parametrize("size", [0, 1])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_one_after_another_are_the_model(name: str, size: int, training: bool, data_dir: Path) -> None:
     workload = built(name, size, data_dir)
     workload.model.train(training)
