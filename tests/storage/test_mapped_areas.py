@@ -20,7 +20,7 @@ from slot_helpers import CHUNK, address_of, content_of, flip, load, steps
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LockHeld, MismatchError, StorageError
-from lastgood.storage import SlotInfo, SlotStore, SlotView
+from lastgood.storage import SlotInfo, SlotStore, SlotView, mapped_areas
 from lastgood.storage import format as fmt
 from lastgood.storage.mapped_areas import AreaStore, AreaWrite, MappedArea
 
@@ -220,16 +220,21 @@ def test_the_power_cuts_find_a_wrong_order(tmp_path: Path, monkeypatch: pytest.M
                 put_record(*records.pop())
 
         records: list[tuple[AreaWrite, fmt.CommitRecord]] = []
-        store = MappedArea.store
-        original = AreaWrite._record
+        writes: list[AreaWrite] = []
+        store, commit, make = MappedArea.store, AreaWrite.commit, mapped_areas.commit_record
 
-        def remember(write: AreaWrite, kind: fmt.RecordKind, *rest: object) -> fmt.CommitRecord:
-            record = original(write, kind, *rest)
-            if kind is fmt.RecordKind.COMMITTED:
-                records.append((write, record))
+        def remember(*fields: object) -> fmt.CommitRecord:
+            record = make(*fields)  # type: ignore[arg-type]
+            if record.kind is fmt.RecordKind.COMMITTED:
+                records.append((writes[-1], record))
             return record
 
-        monkeypatch.setattr(AreaWrite, "_record", remember)
+        def of_write(write: AreaWrite, *rest: object) -> object:
+            writes.append(write)
+            return commit(write, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(mapped_areas, "commit_record", remember)
+        monkeypatch.setattr(AreaWrite, "commit", of_write)
         monkeypatch.setattr(MappedArea, "store", record_first)
     disk = saves_with_power_cuts(tmp_path / "job", tmp_path / "after")
     assert any("data that is not its own" in failure for failure in disk.failures)

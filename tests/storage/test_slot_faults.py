@@ -13,7 +13,7 @@ import pytest
 from slot_helpers import CHUNK, TIMEOUT_S, commit, content_of, give, load, open_store, save, steps
 
 from lastgood.errors import CheckpointError, StorageError, WaitTimeout
-from lastgood.storage import SlotStore, files, slots, write
+from lastgood.storage import SlotStore, files, opening, write
 from lastgood.storage import format as fmt
 
 STATE = 6 * CHUNK + 99
@@ -217,7 +217,7 @@ def test_refused_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(path: Path, content: bytes, *, mode: int) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(slots, "write_atomically", refuse)
+    monkeypatch.setattr(opening, "write_atomically", refuse)
     with pytest.raises(StorageError, match=f"{tmp_path}.*use another directory"):
         open_store(tmp_path)
     monkeypatch.undo()

@@ -266,6 +266,11 @@ def stream_layout(stream_bytes: int, chunk_bytes: int) -> tuple[int, int, int]:
     return table_offset, table_bytes, table_offset + align_up(table_bytes)
 
 
+def written_bytes(stream_bytes: int, chunk_bytes: int) -> int:
+    """Bytes that a complete write of a stream sends to the disk: data, table and two records."""
+    return align_up(stream_bytes) + align_up(stream_layout(stream_bytes, chunk_bytes)[1]) + 2 * BLOCK
+
+
 def table_digest(table: bytes) -> bytes:
     """SHA-256 of a chunk-checksum table."""
     return hashlib.sha256(table).digest()

@@ -32,22 +32,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError
-from lastgood.files import (
-    ReadableBy,
-    local_path,
-    make_directory,
-    open_regular,
-    remove_temporary_files,
-    storage_error,
-    sync_directory,
-    write_atomically,
-)
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from lastgood.files import ReadableBy, local_path, open_regular, storage_error
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
-from lastgood.storage.reader import SlotInfo, SlotState, SlotView
-from lastgood.storage.verdicts import VerdictBook
+from lastgood.storage.opening import open_directory, take_job, take_over
+from lastgood.storage.reader import SlotInfo, SlotView
+from lastgood.storage.write import commit_record
 
 __all__ = ["AREAS", "AreaStore", "AreaWrite", "MappedArea"]
 
@@ -250,45 +242,15 @@ class AreaStore:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self, restored: SlotInfo | None) -> None:
-        make_directory(self.directory, self.readable_by.directory_mode)
-        self._lock.acquire()
-        for path in remove_temporary_files(self.directory, fmt.OLDER_TEMPORARY_FILES):
-            log.warning("%s: removed, a process that was killed left it half made", path)
-        self.job = self._take_job()
-        found = reader.find_slots(self.directory)
-        # What a killed process stored is in the page cache, and a power cut would still take it: nothing may be
-        # overwritten in reliance on it before it is durable.
-        for path in found.values():
-            files.flush_file(path, self.readable_by.file_mode)
-        sync_directory(self.directory)
-        statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
-        reader.refuse_foreign(statuses)
-        records = [status.record for status in statuses if status.record is not None]
-        self.incarnation = max((record.incarnation for record in records), default=0) + 1
-        highest = max((record.sequence for record in records), default=0)
-        self._next_sequence = max(highest, VerdictBook(self.directory).highest_sequence) + 1
+        open_directory(self.directory, self._lock, self.readable_by)
+        mode = self.readable_by.file_mode
+        advice = "areas are of jobs of one rank; use another directory"
+        self.job = take_job(self.directory, fmt.Job(b""), mode, advice)
+        statuses, _, self.incarnation, self._next_sequence = take_over(self.directory, self.job, mode)
         for status in statuses:
-            unfinished = status.record is not None and status.record.kind is fmt.RecordKind.WRITING
-            if status.state is SlotState.TORN and not unfinished:
-                log.warning("%s: not a whole checkpoint: %s", status.path, status.detail)
             if status.slot < AREAS:
                 self._areas[status.slot].info = status.info
         self._stays = self._choose(reader.newest_first(statuses), restored)
-
-    def _take_job(self) -> fmt.Job:
-        path = self.directory / fmt.JOB_FILE
-        job = described = reader.read_job(self.directory)
-        if job is None:
-            slots = reader.find_slots(self.directory)
-            statuses = [reader.look_at_slot(slot, number, None, held=False) for number, slot in slots.items()]
-            job = reader.job_of_slots(statuses) or fmt.Job(os.urandom(fmt.JOB_ID_BYTES))
-        if (job.rank, job.world_size) != (0, 1):
-            raise MismatchError(
-                f"{self.directory} belongs to {job}, and areas are of jobs of one rank; use another one"
-            )
-        if described is None:
-            write_atomically(path, fmt.encode_job(job), mode=self.readable_by.file_mode)
-        return job
 
     def _choose(self, whole: list[SlotInfo], restored: SlotInfo | None) -> SlotInfo | None:
         """The checkpoint that stays: the restored one, or the newest of which every checksum holds."""
@@ -376,14 +338,15 @@ class AreaWrite:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that a whole write of this stream sends to the disk."""
-        table_bytes = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)[1]
-        return self.padded_bytes + fmt.align_up(table_bytes) + 2 * fmt.BLOCK
+        """Bytes that a complete write of this stream sends to the disk."""
+        return fmt.written_bytes(self.stream_bytes, self._store.chunk_bytes)
 
     def void(self) -> None:
         """Step 1: the area's old checkpoint is no more, also after a power cut. Raises StorageError."""
         try:
-            self._put_record(self._record(fmt.RecordKind.WRITING, 0, 0, bytes(32), bytes(32)))
+            self._put_record(
+                commit_record(self._store, fmt.RecordKind.WRITING, self.step, self.sequence, self.stream_bytes)
+            )
         except OSError as error:
             raise storage_error(error, self.path, "voiding the area", fmt.BLOCK) from error
 
@@ -396,7 +359,16 @@ class AreaWrite:
         table = np.asarray(checksums, dtype="<u4").tobytes()
         if len(table) != table_bytes:
             raise CheckpointError(f"{self.path}: {len(checksums)} checksums instead of {table_bytes // 4}")
-        record = self._record(fmt.RecordKind.COMMITTED, meta_offset, meta_bytes, layout_digest, fmt.table_digest(table))
+        record = commit_record(
+            self._store,
+            fmt.RecordKind.COMMITTED,
+            self.step,
+            self.sequence,
+            self.stream_bytes,
+            (meta_offset, meta_bytes),
+            layout_digest,
+            fmt.table_digest(table),
+        )
         try:
             self.mapped.store(table, table_offset)
             self.mapped.flush(self.data_offset, table_offset + table_bytes - self.data_offset)
@@ -412,26 +384,3 @@ class AreaWrite:
     def _put_record(self, record: fmt.CommitRecord) -> None:
         self.mapped.store(record.encode(), fmt.COMMIT_OFFSET)
         self.mapped.flush(fmt.COMMIT_OFFSET, fmt.RECORD_BYTES)
-
-    def _record(
-        self, kind: fmt.RecordKind, meta_offset: int, meta_bytes: int, layout_digest: bytes, table_digest: bytes
-    ) -> fmt.CommitRecord:
-        table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
-        return fmt.CommitRecord(
-            kind=kind,
-            job_id=self._store.job.job_id,
-            step=self.step,
-            incarnation=self._store.incarnation,
-            sequence=self.sequence,
-            stream_bytes=self.stream_bytes,
-            meta_offset=meta_offset,
-            meta_bytes=meta_bytes,
-            chunk_bytes=self._store.chunk_bytes,
-            data_offset=self.data_offset,
-            table_offset=table_offset,
-            table_bytes=table_bytes,
-            layout_digest=layout_digest,
-            table_digest=table_digest,
-            rank=self._store.job.rank,
-            world_size=self._store.job.world_size,
-        )

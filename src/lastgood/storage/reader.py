@@ -112,6 +112,12 @@ class SlotStatus:
             return SlotInfo(self.path, self.slot, self.record)
         return None
 
+    @property
+    def may_be_damaged(self) -> bool:
+        """Whether a checkpoint may have been here; a write that never finished leaves a record of its own kind."""
+        committed = self.record is None or self.record.kind is fmt.RecordKind.COMMITTED
+        return self.state is SlotState.TORN and committed
+
 
 def find_slots(directory: Path) -> dict[int, Path]:
     """The slot files of a directory, by number. Raises StorageError if the directory cannot be read."""

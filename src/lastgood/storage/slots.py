@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lastgood import _native
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, WaitTimeout
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, WaitTimeout
 from lastgood.files import (
     ReadableBy,
-    make_directory,
-    remove_temporary_files,
     storage_error,
     sync_directory,
-    write_atomically,
 )
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
 from lastgood.storage.medium import Medium
-from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.opening import open_directory, take_job, take_over
+from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotStatus, SlotView
 from lastgood.storage.retention import Retention, Slot
-from lastgood.storage.verdicts import VerdictBook
 from lastgood.storage.write import WRITE_TIMEOUT_S, SlotWrite
 from lastgood.units import MIB
 
@@ -35,6 +31,10 @@ __all__ = ["SlotStore"]
 log = logging.getLogger("lastgood.storage")
 
 _CLOSE_S = 60.0
+_ADVICE = (
+    "use a directory of its own for each job and rank, and as many ranks as before (or a new job, and this one as its "
+    "resume_from)"
+)
 
 
 class SlotStore(Retention):
@@ -291,74 +291,23 @@ class SlotStore(Retention):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self, job_id: bytes | None, rank: int, world_size: int, agrees: bool | None) -> None:
-        make_directory(self.directory, self.readable_by.directory_mode)
-        self._lock.acquire()
-        for path in remove_temporary_files(self.directory, fmt.OLDER_TEMPORARY_FILES):
-            log.warning("%s: removed, a process that was killed left it half made", path)
+        open_directory(self.directory, self._lock, self.readable_by)
         self.direct_io = files.direct_io_works(self.directory)
         if not self.direct_io:
             log.warning("%s: this file system has no direct I/O; writing through the page cache", self.directory)
-        self.job = self._take_job(job_id, rank, world_size, agrees)
-        found = reader.find_slots(self.directory)
-        # A process that was killed may have left names and records that one can read and a power cut would still take:
-        # nothing may be overwritten in reliance on them before they are durable.
-        for path in found.values():
-            files.flush_file(path, self.readable_by.file_mode)
-        sync_directory(self.directory)
-        statuses = [reader.look_at_slot(path, number, self.job, held=False) for number, path in found.items()]
-        reader.refuse_foreign(statuses)
-        records = [status.record for status in statuses if status.record is not None]
-        self.incarnation = max((record.incarnation for record in records), default=0) + 1
-        # A record can be gone (a void slot that grew) while the book still names its checkpoint.
-        self._book = VerdictBook(self.directory, self.readable_by.file_mode)
-        highest = max((record.sequence for record in records), default=0)
-        self._next_sequence = max(highest, self._book.highest_sequence) + 1
-        whole = {info.slot: info for info in reader.newest_first(statuses)}
-        self._newest = max((info.sequence for info in whole.values()), default=-1)
-        self._reached = max([self._book.reached, *(info.step for info in whole.values())])
+        mode = self.readable_by.file_mode
+        wanted = fmt.Job(job_id or b"", rank, world_size)
+        self.job = take_job(self.directory, wanted, mode, _ADVICE, agrees=agrees, replace=True)
+        statuses, self._book, self.incarnation, self._next_sequence = take_over(self.directory, self.job, mode)
+        complete = {info.slot: info for info in reader.newest_first(statuses)}
+        self._newest = max((info.sequence for info in complete.values()), default=-1)
+        self._reached = max([self._book.reached, *(info.step for info in complete.values())])
         self._all = [
-            Slot(status.slot, status.path, status.file_bytes, status.header_ok, whole.get(status.slot))
+            Slot(status.slot, status.path, status.file_bytes, status.header_ok, complete.get(status.slot))
             for status in statuses
         ]
-        missing = set(range(self.slots)) - found.keys()
+        missing = set(range(self.slots)) - {status.slot for status in statuses}
         self._all += [Slot(number, self.directory / fmt.slot_name(number)) for number in sorted(missing)]
-        for status in statuses:
-            if status.state is SlotState.TORN:
-                # An unfinished write is what every killed process leaves; anything else is damage.
-                level = (
-                    logging.WARNING
-                    if status.record is None or status.record.kind is fmt.RecordKind.COMMITTED
-                    else logging.INFO
-                )
-                log.log(level, "%s: not a whole checkpoint: %s", status.path, status.detail)
-
-    def _take_job(self, job_id: bytes | None, rank: int, world_size: int, agrees: bool | None) -> fmt.Job:
-        path = self.directory / fmt.JOB_FILE
-        found = reader.read_job(self.directory)
-        if found is None:
-            slots = reader.find_slots(self.directory)
-            statuses = [reader.look_at_slot(slot, number, None, held=False) for number, slot in slots.items()]
-            found = reader.job_of_slots(statuses)
-            described = False
-        else:
-            described = True
-        wanted = fmt.Job(job_id or (found.job_id if found else os.urandom(fmt.JOB_ID_BYTES)), rank, world_size)
-        if found is not None and found != wanted and not self._is_unused():
-            raise MismatchError(
-                f"{self.directory} belongs to {found}, and {wanted} was asked for; use a directory of its own for each "
-                "job and rank, and as many ranks as before (or a new job, and this one as its resume_from)"
-            )
-        if (
-            not described
-            or found != wanted
-            or (agrees is not None and reader.written_by_agreement(self.directory) is not agrees)
-        ):
-            write_atomically(path, fmt.encode_job(wanted, agrees), mode=self.readable_by.file_mode)
-        return wanted
-
-    def _is_unused(self) -> bool:
-        """Whether a job began here and left no more than its description, as one that was killed at once does."""
-        return not reader.find_slots(self.directory) and reader.nothing_committed(self.directory)
 
     def _begin(self, step: int, stream_bytes: int, timeout_s: float, later: bool) -> SlotWrite | None:
         if step < 0 or stream_bytes < 0:

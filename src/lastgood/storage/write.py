@@ -18,18 +18,23 @@ from lastgood.storage import format as fmt
 from lastgood.storage.medium import Medium, open_slot_file
 from lastgood.storage.reader import SlotInfo
 
-__all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite"]
+__all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite", "commit_record"]
 
 WRITE_TIMEOUT_S = 600.0
 _JOIN_S = 10.0
 
 
-class SlotOwner(Protocol):
-    """What a write needs to know of its store, and tells it."""
+class RecordOwner(Protocol):
+    """What all records of a directory's owner say."""
 
     job: fmt.Job
     incarnation: int
     chunk_bytes: int
+
+
+class SlotOwner(RecordOwner, Protocol):
+    """What a write needs to know of its store, and tells it."""
+
     writer_threads: int
     writer_cpus: tuple[int, ...]
     crc32c_variant: str
@@ -52,6 +57,38 @@ class SlotOwner(Protocol):
 
     def settle(self) -> None:
         """A commit made an older slot free: the time to make it fit what was reserved."""
+
+
+def commit_record(
+    owner: RecordOwner,
+    kind: fmt.RecordKind,
+    step: int,
+    sequence: int,
+    stream_bytes: int,
+    meta: tuple[int, int] = (0, 0),
+    layout_digest: bytes = bytes(32),
+    table_digest: bytes = bytes(32),
+) -> fmt.CommitRecord:
+    """The record of a stream that begins at `DATA_OFFSET`; `meta`: offset and length of the meta data in it."""
+    table_offset, table_bytes, _ = fmt.stream_layout(stream_bytes, owner.chunk_bytes)
+    return fmt.CommitRecord(
+        kind=kind,
+        job_id=owner.job.job_id,
+        step=step,
+        incarnation=owner.incarnation,
+        sequence=sequence,
+        stream_bytes=stream_bytes,
+        meta_offset=meta[0],
+        meta_bytes=meta[1],
+        chunk_bytes=owner.chunk_bytes,
+        data_offset=fmt.DATA_OFFSET,
+        table_offset=table_offset,
+        table_bytes=table_bytes,
+        layout_digest=layout_digest,
+        table_digest=table_digest,
+        rank=owner.job.rank,
+        world_size=owner.job.world_size,
+    )
 
 
 class SlotWrite:
@@ -122,7 +159,8 @@ class SlotWrite:
         # since there are no writer threads before.
         if not self.header_ok:
             self._file.write_block(store.header(self.slot).encode(), fmt.HEADER_OFFSET)
-        self._file.write_block(self._record(fmt.RecordKind.WRITING).encode(), fmt.COMMIT_OFFSET)
+        record = commit_record(store, fmt.RecordKind.WRITING, self.step, self.sequence, self.stream_bytes)
+        self._file.write_block(record.encode(), fmt.COMMIT_OFFSET)
         self._file.flush()
         self.header_ok = True
         self._native = _native.SlotWriter(
@@ -157,9 +195,8 @@ class SlotWrite:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that a whole write of this stream sends to the disk."""
-        table_bytes = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)[1]
-        return fmt.align_up(self.stream_bytes) + fmt.align_up(table_bytes) + 2 * fmt.BLOCK
+        """Bytes that a complete write of this stream sends to the disk."""
+        return fmt.written_bytes(self.stream_bytes, self._store.chunk_bytes)
 
     def copy_host(
         self, ranges: Sequence[tuple[int, int]], timeout_s: float = WRITE_TIMEOUT_S, threads: int = 1
@@ -203,12 +240,15 @@ class SlotWrite:
         with self._in_use("writing"):
             table = self._writer.finish(timeout_s)
             self._phase("write", self.phases[-1][2])
-            record = self._record(
+            record = commit_record(
+                self._store,
                 fmt.RecordKind.COMMITTED,
-                meta_offset=meta_offset,
-                meta_bytes=meta_bytes,
-                layout_digest=layout_digest,
-                table=table,
+                self.step,
+                self.sequence,
+                self.stream_bytes,
+                (meta_offset, meta_bytes),
+                layout_digest,
+                fmt.table_digest(table),
             )
             encoded = record.encode()
             if self._store.newest_sequence() > self.sequence:
@@ -258,35 +298,6 @@ class SlotWrite:
 
     def _phase(self, name: str, began_s: float) -> None:
         self.phases.append((name, began_s, time.perf_counter()))
-
-    def _record(
-        self,
-        kind: fmt.RecordKind,
-        *,
-        meta_offset: int = 0,
-        meta_bytes: int = 0,
-        layout_digest: bytes = bytes(32),
-        table: bytes | None = None,
-    ) -> fmt.CommitRecord:
-        table_offset, table_bytes, _ = fmt.stream_layout(self.stream_bytes, self._store.chunk_bytes)
-        return fmt.CommitRecord(
-            kind=kind,
-            job_id=self._store.job.job_id,
-            step=self.step,
-            incarnation=self._store.incarnation,
-            sequence=self.sequence,
-            stream_bytes=self.stream_bytes,
-            meta_offset=meta_offset,
-            meta_bytes=meta_bytes,
-            chunk_bytes=self._store.chunk_bytes,
-            data_offset=fmt.DATA_OFFSET,
-            table_offset=table_offset,
-            table_bytes=table_bytes,
-            layout_digest=layout_digest,
-            table_digest=bytes(32) if table is None else fmt.table_digest(table),
-            rank=self._store.job.rank,
-            world_size=self._store.job.world_size,
-        )
 
     def _check_still_ours(self) -> None:
         """A slot file that was removed or replaced meanwhile would take the checkpoint with it."""

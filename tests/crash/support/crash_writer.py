@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "storage" / "support"))
 from slot_helpers import TIMEOUT_S, commit, content_of, give, open_store
 
 import lastgood.files
-from lastgood.storage import SlotStore, files, slots, write
+from lastgood.storage import SlotStore, files, opening, slots, write
 from lastgood.storage import format as fmt
 from lastgood.storage.medium import DirectFile
 
@@ -218,7 +218,7 @@ def flush_nothing() -> None:
 
 
 def sync_no_directory() -> None:
-    for module in (lastgood.files, files, slots):
+    for module in (lastgood.files, files, opening, slots):
         module.sync_directory = lambda directory: None
 
 
@@ -235,12 +235,12 @@ def protect_no_kept_slot() -> None:
 
 def commit_record_before_data() -> None:
     """The record goes out together with the table, and one flush follows for all."""
-    real_record = write.SlotWrite._record
-    records: dict[int, bytes] = {}
+    real_record = write.commit_record
+    newest = threading.local()  # a commit makes its record, and writes its table, in one thread
 
-    def remember(self: write.SlotWrite, kind: fmt.RecordKind, **fields: object) -> fmt.CommitRecord:
-        record = real_record(self, kind, **fields)  # type: ignore[arg-type]
-        records[self._file.descriptor] = record.encode()
+    def remember(*fields: object) -> fmt.CommitRecord:
+        record = real_record(*fields)  # type: ignore[arg-type]
+        newest.content = record.encode()
         return record
 
     real_write = DirectFile.write_block
@@ -248,9 +248,9 @@ def commit_record_before_data() -> None:
     def write_both(file: DirectFile, content: bytes, offset: int) -> None:
         real_write(file, content, offset)
         if _what(content, offset) == "table":
-            real_write(file, records[file.descriptor], fmt.COMMIT_OFFSET)
+            real_write(file, newest.content, fmt.COMMIT_OFFSET)
 
-    write.SlotWrite._record = remember  # type: ignore[method-assign]
+    write.commit_record = remember
     DirectFile.write_block = write_both  # type: ignore[method-assign]
 
 

@@ -102,7 +102,6 @@ def _in_shadows(directory: Path) -> Found | None:
 
 def _slots(directory: Path) -> Found | None:
     """Slots that hold a checkpoint, or may have held one: not void ones, nor those of a write that never finished."""
-    from lastgood.storage.format import RecordKind
     from lastgood.storage.reader import SlotState, SlotView
 
     try:
@@ -110,10 +109,7 @@ def _slots(directory: Path) -> Found | None:
     except MismatchError as error:
         return Found(directory, f"slots (slot-*.lgs) that cannot be told apart ({error})", ())
     held = [
-        status
-        for status in statuses
-        if status.state in (SlotState.WHOLE, SlotState.FOREIGN)
-        or (status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED))
+        status for status in statuses if status.state in (SlotState.WHOLE, SlotState.FOREIGN) or status.may_be_damaged
     ]
     if not held:
         return None

@@ -156,16 +156,12 @@ class Recovery:
     def _refuse_damage(self, view: SlotView) -> None:
         """Where nothing is whole, but something was: a training must not begin anew without a word."""
         from lastgood.storage import SlotState
-        from lastgood.storage.format import RecordKind
 
         damaged = [
             f"{status.path.name}: {status.detail or 'found corrupt before'}"
             for status in view.statuses()
             # What an open store found corrupt still has a sound record, and is not among the committed.
-            if status.state is SlotState.WHOLE
-            or (
-                status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
-            )
+            if status.state is SlotState.WHOLE or status.may_be_damaged
         ]
         if damaged:
             raise CorruptCheckpoint(
