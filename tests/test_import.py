@@ -34,7 +34,7 @@ FLOORS = [
         "checkpointers.recovery",
         "checkpointers.events checkpointers.options checkpointers.save_health",
         "checkpointers.base",
-        "checkpointers.directory_system checkpointers.export",
+        "checkpointers.directory_system checkpointers.export checkpointers.one_at_a_time",
         "checkpointers.baselines checkpointers.checkfreq checkpointers.gpm checkpointers.gemini",
         "checkpointers.pccheck checkpointers.checkmate checkpointers.dcp checkpointers.third_party",
         "checkpointers.registry",

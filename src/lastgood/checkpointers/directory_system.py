@@ -24,7 +24,7 @@ from lastgood.checkpointers.directories.named_state import live_tensors
 from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directories.stores import open_store
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.options import BaseOptions, KeepOptions
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.locations import Location
 from lastgood.state import apply_tree
@@ -37,17 +37,13 @@ _log = logging.getLogger("lastgood")
 _GIVE_UP_S = 5.0
 
 
-class DirectoryOptions(BaseOptions):
+class DirectoryOptions(KeepOptions):
     """Knobs of every such system."""
 
     keep: int = Field(default=2, ge=2)
-    """Whole checkpoints kept."""
+    """Complete checkpoints kept."""
     limit_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Seconds that one checkpoint may be in progress before it counts as failed."""
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """The kept ones, and the one being written."""
-        return (self.keep + 1) * state_bytes
 
     def host_bytes(self, state_bytes: int) -> int:
         """The library's copy."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.errors import ConfigError
 from lastgood.files import local_path
 
-__all__ = ["BaseOptions", "check_when_to_save", "made_options"]
+__all__ = ["BaseOptions", "KeepOptions", "check_when_to_save", "made_options"]
 
 
 class BaseOptions(BaseModel):
@@ -29,6 +29,17 @@ class BaseOptions(BaseModel):
         """Host memory that this system needs beside the training's own, for a state of `state_bytes`."""
         del state_bytes
         return 0
+
+
+class KeepOptions(BaseOptions):
+    """Base of options of systems that keep the newest checkpoints."""
+
+    keep: int = Field(default=2, ge=1)
+    """Complete checkpoints kept."""
+
+    def disk_bytes(self, state_bytes: int) -> int:
+        """The kept ones, and the one being written."""
+        return (self.keep + 1) * state_bytes
 
 
 class _System(Protocol):

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.options import BaseOptions, KeepOptions
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.locations import Location
@@ -21,15 +19,8 @@ from lastgood.state import apply_tree, stateful_paths
 __all__ = ["SyncCheckpointer", "SyncOptions"]
 
 
-class SyncOptions(BaseOptions):
-    """Knobs of the synchronous baseline."""
-
-    keep: int = Field(default=2, ge=1)
-    """Whole checkpoints kept."""
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """The kept ones, and the one being written."""
-        return (self.keep + 1) * state_bytes
+class SyncOptions(KeepOptions):
+    """Options of the synchronous baseline."""
 
 
 class SyncCheckpointer(Checkpointer):

@@ -3,13 +3,12 @@
 Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the
 next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is in progress at a
 time: the next one waits until its predecessor is durable. With an `overhead_budget` the interval is chosen and
-changed as section 4.3 describes (checkfreq_profiler.py). The paper snapshots into the GPU's memory where that has room;
+changed as section 4.3 describes (`policy`). The paper snapshots into the GPU's memory where that has room;
 here snapshots are always in host memory, page-locked for copies from a CUDA device.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,42 +17,34 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from lastgood._lazy import torch
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkfreq.budget import BudgetKeeper
 from lastgood.checkpointers.copies.host import HostSnapshot, host_buffer
-from lastgood.checkpointers.copies.still_weights import StillWeights
-from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.events import CheckpointEvent
+from lastgood.checkpointers.one_at_a_time import OneAtATime
+from lastgood.checkpointers.options import BaseOptions, KeepOptions
 from lastgood.checkpointers.torch_files.files import TorchFiles, plain_tree
 from lastgood.checkpointers.traits import CostModel, Traits
-from lastgood.errors import ConfigError, WaitTimeout
+from lastgood.errors import ConfigError
 from lastgood.locations import Location
-from lastgood.locks import finishes_beside
 from lastgood.sinks import Sink
 from lastgood.state import FlatState, apply_tree, stateful_paths, unflatten
 
 __all__ = ["CheckFreq", "CheckFreqOptions"]
 
 
-class CheckFreqOptions(BaseOptions):
+class CheckFreqOptions(KeepOptions):
     """Knobs of CheckFreq."""
 
-    keep: int = Field(default=2, ge=1)
-    """Whole checkpoints kept."""
     overhead_budget: float | None = Field(default=None, gt=0, le=10)
     """The slowdown that checkpoints may cost, 0.035 (3.5 %) in the paper: `step` then chooses when to save; None: saves
     come when they are told to."""
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """The kept ones, and the one being written."""
-        return (self.keep + 1) * state_bytes
 
     def host_bytes(self, state_bytes: int) -> int:
         """One snapshot in host memory."""
         return state_bytes
 
 
-class CheckFreq(Checkpointer):
+class CheckFreq(OneAtATime):
     """Snapshot, then persist, one checkpoint at a time.
 
     With `overhead_budget` and no interval_steps, `attach` and `step` profile the first iterations and choose the
@@ -85,13 +76,9 @@ class CheckFreq(Checkpointer):
         """Made by `attach`; a loop that calls save() by itself has chosen already."""
         self._files = TorchFiles(self.directory, self.options.keep, self.readable_by)
         self._buffers: list[torch.Tensor] = []
-        self._snapshot: HostSnapshot | None = None
-        self._still = StillWeights()
-        self._worker: threading.Thread | None = None
 
     def _start(self) -> None:
-        self._still = StillWeights()
-        self._still.find(self._flat())
+        self._look_at_weights()
         self._files.check(plain_tree(dict(self.state)))
         self._files.prepare()
 
@@ -112,39 +99,13 @@ class CheckFreq(Checkpointer):
             self._keeper.save_begun(event)
         self.drain()
         event.phases.append(("wait", event.requested_s, time.perf_counter()))
-        flat = self._flat()
-        what = f"checkfreq's snapshot of step {event.step}"
-        snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
-        worker = threading.Thread(
-            target=self._persist, args=(snapshot, event), name=f"checkfreq-persist-{event.step}", daemon=True
-        )
-        finishes_beside(worker)
-        self._snapshot, self._worker = snapshot, worker
-        try:
-            worker.start()
-        except BaseException:
-            if worker.ident is None:  # else Ctrl-C came while it began: it runs, and is waited for
-                self._snapshot = self._worker = None
-            raise
+        self._copy_then(event, self._persist)
 
     def before_update(self) -> None:
         """Wait until the snapshot has left the training's memory."""
         if self._keeper is not None:
             self._keeper.update_reached()
-        snapshot = self._snapshot
-        if snapshot is not None:
-            self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
-
-    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until the checkpoint in progress is durable, or has failed."""
-        worker = self._worker  # a signal handler, or another thread, may drain as well
-        if worker is None:
-            return
-        worker.join(timeout_s)
-        if worker.is_alive():
-            raise WaitTimeout(f"waited {timeout_s:.0f} s for {worker.name} in {self.directory}")
-        if self._worker is worker:
-            self._worker = self._snapshot = None
+        super().before_update()
 
     def _close(self) -> None:
         self.drain(self._close_s)
@@ -176,7 +137,6 @@ class CheckFreq(Checkpointer):
         return facts
 
     def _buffers_for(self, flat: FlatState) -> list[torch.Tensor]:
-        """The snapshot's buffers, made again only when the layout's sizes change."""
         sizes = list(flat.layout.block_bytes)
         if [buffer.numel() for buffer in self._buffers] != sizes:
             pinned = any(block.is_cuda for block in flat.blocks)
@@ -184,13 +144,6 @@ class CheckFreq(Checkpointer):
         return self._buffers
 
     def _persist(self, snapshot: HostSnapshot, event: CheckpointEvent) -> None:
-        try:
-            snapshot.copy()
-            event.copied_s = time.perf_counter()
-            tree = unflatten(snapshot.layout, snapshot.buffers, "checkfreq's snapshot")
-            objects = stateful_paths(snapshot.layout)
-            event.bytes_written = self._files.write(event.step, tree, event.phases, objects)
-            event.finished_s = time.perf_counter()
-            event.outcome = Outcome.DURABLE
-        except Exception as error:  # this thread has no caller: the event and the log carry the failure
-            self._fail(event, error)
+        tree = unflatten(snapshot.layout, snapshot.buffers, "checkfreq's snapshot")
+        objects = stateful_paths(snapshot.layout)
+        event.bytes_written = self._files.write(event.step, tree, event.phases, objects)

@@ -11,8 +11,9 @@ so that it outlives the training. Ranks tell each other where their peers are, a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +22,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from lastgood._lazy import torch
-from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
 from lastgood.checkpointers.copies.host import HostSnapshot, PinnedMemory
-from lastgood.checkpointers.copies.still_weights import StillWeights
-from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.gemini.address_file import Address, address_for_peers
 from lastgood.checkpointers.gemini.partition import Network, partition
 from lastgood.checkpointers.gemini.peer_client import Held, Outgoing, PeerLink, Peers, PeerSettings
 from lastgood.checkpointers.gemini.placement import placement
 from lastgood.checkpointers.gemini.traffic import Traffic
+from lastgood.checkpointers.one_at_a_time import OneAtATime
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.traits import CostModel, Traits
@@ -110,7 +111,7 @@ class GeminiOptions(BaseOptions):
         return state_bytes + here * (2 * state_bytes + self.buffer_bytes)
 
 
-class Gemini(Checkpointer):
+class Gemini(OneAtATime):
     """Snapshot to host memory, then to peers' memory in the gaps of the training's traffic; one checkpoint at a time.
 
     Training tells `traffic` when it communicates: ``with checkpointer.traffic.busy(): ...``, or, for
@@ -162,15 +163,11 @@ class Gemini(Checkpointer):
         self._updates = 0
         self._memory: torch.Tensor | None = None
         self._pinned: PinnedMemory | None = None
-        self._snapshot: HostSnapshot | None = None
-        self._still = StillWeights()
-        self._worker: threading.Thread | None = None
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._still = StillWeights()
-        self._still.find(self._flat())
+        self._look_at_weights()
         together = self._meet()
         fault = ""
         try:
@@ -194,22 +191,7 @@ class Gemini(Checkpointer):
         """Wait for the checkpoint before, then start the snapshot. With own peers all ranks save the same steps."""
         kept = self._kept_by_all()
         self.drain()
-        flat = self._flat()
-        what = f"gemini's snapshot of step {event.step}"
-        snapshot = HostSnapshot(flat, self._buffers_for(flat), what, self._still.find(flat))
-        worker = threading.Thread(
-            target=self._send,
-            args=(snapshot, event, self._sequence, kept),
-            name=f"gemini-send-{event.step}",
-            daemon=True,
-        )
-        self._snapshot, self._worker = snapshot, worker
-        try:
-            worker.start()
-        except BaseException:
-            if worker.ident is None:  # else Ctrl-C came while it began: it runs, and is waited for
-                self._snapshot = self._worker = None
-            raise
+        self._copy_then(event, functools.partial(self._send, self._sequence, kept))
 
     def watch(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Register `marked_all_reduce` as the communication hook, which marks in `traffic` when gradients are sent."""
@@ -222,21 +204,10 @@ class Gemini(Checkpointer):
         self._updates += 1
         if self._updates % max(len(self._hooks.optimizers), 1) == 0:
             self.traffic.update()
-        snapshot = self._snapshot
-        if snapshot is not None:
-            self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
+        super().before_update()
 
-    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until the checkpoint in progress is complete at its peers, or has failed."""
-        worker = self._worker  # a signal handler, or another thread, may drain as well
-        if worker is None:
-            return
-        with self.traffic.hurried():
-            worker.join(timeout_s)
-        if worker.is_alive():
-            raise WaitTimeout(f"waited {timeout_s:.0f} s for {worker.name} in {self.directory}")
-        if self._worker is worker:
-            self._worker = self._snapshot = None
+    def _hurried(self) -> contextlib.AbstractContextManager[object]:
+        return self.traffic.hurried()
 
     def _abandon(self) -> None:
         self.traffic.cancel()
@@ -272,37 +243,34 @@ class Gemini(Checkpointer):
             raise fault
         return max(kept, self._first_sequence)
 
-    def _send(self, snapshot: HostSnapshot, event: CheckpointEvent, sequence: int, kept: int | None) -> None:
-        try:
-            snapshot.copy()
-            event.copied_s = time.perf_counter()
-            assert self._memory is not None
-            outgoing = Outgoing(
-                owner=self.options.machine,
-                sequence=sequence,
-                step=event.step,
-                data=memoryview(self._memory.numpy().data),
-                meta=memoryview(snapshot.layout.to_json()),
-                part_bytes=self.options.part_bytes,
-                parts=self.options.buffer_parts,
-                gamma=self.options.gamma,
-            )
-            self._nbytes = outgoing.nbytes
-            failures: list[Exception] = []
-            for machine in self._holders:
-                try:
-                    traffic = self._unmarked if machine == outgoing.owner else self.traffic
-                    self._send_to(machine, outgoing, traffic, kept)
-                    event.bytes_written += outgoing.nbytes
-                except Exception as error:  # the other peers must get their copy all the same
-                    failures.append(error)
-            if failures:
-                raise failures[0]
-            self._durable_sequence = sequence
-            event.finished_s = time.perf_counter()
-            event.outcome = Outcome.DURABLE
-        except Exception as error:  # this thread has no caller: the event and the log carry the failure
-            self._fail(event, error)
+    def _send(self, sequence: int, kept: int | None, snapshot: HostSnapshot, event: CheckpointEvent) -> None:
+        assert self._memory is not None
+        data, meta = memoryview(self._memory.numpy().data), memoryview(snapshot.layout.to_json())
+        outgoing = self._outgoing(sequence, event.step, data, meta)
+        self._nbytes = outgoing.nbytes
+        failures: list[Exception] = []
+        for machine in self._holders:
+            try:
+                traffic = self._unmarked if machine == outgoing.owner else self.traffic
+                self._send_to(machine, outgoing, traffic, kept)
+                event.bytes_written += outgoing.nbytes
+            except Exception as error:  # the other peers must get their copy all the same
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        self._durable_sequence = sequence
+
+    def _outgoing(self, sequence: int, step: int, data: memoryview, meta: memoryview) -> Outgoing:
+        return Outgoing(
+            owner=self.options.machine,
+            sequence=sequence,
+            step=step,
+            data=data,
+            meta=meta,
+            part_bytes=self.options.part_bytes,
+            parts=self.options.buffer_parts,
+            gamma=self.options.gamma,
+        )
 
     def _send_to(self, machine: int, outgoing: Outgoing, traffic: Traffic, kept: int | None) -> None:
         """`kept`: no newer one may stay there, so that it is not the one that is overwritten."""
@@ -333,7 +301,7 @@ class Gemini(Checkpointer):
         return self._links[machine]
 
     def _buffers_for(self, flat: FlatState) -> list[torch.Tensor]:
-        """The snapshot's buffers: one range, laid out as the stream, made again only when its size changes."""
+        # One range, laid out as the stream.
         size = flat.layout.stream_bytes
         if self._memory is None or self._memory.numel() != size:
             self._release_memory()
@@ -458,16 +426,7 @@ class Gemini(Checkpointer):
         self._durable_sequence = one.sequence
         content = memoryview(memory.numpy().data)
         data_bytes = one.nbytes - one.meta_bytes
-        outgoing = Outgoing(
-            owner=self.options.machine,
-            sequence=one.sequence,
-            step=one.step,
-            data=content[:data_bytes],
-            meta=content[data_bytes:],
-            part_bytes=self.options.part_bytes,
-            parts=self.options.buffer_parts,
-            gamma=self.options.gamma,
-        )
+        outgoing = self._outgoing(one.sequence, one.step, content[:data_bytes], content[data_bytes:])
         for machine in self._holders:
             try:
                 link, _ = self._link(machine)
