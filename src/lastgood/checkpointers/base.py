@@ -23,12 +23,12 @@ import logging
 import os
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S, Ending
+from lastgood.checkpointers.attach.process_end import Endable, Ending
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
 from lastgood.checkpointers.recovery.beginnings import Beginnings
@@ -37,7 +37,7 @@ from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.traits import Traits
-from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, make_directory, readers_of, storage_error
 from lastgood.locations import Location
 from lastgood.locks import FileLock
@@ -56,13 +56,11 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Checkpointer"]
 
 _log = logging.getLogger("lastgood")
 
-_ABANDON_S = 2.0
-"""For checkpoints that an ending process has given up to let go of their files."""
 DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(ABC):
+class Checkpointer(Endable):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
@@ -121,11 +119,9 @@ class Checkpointer(ABC):
         self._beginnings: Beginnings | None = None
         self._refusals: Refusals | None = None
         self._ending: Ending | None = None
-        self._exiting = False
         self._process = os.getpid()
         """The one that it was started in: a forked child has no thread of it, and must not write for its parent."""
         self._close_s = DEFAULT_TIMEOUT_S
-        """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -268,40 +264,6 @@ class Checkpointer(ABC):
             )
         return data
 
-    def end(self) -> None:
-        """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
-        self._exiting = True
-        deadline = time.monotonic() + self.exit_drain_s()
-        try:
-            try:
-                self.drain(self.exit_drain_s())
-            except WaitTimeout as error:
-                _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
-                self._abandon()
-            self._close_s = max(_ABANDON_S, deadline - time.monotonic())
-            self.close()
-        except Exception as error:  # nothing may keep a process from ending
-            _log.error("%s: closing at exit failed: %s", self.name, error)
-
-    def end_beside(self, timeout_s: float) -> None:
-        """Make durable what is in progress, at SIGTERM, in a thread beside that of the training, which is stuck.
-
-        The process ends then, whatever it does. Never raises.
-        """
-        self._exiting = True
-        try:
-            self._drain_beside(timeout_s)
-        except Exception as error:  # nothing may keep a process from ending
-            _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
-
-    def exit_drain_s(self) -> float:
-        """How long an ending process waits for what is in progress."""
-        return EXIT_DRAIN_S
-
-    def _drain_beside(self, timeout_s: float) -> None:
-        """Wait until what is in progress is as safe as it can be made without the training's thread."""
-        self.drain(timeout_s)
-
     def _attached(self) -> Attachment:
         if self._attachment is None:
             raise CheckpointError(f"{self.name}: attach(...) must be called first, as attach(model=model)")
@@ -363,15 +325,12 @@ class Checkpointer(ABC):
 
         refuse_beside(self.directory, self.name, self._world()[1])
 
-    def _begun(self) -> None:  # noqa: B027 - most systems count no restarts
+    def _begun(self) -> None:
         """Called by `attach` once all is ready: from here on what fails is the training."""
 
     def _observe_loss(self, step: int, loss: Any) -> None:
         """Judge by a loss; systems without verdicts have no use for it."""
         del step, loss
-
-    def _abandon(self) -> None:  # noqa: B027 - most systems end with their threads
-        """Make what is in progress fail soon, so that `close` does not wait for it."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -495,10 +454,10 @@ class Checkpointer(ABC):
 
     # -- what a system does ----------------------------------------------------------------------------------------
 
-    def _start(self) -> None:  # noqa: B027 - most systems need nothing here
+    def _start(self) -> None:
         """Prepare storage; called by `start` once `self.state` is set."""
 
-    def _close(self) -> None:  # noqa: B027
+    def _close(self) -> None:
         """Release what the system holds; called by `close`, perhaps more than once."""
 
     def save(self, step: int) -> None:

@@ -20,34 +20,82 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-__all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Ending", "ends_by_error"]
+from lastgood.errors import WaitTimeout
+
+__all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Endable", "Ending", "ends_by_error"]
 
 _log = logging.getLogger("lastgood")
 
 EXIT_DRAIN_S = 25.0
 """Preempted cloud machines are given 30 seconds."""
+_ABANDON_S = 2.0
+"""For checkpoints that an ending process has given up to let go of their files."""
 PATIENCE_S = 2.0
 """How long the main thread has, after SIGTERM, to come to its handler; at most half of what the whole end may take."""
 
 
-class _Endable(Protocol):
+class Endable(ABC):
+    """What ends with its process."""
+
+    name: ClassVar[str]
+    _exiting = False
+    _close_s: float
+    """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
+
+    @abstractmethod
+    def drain(self, timeout_s: float) -> None:
+        """Wait for what is in progress. Raises WaitTimeout."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads, files and hooks."""
+
+    def _abandon(self) -> None:  # noqa: B027 - most systems end with their threads
+        """Make what is in progress fail soon, so that `close` does not wait for it."""
+
     def end(self) -> None:
-        """Drain for a bounded time, then close; must not raise."""
+        """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
+        self._exiting = True
+        deadline = time.monotonic() + self.exit_drain_s()
+        try:
+            try:
+                self.drain(self.exit_drain_s())
+            except WaitTimeout as error:
+                _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
+                self._abandon()
+            self._close_s = max(_ABANDON_S, deadline - time.monotonic())
+            self.close()
+        except Exception as error:  # nothing may keep a process from ending
+            _log.error("%s: closing at exit failed: %s", self.name, error)
 
     def end_beside(self, timeout_s: float) -> None:
-        """Make durable what is in progress, in a thread beside a main thread that is stuck; must not raise."""
+        """Make durable what is in progress, at SIGTERM, in a thread beside that of the training, which is stuck.
+
+        The process ends then, whatever it does. Never raises.
+        """
+        self._exiting = True
+        try:
+            self._drain_beside(timeout_s)
+        except Exception as error:  # nothing may keep a process from ending
+            _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
 
     def exit_drain_s(self) -> float:
-        """How long both may take."""
+        """How long an ending process waits for what is in progress."""
+        return EXIT_DRAIN_S
+
+    def _drain_beside(self, timeout_s: float) -> None:
+        """Wait until what is in progress is as safe as it can be made without the training's thread."""
+        self.drain(timeout_s)
 
 
 class Ending:
     """Ends a checkpointer at interpreter exit, and lets SIGTERM lead there. Forgets it at `cancel`."""
 
-    def __init__(self, checkpointer: _Endable) -> None:
+    def __init__(self, checkpointer: Endable) -> None:
         alive = self.checkpointer = weakref.ref(checkpointer)
         owner = os.getpid()
 

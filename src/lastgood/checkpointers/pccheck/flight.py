@@ -10,17 +10,34 @@ from typing import TYPE_CHECKING
 from lastgood._lazy import torch
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
-from lastgood.checkpointers.copies.host import CopyFence, freeze
+from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory, freeze
 from lastgood.checkpointers.copies.still_weights import StillBlocks
 from lastgood.checkpointers.events import CheckpointEvent
+from lastgood.errors import CheckpointError, WaitTimeout
+from lastgood.locks import finishes_beside
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotWrite
+    from lastgood._native import ChunkPool
+    from lastgood.checkpointers.agreement.job import JobOfRanks
+    from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 
-__all__ = ["Flight", "Flights"]
+__all__ = ["Flight", "Flights", "make_pool"]
 
 _SLICE_S = 0.2
+"""Between two looks at what a wait may be hopeless for."""
+_LANDED_S = 10.0
+"""For a thread whose checkpoint is finished to end."""
+
+
+def make_pool(chunks: int, chunk_bytes: int, *, pinned: bool) -> tuple[ChunkPool, PinnedMemory | None]:
+    """Buffers for `chunks` chunks; with `pinned` in page-locked memory, which the caller releases."""
+    from lastgood._native import ChunkPool
+
+    if not pinned:
+        return ChunkPool(0, chunks * chunk_bytes, chunk_bytes), None
+    memory = PinnedMemory(chunks * chunk_bytes)
+    return ChunkPool(memory.tensor.data_ptr(), chunks * chunk_bytes, chunk_bytes, memory.tensor), memory
 
 
 class Flights:
@@ -31,6 +48,7 @@ class Flights:
         self._flights: dict[int, Flight] = {}
         """By number of the save; guarded by `_landed`."""
         self._landed = threading.Condition()
+        self._threads: list[threading.Thread] = []
 
     def wait_for_place(self, timeout_s: float, hopeless: Callable[[], str] | None = None) -> bool:
         """Wait until fewer than `most` are in progress, or until `hopeless` says why that would take too long."""
@@ -42,6 +60,58 @@ class Flights:
                     return False
                 self._landed.wait(left if hopeless is None else min(left, _SLICE_S))
             return True
+
+    def take_slot(
+        self,
+        store: SlotStore,
+        event: CheckpointEvent,
+        stream_bytes: int,
+        timeout_s: float,
+        job: JobOfRanks | None,
+        *,
+        skips: bool,
+    ) -> SlotWrite | None:
+        """A place among those in progress, and a slot; with `skips`, None if none is free.
+
+        Slots alone do not tell: one may be there for the archive. Raises WaitTimeout, and CheckpointError at once if
+        none can come free because the ranks have lost touch.
+        """
+        if skips:
+            return store.try_begin(event.step, stream_bytes, later=True) if self.wait_for_place(0.0) else None
+        waits_s = time.perf_counter()
+        deadline = time.monotonic() + timeout_s
+        place = self.wait_for_place(timeout_s, None if job is None else job.trouble)
+        event.phases.append(("wait", waits_s, time.perf_counter()))
+        if not place:
+            if job is not None and (why := job.trouble()):
+                raise CheckpointError(f"{self._most} checkpoints wait for other ranks already: {why}")
+            raise WaitTimeout(f"waited {timeout_s:.0f} s for one of {self._most} to finish")
+        if job is None:
+            return store.begin(event.step, stream_bytes, timeout_s, later=True)
+        while True:
+            try:
+                return store.begin(event.step, stream_bytes, _SLICE_S, later=True)
+            except WaitTimeout as error:
+                why = job.trouble()
+                if why or time.monotonic() >= deadline:
+                    raise CheckpointError(f"{error}; {why or 'its checkpoints wait for other ranks'}") from error
+
+    def launch(self, number: int, flight: Flight, work: Callable[[int, Flight], None]) -> None:
+        """It begins: call `work` in a thread, which calls `remove` at its end."""
+        with self._landed:
+            self._flights[number] = flight
+        # A daemon: an ending process waits for it for a bounded time, in `end`.
+        name = f"pccheck-step-{flight.event.step}"
+        thread = threading.Thread(target=work, args=(number, flight), name=name, daemon=True)
+        finishes_beside(thread)
+        thread.start()
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for threads whose checkpoint is finished: none inside native code may meet the interpreter's end."""
+        deadline = time.monotonic() + min(_LANDED_S, timeout_s)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def wait_for_none(self, timeout_s: float) -> list[int]:
         """The steps that are still in progress after `timeout_s`."""
@@ -56,11 +126,6 @@ class Flights:
         return [
             flight.event.step for flight in flights if not flight.written.wait(max(0.0, deadline - time.monotonic()))
         ]
-
-    def add(self, number: int, flight: Flight) -> None:
-        """It begins."""
-        with self._landed:
-            self._flights[number] = flight
 
     def remove(self, number: int) -> None:
         """It has ended, or never began."""

@@ -8,9 +8,7 @@ superseded.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +21,7 @@ from lastgood.checkpointers.copies.host import PinnedMemory
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
-from lastgood.checkpointers.pccheck.flight import Flight, Flights
+from lastgood.checkpointers.pccheck.flight import Flight, Flights, make_pool
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.checkpointers.rank_directory import rank_directory
@@ -32,9 +30,8 @@ from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.files import ReadableBy, check_regular, local_path, make_directory, storage_error
+from lastgood.files import ReadableBy, make_directory, storage_error
 from lastgood.locations import Location
-from lastgood.locks import finishes_beside
 from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
 from lastgood.state import FlatState
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
     from lastgood.checkpointers.agreement.job import JobOfRanks
     from lastgood.checkpointers.export.archive import Archive
     from lastgood.checkpointers.ranks.replicated import Division
-    from lastgood.storage import SlotInfo, SlotStore, SlotWrite
+    from lastgood.storage import SlotInfo, SlotStore
 
 __all__ = ["PCcheck", "PCcheckOptions"]
 
@@ -55,10 +52,6 @@ READ_THREADS = 4
 """Reads in progress at once in a restore, at least."""
 _STORE_CLOSE_S = 60.0
 """For a disk to let go of what was given up."""
-_LANDED_S = 10.0
-"""For a thread whose checkpoint is finished to end."""
-_SLICE_S = 0.2
-"""Between two looks at what a wait may be hopeless for."""
 
 
 class PCcheck(Checkpointer):
@@ -91,7 +84,6 @@ class PCcheck(Checkpointer):
         self._how = ""
         self._archive: Archive | None = None
         self._began_at: SlotInfo | None = None
-        self._threads: list[threading.Thread] = []
         self._still = StillWeights()
 
     @classmethod
@@ -106,13 +98,9 @@ class PCcheck(Checkpointer):
 
         Raises ConfigError, naming file and key.
         """
-        from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, read_tuning
+        from lastgood.checkpointers.pccheck.tuning_file import read_tuning_of
 
-        if config is None:
-            config = local_path(directory) / TUNING_FILE
-            with contextlib.suppress(OSError):  # `read_tuning` says that it is not there
-                check_regular(config, follow=True)
-        interval_steps, options = read_tuning(config)
+        interval_steps, options = read_tuning_of(directory, config)
         return cls(directory, options, interval_steps=interval_steps, readable_by=readable_by)
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -333,7 +321,8 @@ class PCcheck(Checkpointer):
         meta = flat.layout.to_json()
         self._make_room(flat, len(meta))
         stream_bytes = flat.layout.stream_bytes + len(meta)
-        slot = self._take_slot(store, event, stream_bytes)
+        skips = self.options.pressure == "skip"
+        slot = self._flights.take_slot(store, event, stream_bytes, self._timeout_s(), self._job, skips=skips)
         if slot is None:
             if self._job is not None:
                 self._job.refuse(event.step, Fate.SKIPPED, f"{self.options.max_in_flight} checkpoints were under way")
@@ -347,13 +336,7 @@ class PCcheck(Checkpointer):
         try:
             pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
             flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s(), self._still.find(flat))
-            self._flights.add(number, flight)
-            # A daemon: an ending process waits for it for a bounded time, in `end`.
-            name = f"pccheck-step-{event.step}"
-            thread = threading.Thread(target=self._fly, args=(number, flight), name=name, daemon=True)
-            finishes_beside(thread)
-            thread.start()
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            self._flights.launch(number, flight, self._fly)
         except BaseException:
             # No thread will ever finish this one.
             self._flights.remove(number)
@@ -363,34 +346,6 @@ class PCcheck(Checkpointer):
             raise
         if self._job is not None:
             self._job.begun(event.step, flight.sequence)
-
-    def _take_slot(self, store: SlotStore, event: CheckpointEvent, stream_bytes: int) -> SlotWrite | None:
-        """A place among those in progress, and a slot; None where the pressure rule says to skip.
-
-        Slots alone do not tell: one may be there for the archive. Raises WaitTimeout, and CheckpointError at once where
-        none can come free because the ranks have lost touch.
-        """
-        job = self._job
-        hopeless = None if job is None else job.trouble
-        if self.options.pressure == "skip":
-            return store.try_begin(event.step, stream_bytes, later=True) if self._flights.wait_for_place(0.0) else None
-        waits_s = time.perf_counter()
-        deadline = time.monotonic() + self._timeout_s()
-        place = self._flights.wait_for_place(self._timeout_s(), hopeless)
-        event.phases.append(("wait", waits_s, time.perf_counter()))
-        if not place:
-            if job is not None and (why := job.trouble()):
-                raise CheckpointError(f"{self.options.max_in_flight} checkpoints wait for other ranks already: {why}")
-            raise WaitTimeout(f"waited {self._timeout_s():.0f} s for one of {self.options.max_in_flight} to finish")
-        if job is None:
-            return store.begin(event.step, stream_bytes, self._timeout_s(), later=True)
-        while True:
-            try:
-                return store.begin(event.step, stream_bytes, _SLICE_S, later=True)
-            except WaitTimeout as error:
-                why = job.trouble()
-                if why or time.monotonic() >= deadline:
-                    raise CheckpointError(f"{error}; {why or 'its checkpoints wait for other ranks'}") from error
 
     def _timeout_s(self) -> float:
         """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
@@ -457,15 +412,10 @@ class PCcheck(Checkpointer):
         steps = self._flights.wait_for_none(timeout_s)
         if steps:
             raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
-        # They have landed, but a thread inside native code must not meet the interpreter's end.
-        deadline = time.monotonic() + min(_LANDED_S, timeout_s)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._flights.join(timeout_s)
 
     def _make_room(self, flat: FlatState, meta_bytes: int) -> None:
         """Slots and a pool for a state of this size; made again only when the state has outgrown them."""
-        from lastgood._native import ChunkPool
-
         needed = flat.layout.stream_bytes + meta_bytes
         on_device = any(block.is_cuda for block in flat.blocks)
         if needed <= self._capacity and on_device == (self._pool_memory is not None):
@@ -478,14 +428,10 @@ class PCcheck(Checkpointer):
             store.reserve(capacity)
         chunk = self.options.chunk_bytes
         least = (self.options.writer_threads + 1) * chunk
-        chunks = -(-max(self.options.pool_bytes or capacity, least) // chunk)
         self._release_pool()
-        if on_device:
-            self._pool_memory = PinnedMemory(chunks * chunk)
-            memory = self._pool_memory.tensor
-            store.pool = ChunkPool(memory.data_ptr(), chunks * chunk, chunk, memory)
-        else:
-            store.pool = ChunkPool(0, chunks * chunk, chunk)
+        store.pool, self._pool_memory = make_pool(
+            -(-max(self.options.pool_bytes or capacity, least) // chunk), chunk, pinned=on_device
+        )
         self._capacity = capacity
 
     def _release_pool(self) -> None:

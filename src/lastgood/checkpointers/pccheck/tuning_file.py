@@ -6,6 +6,7 @@ intervals, and an interval may last q times as long as f iterations do without c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lastgood.checkpointers.pccheck.system import PCcheckOptions
+from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.errors import ConfigError
-from lastgood.files import storage_error, write_atomically
+from lastgood.files import check_regular, local_path, storage_error, write_atomically
 from lastgood.models import FrozenModel
 from lastgood.text import parse_yaml, read_bytes
 from lastgood.units import MIB, format_bytes, format_seconds
@@ -31,6 +32,7 @@ __all__ = [
     "WritePoint",
     "choose",
     "read_tuning",
+    "read_tuning_of",
     "shortest_interval",
     "write_tuning",
 ]
@@ -257,3 +259,12 @@ def _problem(path: Path, detail: Any, known: Sequence[str]) -> str:
         return f"{path}: {key}: is missing; `lastgood tune` writes it"
     message = detail["msg"]
     return f"{path}: {key}: {detail['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def read_tuning_of(directory: Path | str, config: Path | str | None) -> tuple[int, PCcheckOptions]:
+    """As `read_tuning`, from `config`, or else from the file in a checkpoint directory."""
+    if config is None:
+        config = local_path(directory) / TUNING_FILE
+        with contextlib.suppress(OSError):  # `read_tuning` says that it is not there
+            check_regular(config, follow=True)
+    return read_tuning(config)
