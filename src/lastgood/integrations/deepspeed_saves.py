@@ -23,7 +23,7 @@ from lastgood._lazy import torch
 from lastgood._native import ChunkPool
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
-from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory
+from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory, make_pool
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.files import (
@@ -282,12 +282,7 @@ class TagSaves:
         on_device = any(block.is_cuda for block in flat.blocks)
         if self._pool is None or (on_device and self._pinned is None):
             chunks = max(self._options.pool_bytes // _CHUNK_BYTES, self._options.writer_threads + 1)
-            if on_device:
-                self._pinned = PinnedMemory(chunks * _CHUNK_BYTES)
-                memory = self._pinned.tensor
-                self._pool = ChunkPool(memory.data_ptr(), chunks * _CHUNK_BYTES, _CHUNK_BYTES, memory)
-            else:
-                self._pool = ChunkPool(0, chunks * _CHUNK_BYTES, _CHUNK_BYTES)
+            self._pool, self._pinned = make_pool(chunks, _CHUNK_BYTES, pinned=on_device)
         return self._pool
 
     def _wait_for_place(self, saving: _Saving) -> None:

@@ -46,17 +46,12 @@ class FlatState:
     sharded: tuple[Any, ...] = ()
     """The DTensors that H nodes stand for, in the order of the tree."""
 
-    def check_unchanged(self) -> None:
-        """Raise StateError, naming the tensor, if a deferred one was changed in place since `flatten`.
+    def check_versions(self, number: int) -> None:
+        """Raise StateError, naming the tensor, if one in a watched block was changed in place since `flatten`.
 
         torch counts in-place changes of every tensor. What an optimizer's step pre-hook does not see (an embedding with
         max_norm, weights that are swapped for an evaluation, an optimizer that steps under another name) is seen here.
         """
-        for number in range(self.layout.deferred_blocks):
-            self.check_versions(number)
-
-    def check_versions(self, number: int) -> None:
-        """`check_unchanged` for one block."""
         for path, tensor, version in self.watched.get(number, ()):
             if tensor._version != version:
                 raise changed_while_copied(path)
@@ -65,11 +60,6 @@ class FlatState:
     def deferred(self) -> tuple[torch.Tensor, ...]:
         """Blocks that only an optimizer step changes."""
         return self.blocks[: self.layout.deferred_blocks]
-
-    @property
-    def immediate(self) -> tuple[torch.Tensor, ...]:
-        """Blocks that must be copied before training goes on."""
-        return self.blocks[self.layout.deferred_blocks :]
 
 
 def changed_while_copied(path: str) -> StateError:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 from lastgood._lazy import torch
@@ -190,11 +189,6 @@ def runs_of(
             taken += _cut(runs[dimension], first + begin, first + end)
         runs[dimension] = _joined(taken)
     return tuple(runs)
-
-
-def boxes_of(runs: Runs) -> list[tuple[tuple[int, int], ...]]:
-    """The boxes that the runs stand for: one (start, length) for each dimension."""
-    return list(product(*runs))
 
 
 def same_place(first: Any, second: Any) -> bool:

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.directories.manifest import MANIFEST, check_files, manifest_text, parse_manifest
-from lastgood.checkpointers.directories.memory import MemoryStore
 from lastgood.checkpointers.directories.store import CheckpointStore, Draft
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
+from tests.checkpointers.directories.support.memory_store import MemoryStore
 
 KILLED = Path(__file__).parent / "support" / "killed_store.py"
 KEEP = 2

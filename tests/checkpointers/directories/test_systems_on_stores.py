@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lastgood.checkpointers.base import Outcome
-from lastgood.checkpointers.directories.memory import MemoryStore
 from lastgood.checkpointers.directory_system import DirectorySystem
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import CorruptCheckpoint
+from tests.checkpointers.directories.support.memory_store import MemoryStore
 
 WAYS = [("dcp", {"mode": "sync"}), ("dcp", {"mode": "async_thread"}), ("torchsnapshot", {}), ("nvrx", {})]
 

@@ -7,7 +7,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.copies.copy_check import CopyCheck
@@ -17,12 +17,16 @@ from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState
 
+if TYPE_CHECKING:
+    from lastgood._native import ChunkPool
+
 __all__ = [
     "CopyFence",
     "HostSnapshot",
     "PinnedMemory",
     "freeze",
     "host_buffer",
+    "make_pool",
 ]
 
 
@@ -71,6 +75,16 @@ class PinnedMemory:
 
 def _unlock_pages(tensor: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def make_pool(chunks: int, chunk_bytes: int, *, pinned: bool) -> tuple[ChunkPool, PinnedMemory | None]:
+    """Buffers for `chunks` chunks; with `pinned` in page-locked memory, which the caller releases."""
+    from lastgood._native import ChunkPool
+
+    if not pinned:
+        return ChunkPool(0, chunks * chunk_bytes, chunk_bytes), None
+    memory = PinnedMemory(chunks * chunk_bytes)
+    return ChunkPool(memory.tensor.data_ptr(), chunks * chunk_bytes, chunk_bytes, memory.tensor), memory
 
 
 class CopyFence:

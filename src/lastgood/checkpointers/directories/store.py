@@ -1,8 +1,8 @@
 """The border between systems that write a checkpoint as several files, and what keeps those files.
 
 A system opens a *draft*, lets a library write files into it, seals it, and commits it. A checkpoint exists when it is
-committed, and not before. Implementations: `local` (a folder of a file system), `memory` (this process; for tests and
-notebooks). An object store fits as well: nothing here renames, syncs or overwrites, a draft may be sealed by several
+committed, and not before. Implementation: `local` (a folder of a file system); the tests have one in memory. An object
+store fits as well: nothing here renames, syncs or overwrites, a draft may be sealed by several
 processes before one of them commits, and the commit can be one small object that is written last.
 
 Needs no torch.

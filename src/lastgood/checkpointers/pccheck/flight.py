@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lastgood._lazy import torch
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
-from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory, freeze
+from lastgood.checkpointers.copies.host import CopyFence, freeze
 from lastgood.checkpointers.copies.still_weights import StillBlocks
 from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.errors import CheckpointError, WaitTimeout
@@ -18,26 +18,15 @@ from lastgood.locks import finishes_beside
 from lastgood.state import FlatState
 
 if TYPE_CHECKING:
-    from lastgood._native import ChunkPool
     from lastgood.checkpointers.agreement.job import JobOfRanks
     from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 
-__all__ = ["Flight", "Flights", "make_pool"]
+__all__ = ["Flight", "Flights"]
 
 _SLICE_S = 0.2
 """Between two looks at what a wait may be hopeless for."""
 _LANDED_S = 10.0
 """For a thread whose checkpoint is finished to end."""
-
-
-def make_pool(chunks: int, chunk_bytes: int, *, pinned: bool) -> tuple[ChunkPool, PinnedMemory | None]:
-    """Buffers for `chunks` chunks; with `pinned` in page-locked memory, which the caller releases."""
-    from lastgood._native import ChunkPool
-
-    if not pinned:
-        return ChunkPool(0, chunks * chunk_bytes, chunk_bytes), None
-    memory = PinnedMemory(chunks * chunk_bytes)
-    return ChunkPool(memory.tensor.data_ptr(), chunks * chunk_bytes, chunk_bytes, memory.tensor), memory
 
 
 class Flights:

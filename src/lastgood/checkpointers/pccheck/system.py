@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
-from lastgood.checkpointers.copies.host import PinnedMemory
+from lastgood.checkpointers.copies.host import PinnedMemory, make_pool
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
-from lastgood.checkpointers.pccheck.flight import Flight, Flights, make_pool
+from lastgood.checkpointers.pccheck.flight import Flight, Flights
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.checkpointers.rank_directory import rank_directory

@@ -1,9 +1,7 @@
-"""Checkpoints in the memory of this process, for tests and notebooks.
+"""Checkpoints in the memory of this process: the second store that the conformance tests hold to the promises.
 
 What it does not promise: nothing survives the process, or can be reached from another one (a draft that is pickled
-raises CheckpointError), and there is no lock; two trainings that use one store mix their checkpoints. Libraries that
-write files by themselves write to a temporary folder of a disk first, so it is no way to train without one. All else is
-as `CheckpointStore` says. Needs no torch.
+raises CheckpointError), and there is no lock. All else is as `CheckpointStore` says.
 """
 
 from __future__ import annotations
