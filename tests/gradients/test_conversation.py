@@ -312,7 +312,7 @@ class Conversation(RuleBasedStateMachine):
         state = shadow.state
         welcome = Welcome(
             shadow=line.shadow, shadows=SHADOWS, job=JOB, epoch=1, layout=LAYOUT, gradient_slots=SLOTS,
-            unseeded=tuple(state.held.unlanded), seeds=state.seeds, spilling=state.spilling,
+            unseeded=tuple(state.held.unlanded), seeds=state.seeds, spilling=state.spill.open,
         )  # fmt: skip
         line.up = True
         line.link._begin(SimpleNamespace(), welcome)

@@ -289,11 +289,11 @@ def test_rank_0_hears_again_of_what_counts_as_unsaved_before_it_hears_that_it_is
 def test_a_spill_is_copied_once_applied_and_its_end_is_said():
     lone = Lone()
     lone.iterate(1, spill=True)
-    assert lone.state.spilling == (1,)
+    assert lone.state.spill.open == (1,)
     lone.complete(1)
-    assert lone.state.spill_copied is None
+    assert lone.state.spill.all_copied is None
     lone.work()
-    assert lone.state.spill_copied == 1
+    assert lone.state.spill.all_copied == 1
     lone.iterate(2, spill=True)
     lone.complete(2)
     lone.work()
@@ -301,7 +301,7 @@ def test_a_spill_is_copied_once_applied_and_its_end_is_said():
     lone.state.spill_over(1)
     lone.shadow.flow()
     assert lone.spilled() == [(2, False), (1, True)]
-    assert lone.state.spilling == ()
+    assert lone.state.spill.open == ()
 
 
 def test_a_spill_that_a_seed_has_jumped_over_is_answered():
@@ -331,7 +331,7 @@ def test_a_spill_whose_bucket_is_lost_ends_and_the_next_one_is_begun():
     lone.iterate(2, spill=True)
     lone.complete(2)
     lone.work()
-    assert lone.state.spill_copied == 2
+    assert lone.state.spill.all_copied == 2
 
 
 def test_a_fence_ends_a_spill_that_is_not_copied():
@@ -340,7 +340,7 @@ def test_a_fence_ends_a_spill_that_is_not_copied():
     lone.complete(1)
     assert isinstance(lone.state.next_work(), Apply)
     lone.state.fence(JOB, 2)
-    assert lone.state.spilling == ()
+    assert lone.state.spill.open == ()
 
 
 def test_a_rank_that_never_came_is_not_waited_for_where_others_need_the_room():

@@ -82,7 +82,7 @@ class ShadowCore:
                 unseeded=tuple(self.body.state.held.unlanded) if self.body.state.declared else (),
                 seeds=self.body.state.seeds if self.body.state.declared else (),
                 spills=self._durable(),
-                spilling=self.body.state.spilling if self.body.state.declared else (),
+                spilling=self.body.state.spill.open if self.body.state.declared else (),
             )
 
     def status(self) -> Status:

@@ -108,6 +108,21 @@ class ShadowHoldings:
                 return iteration
         return None
 
+    def target(self) -> int:
+        """The iteration that buckets may be brought to while training goes on."""
+        newest = self.newest()
+        if newest is None or newest < self.completed:
+            return self.completed  # it is not waited for, or catches up: nothing can be given back meanwhile
+        good = [saved.iteration for saved in self.restorable() if saved.iteration <= self.completed]
+        if not good:
+            return self.completed
+        # What can be given back is not overwritten by an update that nobody saved, while there is room for more.
+        target = good[-1]
+        steps = self.known.steps
+        while target < self.completed and target + 1 in steps and steps[target + 1].rule is None:
+            target += 1
+        return target if self.completed < target + self.slots else self.completed
+
     def oldest(self) -> int:
         """No older iteration can ever be given back."""
         return min(

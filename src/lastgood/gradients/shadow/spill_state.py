@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lastgood.gradients.layout.entries import Saved
+from lastgood.gradients.shadow.holdings import ShadowHoldings
 
 __all__ = ["SpillState"]
 
@@ -38,6 +39,11 @@ class SpillState:
         """Not answered yet."""
         return (*self._asked, *(() if self.iteration is None else (self.iteration,)))
 
+    @property
+    def all_copied(self) -> int | None:
+        """The iteration of which all buckets are copied."""
+        return None if self.left else self.iteration
+
     def due(self, until: int) -> Iterator[int]:
         """Iterations to decide on now, oldest first: `begin` it, or do not."""
         for iteration in sorted(one for one in self._asked if one <= until):
@@ -50,6 +56,16 @@ class SpillState:
         self._asked.clear()
         if self.left:
             self.end()
+
+    def why_not(self, iteration: int, held: ShadowHoldings) -> str | None:
+        """Why a spill cannot begin now; None if it can."""
+        if self.iteration is not None:
+            return f"the spill of iteration {self.iteration} is still being written"
+        if iteration not in held.known.saves or not held.known.sides_whole(iteration):
+            return "it was not saved, or a side record of it is missing"
+        if not held.producible(iteration):
+            return "a bucket of it waits for a seed, or was seeded later"
+        return None
 
     def begin(self, iteration: int, buckets: Iterable[int]) -> None:
         """Copy all of these."""

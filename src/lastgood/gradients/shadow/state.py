@@ -40,10 +40,9 @@ class ShadowState:
         self.layout: str | None = None
         self.declared = False
         """Whether the trainers of this incarnation have declared their layout: before that nothing is received."""
-        self.missed_checks = 0
         self.promised: int | None = None
         """The newest step that was ever complete on all shadows, in whichever incarnation, held still or not."""
-        self.word: Complete | None = None
+        self.last_complete: Complete | None = None
         """The last one of this incarnation."""
         self._seeds: dict[int, Seeded] = {}
         self._senders = Senders()
@@ -52,7 +51,7 @@ class ShadowState:
         self._applied: int | None = None
         self._restoring: int | None = None
         self._goal = 0
-        self._spill = SpillState()
+        self.spill = SpillState()
         self._out: deque[Output] = deque()
         self._ready: deque[int] = deque()
         self._dirty = False
@@ -101,7 +100,7 @@ class ShadowState:
         self.held.known.newest_side.clear()
         self._restoring = None
         self._ready.clear()  # what may be applied is another thing from here on
-        self._spill.fence()
+        self.spill.fence()
         for bucket in self.held.buckets.values():
             bucket.checks.clear()
         self._settle()
@@ -130,8 +129,8 @@ class ShadowState:
         self.held.known.side_ranks, self.held.known.ranks = frozenset(side_ranks), ranks
         self._senders.begin(ranks)
         self.held.completed = adopt if kept and adopt is not None else 0
-        self._spill.begin_incarnation(self.held.completed)
-        self.word = None
+        self.spill.begin_incarnation(self.held.completed)
+        self.last_complete = None
         self._seeds.clear()
         self.held.known.given_up.clear()
         self._holding.clear()
@@ -159,7 +158,7 @@ class ShadowState:
 
     def news(self) -> list[Torn | Complete]:
         """What another rank than 0 may have missed while it was away: saves that lack side records, rank 0's word."""
-        return [*self._unsaved(), *([] if self.word is None else [self.word])]
+        return [*self._unsaved(), *([] if self.last_complete is None else [self.last_complete])]
 
     def _unsaved(self) -> list[Torn]:
         why = "a side record of it is missing for good"
@@ -219,7 +218,7 @@ class ShadowState:
             self._lose_void(message.iteration)
             self._give_up(self.held.known.late())
         if message.spill:
-            self._spill.ask(message.iteration, message.keep)
+            self.spill.ask(message.iteration, message.keep)
         if new or message.spill:
             self._settle()
 
@@ -253,8 +252,8 @@ class ShadowState:
 
     def complete(self, message: Complete) -> None:
         """All shadows (but lost ones) hold everything up to this iteration."""
-        if message.iteration >= self.held.completed and message != self.word:
-            self.word, self.held.completed = message, message.iteration
+        if message.iteration >= self.held.completed and message != self.last_complete:
+            self.last_complete, self.held.completed = message, message.iteration
             for iteration, saved in self.held.known.saves.items():
                 if iteration <= message.iteration and message.promises(iteration):
                     self.promised = max(saved.step, self.promised or 0)
@@ -266,9 +265,7 @@ class ShadowState:
         found = self.held.buckets.get(bucket)
         if found is None:
             raise CheckpointError(f"bucket {bucket} is not this shadow's")
-        if found.at is not None and found.floor > iteration:
-            self.missed_checks += 1
-        else:
+        if found.at is None or found.floor <= iteration:
             found.checks = {iteration: checksum}
         self._settle()
 
@@ -366,7 +363,7 @@ class ShadowState:
             bucket.torn = bucket.landing = None
             bucket.landed = bucket.windowed = bucket.opened = False
         elif isinstance(work, Copy):
-            self._spill.copied(work.iteration, work.bucket)
+            self.spill.copied(work.iteration, work.bucket)
         self._settle()
 
     def failed(self, work: Work, why: str) -> None:
@@ -385,8 +382,8 @@ class ShadowState:
 
     def spill_over(self, iteration: int, error: str | None = None) -> None:
         """The spill is durable, or failed."""
-        if self._spill.iteration == iteration:
-            self._spill.end()
+        if self.spill.iteration == iteration:
+            self.spill.end()
             self._out.append(Tell(Spilled(iteration=iteration, error=error), everyone=True))
             self._settle()
 
@@ -395,25 +392,10 @@ class ShadowState:
         """The newest of each bucket that came whole in this incarnation."""
         return tuple(self._seeds.values())
 
-    @property
-    def spilling(self) -> tuple[int, ...]:
-        """Iterations that are to be spilled, or are being so."""
-        return self._spill.open
-
-    @property
-    def spill_copied(self) -> int | None:
-        """The iteration of which all buckets are copied for the spill."""
-        return self._spill.iteration if not self._spill.left else None
-
-    @property
-    def spill_keeps(self) -> Saved | None:
-        """The older spill that must stay meanwhile."""
-        return self._spill.keep
-
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """After every change: tears, what can be said, what can be forgotten."""
+        """After every change: what is torn, what can be said, what can be forgotten."""
         self._dirty = True
         self._tear()
         for number, bucket in self.held.buckets.items():
@@ -479,52 +461,26 @@ class ShadowState:
 
     # -- how far -----------------------------------------------------------------------------------------------------
 
-    def _target(self) -> int:
-        """The iteration that buckets may be brought to now."""
-        if not self.declared:
-            return self._word
-        newest = self.held.newest()
-        if newest is None or newest < self.held.completed:
-            return self.held.completed  # it is not waited for, or catches up: nothing can be given back meanwhile
-        good = [saved.iteration for saved in self.held.restorable() if saved.iteration <= self.held.completed]
-        if not good:
-            return self.held.completed
-        # What can be given back is not overwritten by an update that nobody saved, while there is room for more.
-        target = good[-1]
-        steps = self.held.known.steps
-        while target < self.held.completed and target + 1 in steps and steps[target + 1].rule is None:
-            target += 1
-        return target if self.held.completed < target + self.held.slots else self.held.completed
-
     @property
-    def _word(self) -> int:
+    def _complete_everywhere(self) -> int:
         """Up to which iteration all shadows hold everything, as far as it counts now."""
         if self.declared:
             return self.held.completed
         return -1 if self._restoring is None else self._restoring
 
     def _retarget(self) -> None:
-        self._goal = self._target()
-        for iteration in self._spill.due(self._goal):  # one that a seed has jumped over is answered too
-            self._begin_spill(iteration)
-
-    def _begin_spill(self, iteration: int) -> None:
-        why = None
-        if self._spill.iteration is not None:
-            why = f"the spill of iteration {self._spill.iteration} is still being written"
-        elif iteration not in self.held.known.saves or not self.held.known.sides_whole(iteration):
-            why = "it was not saved, or a side record of it is missing"
-        elif not self.held.producible(iteration):
-            why = "a bucket of it waits for a seed, or was seeded later"
-        if why is not None:
-            self._out.append(Tell(Spilled(iteration=iteration, error=why), everyone=True))
-            return
-        self._spill.begin(iteration, self.held.buckets)
+        self._goal = self.held.target() if self.declared else self._complete_everywhere
+        for iteration in self.spill.due(self._goal):  # one that a seed has jumped over is answered too
+            why = self.spill.why_not(iteration, self.held)
+            if why is None:
+                self.spill.begin(iteration, self.held.buckets)
+            else:
+                self._out.append(Tell(Spilled(iteration=iteration, error=why), everyone=True))
 
     def _end_spill_if_hopeless(self) -> None:
-        iteration = self._spill.iteration
+        iteration = self.spill.iteration
         if iteration is not None:
-            missed = [one for one in self._spill.left if self.held.buckets[one].base_for(iteration) is None]
+            missed = [one for one in self.spill.left if self.held.buckets[one].base_for(iteration) is None]
             if missed:
                 self.spill_over(iteration, f"bucket {min(missed)} was lost, or seeded later, before it was copied")
 
@@ -532,8 +488,8 @@ class ShadowState:
         bucket = self.held.buckets.get(number)
         if bucket is None or bucket.busy:
             return None
-        spilling = self._spill.iteration if number in self._spill.left else None
-        return bucket.next_work(number, self._goal, self._word, self.held.known.steps, spilling)
+        spilling = self.spill.iteration if number in self.spill.left else None
+        return bucket.next_work(number, self._goal, self._complete_everywhere, self.held.known.steps, spilling)
 
     def _start(self, work: Work) -> None:
         bucket = self.held.buckets[work.bucket]

@@ -93,7 +93,7 @@ class ShadowWorker:
             if (
                 self._copy is None or self._copy.saved != saved
             ):  # another incarnation has an iteration of this number as well
-                self._copy = SpillCopy(saved, body.state.spill_keeps, sides=body.sides.all_of(work.iteration))
+                self._copy = SpillCopy(saved, body.state.spill.keep, sides=body.sides.all_of(work.iteration))
             copy = self._copy
         held = list(memory.value(work.bucket).tensors())
         content = bytearray()
@@ -104,7 +104,7 @@ class ShadowWorker:
 
     def _spill_if_whole(self) -> None:
         body = self._body
-        iteration = body.state.spill_copied
+        iteration = body.state.spill.all_copied
         copy = self._copy
         if iteration is None or copy is None or copy.saved.iteration != iteration or body.layout is None:
             return

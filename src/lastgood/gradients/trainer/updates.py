@@ -74,9 +74,6 @@ class UpdateNotes:
         self._clips = 0
         self.samples = Samples(tracked)
 
-    def _rule_maker(self) -> RuleMaker:
-        return RuleMaker(self._tracked.optimizer, self._spec, self._tracked.parameters)
-
     # -- clipping --------------------------------------------------------------------------------------------------
 
     def clip_norm(self, parameters: Any, max_norm: float, **options: Any) -> torch.Tensor:
