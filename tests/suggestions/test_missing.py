@@ -10,7 +10,9 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -28,7 +30,6 @@ from lastgood.integrations import deepspeed
 from lastgood.workloads.data import bible
 from lastgood.workloads.data.prepare import DATASETS
 from tests.suggestions.following import advice, follows, hear, refusal
-from tests.suggestions.source_texts import ROOT
 
 
 def packages_of(extra: str) -> set[str]:
@@ -146,21 +147,66 @@ def test_the_package_of_the_bible(hide):
     assert importlib.metadata.version(name)
 
 
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout of one commit."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / "file").write_text("a")
+    run_git(folder, "init", "-q")
+    commit_all(folder)
+    return folder
+
+
+def run_git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, timeout=60)
+
+
+def commit_all(folder: Path) -> None:
+    run_git(folder, "add", "-A")
+    run_git(folder, "commit", "-q", "-m", "all")
+
+
 @follows("git is not installed here; provisioning sends the checkout's commit (apt-get install git)")
-def test_git(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", "/nowhere")
-    refusal(lambda: revision.bundle_checkout(ROOT, tmp_path))
+def test_git(monkeypatch, checkout, tmp_path):
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nowhere")
+        message = refusal(lambda: revision.bundle_checkout(checkout, tmp_path))
+    assert shutil.which(advice(message, r"apt-get install (\w+)"))
+    revision.bundle_checkout(checkout, tmp_path)
+
+
+@follows("{} files differ from the commit {}: {}. Commit them, or add --carry-changes")
+def test_changes_that_are_not_committed(checkout, tmp_path):
+    (checkout / "file").write_text("b")
+    message = refusal(lambda: revision.bundle_checkout(checkout, tmp_path))
+    option = advice(message, r"add --([a-z-]+),").replace("-", "_")
+    (tmp_path / "carried").mkdir()
+    revision.bundle_checkout(checkout, tmp_path / "carried", **{option: True})
+    commit_all(checkout)
+    (tmp_path / "committed").mkdir()
+    revision.bundle_checkout(checkout, tmp_path / "committed")
 
 
 @follows("there is no ssh on this machine (Debian, Ubuntu: apt-get install openssh-client)")
-def test_ssh(hide):
+def test_ssh(hide, monkeypatch):
+    if shutil.which("ssh") is None:
+        pytest.skip("there is no ssh on this machine")
     hide("ssh")
-    refusal(lambda: Remote(SshOptions()).command("a", ["true"]))
+    message = refusal(lambda: Remote(SshOptions()).command("a", ["true"]))
+    assert advice(message, r"apt-get install (\S+)\)") == "openssh-client"
+    monkeypatch.undo()
+    assert Path(Remote(SshOptions()).command("a", ["true"])[0]).name == "ssh"
 
 
 @follows("there is no {} on this machine (Debian, Ubuntu: apt-get install {})")
 def test_programs_of_a_testbed(monkeypatch):
-    monkeypatch.setattr(net, "_SEARCH_PATH", "/nowhere")
-    for name, package in net._PACKAGES.items():
-        message = refusal(lambda name=name: net.program(name))
-        assert advice(message, r"apt-get install (\S+)\)") == package
+    with monkeypatch.context() as without:
+        without.setattr(net, "_SEARCH_PATH", "/nowhere")
+        for name, package in net._PACKAGES.items():
+            message = refusal(lambda name=name: net.program(name))
+            assert advice(message, r"apt-get install (\S+)\)") == package
+    for name in net._PACKAGES:
+        if shutil.which(name, path=net._SEARCH_PATH):
+            net.program(name)
