@@ -213,7 +213,7 @@ def test_state_of_replaced_parameters(tmp_path):
     model.weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer.param_groups[0]["params"][0] = model.weight
     message = refusal(lambda: attached(tmp_path, model=model, optimizer=optimizer))
-    assert "make the optimizer anew" in message and "take the old ones out of its `state`" in message
+    assert "make the optimizer again" in message and "take the old ones out of its `state`" in message
     attached(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)).close()
     del optimizer.state[old]
     attached(tmp_path, model=model, optimizer=optimizer).close()

@@ -108,7 +108,7 @@ class Checkpointer(Endable):
         )
         self.events: list[CheckpointEvent] = []
         self.events_kept: int | None = 100
-        """So many of the newest stay in `events`, so that a long life does not grow; None: all."""
+        """So many of the newest stay in `events`, so that a long incarnation does not grow; None: all."""
         self._state: Mapping[str, Any] | None = None
         self._steps = UpdateSteps()
         self._hooks = UpdateHooks(self, self._steps, DEFAULT_TIMEOUT_S)
@@ -153,7 +153,7 @@ class Checkpointer(Endable):
         batch size or other data now: raise MismatchError, or go on after the same number of ``"samples"``, or begin the
         next ``"epoch"``; what that skips or repeats is logged.
 
-        What an optimizer trains and no part holds would begin anew after a restart: that is refused, unless
+        What an optimizer trains and no part holds would begin again after a restart: that is refused, unless
         `unattached` is ``"allow"``.
 
         `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
@@ -232,11 +232,11 @@ class Checkpointer(Endable):
     def step(self, loss: Any = None) -> int:
         """Note that a training step is finished, save if it is time to, and return its number.
 
-        Call it behind ``optimizer.step()`` and ``scheduler.step()``. `loss`, a number or a tensor of one element, lets
+        Call it after ``optimizer.step()`` and ``scheduler.step()``. `loss`, a number or a tensor of one element, lets
         systems that keep verdicts judge checkpoints by it.
 
         Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`; MismatchError if some
-        ranks resumed and others began anew.
+        ranks resumed and others began again.
         """
         attachment = self._attached()
         self._compare_beginnings()
@@ -251,7 +251,7 @@ class Checkpointer(Endable):
         return number
 
     def status(self) -> SaveStatus:
-        """How old the newest durable checkpoint of this life is, and how many saves have failed since."""
+        """How old the newest durable checkpoint of this incarnation is, and how many saves have failed since."""
         return self._health.status(self.events)
 
     @property
@@ -297,7 +297,7 @@ class Checkpointer(Endable):
         return self.interval_steps is not None and self.interval_steps > 0 and step % self.interval_steps == 0
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
-        """Restore what a new life begins with. Raises NoCheckpoint if it begins from nothing."""
+        """Restore what a new incarnation begins with. Raises NoCheckpoint if it begins from nothing."""
         self.restore(state, step)
 
     def _world(self) -> tuple[int, int]:
@@ -332,7 +332,7 @@ class Checkpointer(Endable):
         """Judge by a loss; systems without verdicts have no use for it."""
         del step, loss
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- begin and end -------------------------------------------------------------------------------------------------
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Take charge of `state`. Called once, before the first step and after any restore.

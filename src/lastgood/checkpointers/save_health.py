@@ -1,4 +1,4 @@
-"""How the saves of a life go: what is said when they fail again and again, and when the training had better end."""
+"""How an incarnation's saves go: what is said when they fail again and again, and when the training had better end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SaveStatus:
     """What a crash would cost now, and why."""
 
     newest_step: int | None
-    """Step of the newest checkpoint that became durable in this life; None: there is none."""
+    """Step of the newest checkpoint that became durable in this incarnation; None: there is none."""
     unsaved_s: float
     """Seconds since it did; since `start` if there is none. So much training would be lost."""
     failed_in_row: int
@@ -34,7 +34,7 @@ class SaveStatus:
         """For messages."""
         age = format_seconds(self.unsaved_s)
         if self.newest_step is None:
-            return f"none is durable since this life began, {age} ago"
+            return f"none is durable since this incarnation began, {age} ago"
         return f"the newest durable one is that of step {self.newest_step}, {age} old"
 
 
@@ -57,7 +57,7 @@ class SaveHealth:
         self._kinds: set[str] = set()
 
     def begin(self) -> None:
-        """A life begins now."""
+        """An incarnation begins now."""
         with self._lock:
             self._since_s, self._newest_step = time.perf_counter(), None
             self._failed, self._error = 0, ""

@@ -344,7 +344,7 @@ def _load_foreign(path: Path) -> Any:
             raise
         raise MismatchError(
             f"{path}: not a file of Lastgood, and the allow-list refuses {unknown!r} in it; if you trust it, load "
-            "it without use_lastgood, and save it anew"
+            "it without use_lastgood, and save it again"
         ) from error
 
 

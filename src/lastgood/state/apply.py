@@ -55,7 +55,7 @@ def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> 
         try:
             value = _loaded(live, tree[name], path)
         except Exception as error:  # whatever a load_state_dict raises
-            before = f"; {', '.join(loaded)}: loaded before it, make the state anew" if loaded else ""
+            before = f"; {', '.join(loaded)}: loaded before it, make the state again" if loaded else ""
             if isinstance(error, LastgoodError):
                 error.args = (f"{error}{before}",)
                 raise

@@ -260,7 +260,7 @@ _ADDED_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_
 
 
 def _check_of_torch(live: Any, saved: Any, path: str) -> None:
-    """Schedulers and scalers take any mapping without a word."""
+    """Schedulers and scalers take any mapping without a message."""
     if not isinstance(saved, Mapping):
         raise MismatchError(f"{path}: the state holds {_kind(live)}, the checkpoint {_kind(saved)}")
     current = live.state_dict()

@@ -82,7 +82,7 @@ def state_of(part: Any, path: str) -> Any:
             raise StateError(
                 f"{path}: the {type(optimizer).__name__} holds state of {len(lost)} parameters that are in none of its "
                 f"groups any more (the first has the shape {tuple(lost[0].shape)}), as after a layer was replaced; "
-                "make the optimizer anew from the parameters of now, or take the old ones out of its `state`"
+                "make the optimizer again from the parameters of now, or take the old ones out of its `state`"
             )
     return part.state_dict()
 

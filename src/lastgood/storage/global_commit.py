@@ -90,10 +90,10 @@ def retained_sequences(
 ) -> set[int]:
     """Sequences of the checkpoints that stay, of those that are whole here (newest first).
 
-    Of a job of one rank (`everywhere` is None): the newest good one, the one with the sequence `origin` (a life that
-    has not got on yet began there), and the newest others, `keep` in all. Of several: the same among those that all
-    ranks are known to hold, whose sequences are `everywhere`; and beside them all newer ones, since the other ranks may
-    have gone on to them already.
+    Of a job of one rank (`everywhere` is None): the newest good one, the one with the sequence `origin` (an incarnation
+    that has not got on yet began there), and the newest others, `keep` in all. Of several: the same among those that
+    all ranks are known to hold, whose sequences are `everywhere`; and beside them all newer ones, since the other ranks
+    may have gone on to them already.
     """
     counted = [one for one in whole if everywhere is None or one.sequence in everywhere]
     good = [one for one in counted if not is_bad(one.sequence)][:1]

@@ -143,8 +143,8 @@ class AreaStore:
 
     Opening takes the directory's lock, removes what a killed process left half made, makes durable what it left in the
     page cache, and goes on after the highest sequence and incarnation found. One checkpoint always stays: the newest
-    whole one, or `restored`, the one that this life began with. If it is not `restored`, all of it is read and checked
-    first, since the other one is about to be overwritten.
+    whole one, or `restored`, the one that this incarnation began with. If it is not `restored`, all of it is read and
+    checked first, since the other one is about to be overwritten.
 
     Args:
         directory: made if it is not there.

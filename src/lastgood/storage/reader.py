@@ -69,7 +69,7 @@ class SlotInfo:
 
     @property
     def incarnation(self) -> int:
-        """Which life of the job wrote it, from 1."""
+        """Which incarnation of the job wrote it, from 1."""
         return self.record.incarnation
 
     @property

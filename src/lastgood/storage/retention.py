@@ -41,7 +41,7 @@ class Retention(SlotView, ABC):
 
     job: fmt.Job
     incarnation: int
-    """Which life of the job writes here."""
+    """Which incarnation of the job writes here."""
     _book: VerdictBook
 
     def __init__(self, directory: Path | str, keep: int, readable_by: ReadableBy) -> None:
@@ -57,9 +57,9 @@ class Retention(SlotView, ABC):
         """Sequences of what all ranks of the job are known to hold; None for a job of one rank."""
         self._newest_noted = -1
         self._reached = -1
-        """The highest step that an earlier life of the job had a checkpoint of."""
+        """The highest step that an earlier incarnation of the job had a checkpoint of."""
         self._origin: int | None = None
-        """Sequence of the checkpoint that this life began at, until it has got further than any before it."""
+        """Sequence of the checkpoint that this incarnation began at, until it has got further than any before it."""
 
     @abstractmethod
     def newest_sequence(self) -> int:
@@ -103,10 +103,10 @@ class Retention(SlotView, ABC):
             return self._book.take_back(sequence, reason)
 
     def count_restart(self, info: SlotInfo) -> int:
-        """A life begins at this checkpoint: how many did so before it and got no further. Raises StorageError.
+        """An incarnation begins at this checkpoint: how many did so before it and got no further. Raises StorageError.
 
-        Until this life has a checkpoint of a higher step than any before it, that one stays: what comes in between has
-        failed already.
+        Until this incarnation has a checkpoint of a higher step than any before it, that one stays: what comes in
+        between has failed already.
         """
         with self._changed:
             self._origin = info.sequence
@@ -123,7 +123,7 @@ class Retention(SlotView, ABC):
                 self._book.forget_restarts(reached)
 
     def _got_on(self) -> bool:
-        """Whether this life has a checkpoint of a higher step than all before it. Of several ranks, one of all."""
+        """Whether this incarnation has a higher step than all before it; of several ranks, one that all hold."""
         with self._changed:
             mine = [info for info in self.everywhere() if info.incarnation == self.incarnation]
             return any(info.step > self._reached for info in mine)
@@ -133,9 +133,9 @@ class Retention(SlotView, ABC):
     def share(self, incarnation: int, everywhere: Collection[int], reached: int = -1) -> None:
         """From now on a checkpoint counts once `confirm` says that all ranks hold it; call it before the first `begin`.
 
-        `everywhere` are the sequences of which that is known; all others are dropped. The store's life has the number
-        `incarnation`, and `reached` is the highest step that all ranks ever held; they agree on both. Until a newer
-        checkpoint is confirmed, a confirmed one stays, and so do all newer ones. Raises StorageError.
+        `everywhere` are the sequences of which that is known; all others are dropped. The store's incarnation has the
+        number `incarnation`, and `reached` is the highest step that all ranks ever held; they agree on both. Until a
+        newer checkpoint is confirmed, a confirmed one stays, and so do all newer ones. Raises StorageError.
         """
         known = [info for info in self.committed() if info.sequence in everywhere]
         if known:

@@ -43,7 +43,7 @@ class Restarts(NamedTuple):
     """Lives that began at a checkpoint of `step` (-1: a file of an older version does not say) and got no further."""
 
     step: int
-    lives: int
+    incarnations: int
 
 
 class VerdictBook:
@@ -54,10 +54,10 @@ class VerdictBook:
         self._mode = mode
         self.verdicts: dict[int, Verdict] = {}
         self.restarts: dict[int, Restarts] = {}
-        """By sequence: lives that began there, since training last got further than ever before."""
+        """By sequence: incarnations that began there, since training last got further than ever before."""
         self.reached = -1
-        """The highest step that had a checkpoint when a restart was last counted: a life that writes it again, coming
-        from an older one, has not got on."""
+        """The highest step that had a checkpoint when a restart was last counted: an incarnation that writes it again,
+        coming from an older one, has not got on."""
         self._read()
 
     def is_bad(self, sequence: int) -> bool:
@@ -82,15 +82,16 @@ class VerdictBook:
         return True
 
     def failed_restarts(self, sequence: int, step: int) -> int:
-        """How many lives began at this checkpoint, or at another one of its step, and got no further."""
+        """How many incarnations began at this checkpoint, or at another one of its step, and got no further."""
         return max(
-            (one.lives for number, one in self.restarts.items() if number == sequence or one.step == step), default=0
+            (one.incarnations for number, one in self.restarts.items() if number == sequence or one.step == step),
+            default=0,
         )
 
     def count_restart(self, sequence: int, step: int, reached: int) -> int:
-        """One more life begins at this checkpoint: returns how many there were before it. Durable at return.
+        """One more incarnation begins at this checkpoint: returns how many there were before it. Durable at return.
 
-        `reached` is the highest step that any life of this job had a checkpoint of.
+        `reached` is the highest step that any incarnation of this job had a checkpoint of.
         """
         before = self.failed_restarts(sequence, step)
         self.reached = max(self.reached, reached)
@@ -145,7 +146,7 @@ class VerdictBook:
                 for sequence, verdict in sorted(verdicts.items())
             ],
             "restarts": [
-                {"sequence": sequence, "step": one.step, "count": one.lives}
+                {"sequence": sequence, "step": one.step, "count": one.incarnations}
                 for sequence, one in sorted(restarts.items())
             ],
             "reached": self.reached,

@@ -204,7 +204,7 @@ def test_a_second_process_of_a_rank_and_a_late_one_are_refused(port):
     both.running(2)
     late, _ = both.member(1, 2)
     wait_to_hear(late, "is running already")
-    with pytest.raises(WaitTimeout, match="this life of the job is running already; end all its ranks"):
+    with pytest.raises(WaitTimeout, match="this incarnation of the job is running already; end all its ranks"):
         late.wait_for_offer(0, 0.1)
 
 
@@ -217,7 +217,7 @@ def test_a_process_of_a_dead_life_is_refused_for_good(port):
     try:
         new.running(1)
         old.address = Address("127.0.0.1", new.port, TOKEN)
-        wait_until(lambda: "a life of the job that is over" in old.trouble()[0], "the refusal")
+        wait_until(lambda: "an incarnation of the job that is over" in old.trouble()[0], "the refusal")
     finally:
         new.end()
 

@@ -181,7 +181,7 @@ def test_a_job_that_never_had_a_whole_checkpoint_begins_anew_and_says_so():
         (
             [report(0, 2, [(1, 10), (2, 30)], mark=(2, 30)), report(1, 2, [(1, 10)])],
             MismatchError,
-            r"rank 1 on host1.*step 10 of life 1.*step 30 of life 2.*older copy",
+            r"rank 1 on host1.*step 10 of incarnation 1.*step 30 of incarnation 2.*older copy",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_three_ranks_agree_and_come_back_together(make_job, capsys):
     assert [one["global"]["step"] for one in found["ranks"]] == [3, 3, 3]
     assert [[slot["step"] for slot in one["slots"] if slot["global"]] for one in found["ranks"]] == [[3]] * 3
     table = " ".join(CliRunner().invoke(app, ["inspect", str(job.directory)]).stdout.split())
-    assert table.count("all ranks hold step 3 of life 1") == 3 and table.count("newest, on all ranks") == 3
+    assert table.count("all ranks hold step 3 of incarnation 1") == 3 and table.count("newest, on all ranks") == 3
     assert CliRunner().invoke(app, ["verify", str(job.directory)]).exit_code == 0
     damage_newest(rank_directory(job.directory, 2))
     assert CliRunner().invoke(app, ["verify", str(job.directory)]).exit_code == 1
@@ -150,7 +150,7 @@ def test_a_skip_and_a_failure_on_one_rank_are_those_of_all(make_job, tmp_path):
     slow = job.save()
     skipped = job.save()
     why, _ = job.each("wait_for_event", skipped, "skipped")
-    assert re.search("rank 1 on .*1 checkpoints were under way", why), why
+    assert re.search("rank 1 on .*1 checkpoints were in progress", why), why
     release.touch()
     job.each("wait_for_event", slow, "durable")
     job.each("drain")  # what is durable may still have its place, and rank 1 would skip the next
@@ -324,7 +324,7 @@ def test_directories_that_do_not_belong_together_are_refused(make_job, tmp_path)
 
     refused(r"MismatchError: rank 1 on .*rank-00001\): nothing is there, and rank 0 .*bring back the missing")
     shutil.copytree(tmp_path / "old copy", own)
-    refused(r"MismatchError: rank 1 on .*step 1 of life 1, and step 3 of life 1 was whole on all ranks.*older copy")
+    refused(r"MismatchError: rank 1 on .*step 1 of incarnation 1, and step 3 of incarnation 1 was whole.*older copy")
     shutil.rmtree(own)
     (tmp_path / "newest").rename(own)
     assert job.start() == 3

@@ -532,7 +532,7 @@ def test_no_training_begins_anew_after_complete_steps_whichever_shadows_were_los
             shadows.kill(number)
             shadows.restart(number)
         noted = tmp_path / "job" / "checkmate.json"
-        with pytest.raises(CorruptCheckpoint, match=rf"{noted} says that step 2, .*to begin anew, move {noted} away"):
+        with pytest.raises(CorruptCheckpoint, match=rf"{noted} says that step 2, .*to begin again, move {noted} away"):
             attached()
         assert made[-1].latest() is None
         with pytest.raises(NoCheckpoint, match="step 7"):

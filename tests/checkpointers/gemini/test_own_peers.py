@@ -164,7 +164,7 @@ def test_ranks_do_not_begin_anew_beside_a_peer_that_does_not_answer(tmp_path, ra
     assert attached(tmp_path, saves=1) == 0
     (pid,) = peers_below(tmp_path)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(CheckpointError, match=r"begin anew beside what these peers may hold: .*peer-0-") as refused:
+    with pytest.raises(CheckpointError, match=r"begin again beside what these peers may hold: .*peer-0-") as refused:
         attached(tmp_path, timeout_s=0.5)
     assert not isinstance(refused.value, NoCheckpoint)
     os.kill(pid, signal.SIGCONT)

@@ -73,7 +73,7 @@ def test_no_training_begins_anew_beside_peers_that_do_not_answer(tmp_path):
     first.close()
     pid = the_peer(tmp_path)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(CheckpointError, match=r"begin anew beside what these peers may hold: .*peer-1-") as refused:
+    with pytest.raises(CheckpointError, match=r"begin again beside what these peers may hold: .*peer-1-") as refused:
         Gemini(tmp_path, interval_steps=1, peer_timeout_s=0.3).attach(model=model)
     assert not isinstance(refused.value, NoCheckpoint)
     os.kill(pid, signal.SIGCONT)

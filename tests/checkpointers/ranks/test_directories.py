@@ -56,7 +56,7 @@ def test_the_newest_step_of_one_life_that_all_hold(tmp_path):
 def test_no_common_step_says_what_each_has(tmp_path):
     save(tmp_path, 0, 2, 30)
     save(tmp_path, 1, 2, 20)
-    with pytest.raises(NoCheckpoint, match=r"rank 0 steps 30 \(life 1\); rank 1 steps 20 \(life 1\)"):
+    with pytest.raises(NoCheckpoint, match=r"rank 0 steps 30 \(incarnation 1\); rank 1 steps 20 \(incarnation 1\)"):
         whole_checkpoints(tmp_path)
     with pytest.raises(NoCheckpoint, match="rank-00000"):
         whole_checkpoints(tmp_path / "nothing")
@@ -361,7 +361,7 @@ def test_inspect_lists_ranks_and_export_writes_the_job(tmp_path, capsys):
     assert steps == [[10, 20], [10]]
     assert [one["step"] for one in found["whole"]] == [10]
     inspect(tmp_path / "job", False, None, json=False)
-    assert "whole on all ranks: 10 (life 1)" in capsys.readouterr().out
+    assert "whole on all ranks: 10 (incarnation 1)" in capsys.readouterr().out
     out = tmp_path / "whole.safetensors"
     export_command(tmp_path / "job", out, to="safetensors", step=None, force=False, threads=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["step"] == 10

@@ -167,7 +167,7 @@ def test_state_of_a_replaced_parameter_is_named(tmp_path):
     model.weight = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer.param_groups[0]["params"] = [model.weight]
     for system in ("sync", "pccheck"):
-        with pytest.raises(StateError, match=r"state of 1 parameters .*shape \(2, 2\).* make the optimizer anew"):
+        with pytest.raises(StateError, match=r"state of 1 parameters .*shape \(2, 2\).* make the optimizer again"):
             checkpointer_class(system)(tmp_path / system, interval_steps=1).attach(model=model, optimizer=optimizer)
 
 

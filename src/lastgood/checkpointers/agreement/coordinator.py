@@ -1,8 +1,8 @@
 """The coordinator of a job's ranks: one thread of rank 0's process. It decides once for all (`decide`).
 
-A life of the job: every rank *joins* with what it has; the coordinator chooses; every rank *reads*, and if one cannot,
-all read the next older one; then they *run*. A running rank whose connection breaks may come back and tell again what
-it committed. A process that joins a running life is refused: its ranks begin together.
+An incarnation of the job: every rank *joins* with what it has; the coordinator chooses; every rank *reads*, and if one
+cannot, all read the next older one; then they *run*. A running rank whose connection breaks may come back and tell
+again what it committed. A process that joins a running incarnation is refused: its ranks begin together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Seat:
 
 
 class Coordinator:
-    """Serves one life of a job on a listening socket, which it closes at its end.
+    """Serves one incarnation of a job on a listening socket, which it closes at its end.
 
     Args:
         listener: bound and listening.
@@ -291,9 +291,9 @@ class Coordinator:
                 final=True,
             )
         elif self._phase != "joining":
-            # Not final: the old life's processes may be about to end.
+            # Not final: the old incarnation's processes may be about to end.
             error = CheckpointError(
-                f"this life of the job is {self._phase} already; end all its ranks, and start all of them together"
+                f"this incarnation of the job is {self._phase} already; end all its ranks, and start all together"
             )
             self._refuse(guest, error, final=False)
         elif report.rank in self._seats:
@@ -367,13 +367,13 @@ class Coordinator:
         rank = whole_number(message, "rank", self._world_size)
         if self._phase != "running" or message.get("life") != self._life:
             error = CheckpointError(
-                f"rank {rank} comes from a life of the job that is over; its process must end and begin again"
+                f"rank {rank} comes from an incarnation of the job that is over; its process must end and begin again"
             )
             self._refuse(guest, error, final=self._phase == "running")
             return
         seat = self._seats[rank]
         if seat.guest is not None:
-            self._drop(seat.guest, "it connected anew")
+            self._drop(seat.guest, "it connected again")
         guest.rank, seat.guest, seat.lost = rank, guest, ""
         self._send(guest, kind="resumed")
         # What it may not have heard: what was decided against saves that it has yet to begin, and every verdict.

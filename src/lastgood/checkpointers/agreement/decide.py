@@ -1,6 +1,7 @@
 """What the ranks of a job agree on, as functions of what they say. No I/O, no clock, no threads.
 
-A checkpoint is named by its life and its step, (incarnation, step): steps of a dead life never join those of a new one.
+A checkpoint is named by its incarnation and its step, (incarnation, step): steps of a dead incarnation never join those
+of a new one.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Report:
     """The newest checkpoint that this rank knew all ranks to hold."""
     wanted: Wanted = Wanted()
     reached: int = -1
-    """The highest step that this rank knew all ranks to hold, in any life."""
+    """The highest step that this rank knew all ranks to hold, in any incarnation."""
     wrote: tuple[int, int] | None = None
     """Whose checkpoints the directory holds: rank, and number of ranks."""
     beside: str = ""
@@ -107,13 +108,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a new life begins."""
+    """How a new incarnation begins."""
 
     job_id: str | None
     """None: all ranks are new, and the job still needs an id."""
     incarnation: int
     candidates: tuple[Identity, ...] = ()
-    """What may be restored, best first; empty: the life begins from nothing (or restores nothing)."""
+    """What may be restored, best first; empty: the incarnation begins from nothing (or restores nothing)."""
     common: tuple[Identity, ...] = ()
     """What all ranks hold, newest first. All else is dropped."""
     bad: dict[Identity, str] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Beginning:
     notes: tuple[str, ...] = ()
     """What a person should know."""
     reached: int = -1
-    """The highest step that all ranks ever held, in any life."""
+    """The highest step that all ranks ever held, in any incarnation."""
 
 
 def begin(reports: Sequence[Report]) -> Beginning:
@@ -146,7 +147,7 @@ def begin(reports: Sequence[Report]) -> Beginning:
             raise MismatchError(
                 f"{report}: its directory is that of rank {theirs} of a job of {ranks} ranks, and this job has "
                 f"{report.world_size}; start as many ranks as before, or give a new directory and this job's as "
-                "resume_from, or move the directories of all ranks away to begin anew"
+                "resume_from, or move the directories of all ranks away to begin again"
             )
         if report.beside:
             raise MismatchError(f"{report}: {report.beside}")
@@ -188,7 +189,7 @@ def _named(reports: Sequence[Report]) -> str:
 
 
 def _refuse_loss(reports: Sequence[Report], notes: list[str]) -> None:
-    """Nothing is common. Go on only if surely nothing ever was: a job must not begin anew without a word."""
+    """Nothing is common. Go on only if surely nothing ever was: a job must not begin again without a message."""
     holders = [report for report in reports if report.held]
     marked = [report for report in reports if report.mark is not None or report.reached >= 0]
     fresh = [report for report in reports if report.job_id is None]
@@ -198,7 +199,7 @@ def _refuse_loss(reports: Sequence[Report], notes: list[str]) -> None:
         raise MismatchError(
             f"{_named(fresh)}: nothing is there, and {others} has checkpoints of this job, of which none can be "
             "restored without the others; bring back the missing directory (is its disk mounted?), or move those of "
-            "all ranks away to begin anew"
+            "all ranks away to begin again"
         )
     if marked or damaged:
         details = "; ".join(f"{report}: {', '.join(report.damaged)}" for report in damaged[:_MOST_NAMED])
@@ -207,11 +208,11 @@ def _refuse_loss(reports: Sequence[Report], notes: list[str]) -> None:
             "no checkpoint is whole on all ranks"
             + (f"; damaged: {details}" if details else "")
             + (f"; nothing whole: {_named(lacking)}" if lacking else "")
-            + "; bring back copies of one step, or move the directories of all ranks away to begin anew"
+            + "; bring back copies of one step, or move the directories of all ranks away to begin again"
         )
     if holders:
         notes.append(
-            f"the job begins anew: it ended before its first checkpoint was whole on all ranks ({_named(holders)} "
+            f"the job begins again: it ended before its first checkpoint was whole on all ranks ({_named(holders)} "
             "had committed)"
         )
 
@@ -225,14 +226,14 @@ def _refuse_old(reports: Sequence[Report], common: Sequence[Identity]) -> list[s
     for report in lacking:
         if report.highest < mark and not report.damaged and report.wanted.step is None:
             raise MismatchError(
-                f"{report} holds nothing newer than step {report.highest[1]} of life {report.highest[0]}, and step "
-                f"{mark[1]} of life {mark[0]} was whole on all ranks: this directory is an older copy; bring back the "
-                "newest one, or name a step to go on from (resume_step)"
+                f"{report} holds nothing newer than step {report.highest[1]} of incarnation {report.highest[0]}, and "
+                f"step {mark[1]} of incarnation {mark[0]} was whole on all ranks: this directory is an older copy; "
+                "bring back the newest one, or name a step to go on from (resume_step)"
             )
     return [
-        f"step {mark[1]} of life {mark[0]} was whole on all ranks, and is not any more"
+        f"step {mark[1]} of incarnation {mark[0]} was whole on all ranks, and is not any more"
         + (f": {_named(lacking)}" if lacking else "")
-        + f"; all go back to step {common[0][1]} of life {common[0][0]}"
+        + f"; all go back to step {common[0][1]} of incarnation {common[0][0]}"
     ]
 
 
@@ -266,7 +267,7 @@ def _candidates(
     if common and not candidates:
         raise NoGoodCheckpoint(
             f"{'; '.join(refused)}; name a step, restore with good_only=False, or move the directories of all ranks "
-            "away to begin anew"
+            "away to begin again"
         )
     return candidates
 
@@ -281,7 +282,7 @@ class Decided:
 
 
 class Tally:
-    """Counts the commits of one life: a step that all ranks committed is global, a newer global one ends all older.
+    """Counts one incarnation's commits: a step that all ranks committed is global, a newer global one ends all older.
 
     A rank's commit is final. So a step is global, or some rank never committed it: what is decided never changes.
     Only so many of the newest decisions are remembered; what is older than the newest global step is superseded.

@@ -149,7 +149,7 @@ class JobOfRanks:
     def _join(self, address: Address, report: Report) -> tuple[Member, Offer]:
         member = self._member = Member(address, report, self._silence_s, self._heard_fate, self._heard_verdict)
         offer = member.wait_for_offer(0, self._settings.join_timeout_s)
-        assert offer is not None, "no life begins without an offer"
+        assert offer is not None, "no incarnation begins without an offer"
         return member, offer
 
     def _refused(self, wanted: Wanted, error: LastgoodError) -> Report:
@@ -246,12 +246,12 @@ class JobOfRanks:
     def admit(self, step: int) -> Decided | None:
         """A save of `step` begins: returns what another rank has decided against it already.
 
-        Raises CheckpointError if the job has saved this step, or a later one, in this life.
+        Raises CheckpointError if the job has saved this step, or a later one, in this incarnation.
         """
         with self._changed:
             if step <= self._last_step:
                 raise CheckpointError(
-                    f"step {step} does not come after step {self._last_step}, the last that was saved in this life: "
+                    f"step {step} does not come after step {self._last_step}, the last saved in this incarnation: "
                     "ranks tell checkpoints by their steps"
                 )
             self._last_step = step
@@ -390,9 +390,9 @@ class JobOfRanks:
             self._changed.notify_all()
 
     def _take_verdict(self, store: SlotStore, identity: Identity, ok: bool, reason: str, taken_back: bool) -> None:
-        life, step = identity
+        incarnation, step = identity
         found = [info.sequence for info in store.committed() if (info.incarnation, info.step) == identity]
-        under_way = self._flights.sequence_of(step) if life == store.incarnation else None
+        under_way = self._flights.sequence_of(step) if incarnation == store.incarnation else None
         if under_way is not None:
             found.append(under_way)
         if found and taken_back:
@@ -403,7 +403,7 @@ class JobOfRanks:
             with self._changed:
                 if self._early.get(identity) == (False, reason):
                     del self._early[identity]
-        elif life == store.incarnation:
+        elif incarnation == store.incarnation:
             with self._changed:
                 self._early[identity] = (ok, reason)
                 while len(self._early) > _MOST_REMEMBERED:

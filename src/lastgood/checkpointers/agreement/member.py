@@ -1,4 +1,4 @@
-"""One rank's side of the agreement: a thread that keeps a connection to the coordinator for as long as the life lasts.
+"""One rank's side of the agreement: a thread that is connected to the coordinator until the incarnation ends.
 
 Nothing is lost when the connection breaks: what this rank has committed, given up or judged, and has had no answer to,
 is kept and told again on the next connection.
@@ -101,7 +101,7 @@ class Member:
     # -- beginning -------------------------------------------------------------------------------------------------
 
     def wait_for_offer(self, after: int, timeout_s: float) -> Offer | None:
-        """The offer after that of number `after`, or None once all ranks have read that one and the life begins.
+        """The offer after that of number `after`, or None once all ranks have read that one and the incarnation begins.
 
         Raises WaitTimeout, which names the ranks that did not come, and whatever the coordinator refuses with.
         """

@@ -51,11 +51,11 @@ def said_report(report: Report) -> dict[str, Any]:
 
 
 def identity_of(value: object) -> Identity:
-    """A life and a step. Raises CorruptCheckpoint."""
+    """An incarnation and a step. Raises CorruptCheckpoint."""
     if isinstance(value, (list, tuple)) and len(value) >= 2:
-        life, step = value[0], value[1]
-        if type(life) is int and type(step) is int and 0 <= life < 1 << 63 and 0 <= step < 1 << 63:
-            return life, step
+        incarnation, step = value[0], value[1]
+        if type(incarnation) is int and type(step) is int and 0 <= incarnation < 1 << 63 and 0 <= step < 1 << 63:
+            return incarnation, step
     raise CorruptCheckpoint(f"{value!r:.80} names no checkpoint")
 
 

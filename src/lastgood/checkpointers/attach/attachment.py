@@ -87,7 +87,7 @@ class Attachment:
         self._first_batches = 0 if self.data is None else self.data.total_batches
 
     def tell_beginning(self, system: str, place: Path, *, resumed: bool) -> None:
-        """Say where the training goes on, or that it begins anew."""
+        """Say where the training goes on, or that it begins again."""
         if not resumed:
             tell(f"{system}: begins at step 0, there is no checkpoint in {place}")
             return

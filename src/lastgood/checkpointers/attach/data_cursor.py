@@ -51,7 +51,7 @@ class CountedLoader(Checked):
     `changed` says what to do if a checkpoint was made in the middle of an epoch, and the loader has another batch size
     or other data now: refuse it, go on after the same number of samples, or begin the next epoch.
 
-    A loader's own state_dict is not asked before the loader was begun in this life: some begin, or draw from
+    A loader's own state_dict is not asked before the loader was begun in this incarnation: some begin, or draw from
     generators, when they are asked.
 
     Raises DataError for an iterator (``iter(loader)``, a generator): it cannot be begun again.

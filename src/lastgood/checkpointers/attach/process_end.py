@@ -194,7 +194,7 @@ def _end_beside(descriptor: int) -> None:
             left_s = limit_s - min(PATIENCE_S, limit_s / 2)
             _log.warning(
                 "SIGTERM, and the main thread is inside a native call (a collective whose other ranks are gone?): what "
-                "is under way has %.3g s to become durable, then this process ends",
+                "is in progress has %.3g s to become durable, then this process ends",
                 left_s,
             )
             deadline = time.monotonic() + left_s

@@ -1,4 +1,4 @@
-"""One life of a training under Checkmate: from a start (after a restore or not) to its end."""
+"""One incarnation of a training under Checkmate: from a start (after a restore or not) to its end."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def begin_incarnation(
         stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
         mover = _mover_for(tracked, stream, options)
-        life = Incarnation(
+        incarnation = Incarnation(
             job,
             rank,
             layout,
@@ -194,7 +194,7 @@ def begin_incarnation(
                 "checkpointer.watch(model) before, and each sends a part of them"
             )
         conductor.start()
-        _seed_first(life, options, together, verify=adopt is not None)
+        _seed_first(incarnation, options, together, verify=adopt is not None)
         if tap is not None and buckets:
             borrow = tap.owns_memory and options.policy == "block"
             look_every = options.verify_every or 100
@@ -209,7 +209,7 @@ def begin_incarnation(
             mover.close()
         conductor.close()
         raise
-    return life
+    return incarnation
 
 
 def _takes_buckets(options: CheckmateOptions, tap: BucketTap | None, tracked: TrackedParameters) -> bool:
@@ -279,7 +279,7 @@ def _identity(
     rank: int,
     restored: Restored | None,
 ) -> tuple[str, int, int]:
-    """Job, epoch, and the iteration that this life begins behind; a new epoch if nothing was restored."""
+    """Job, epoch, and the iteration that this incarnation begins behind; a new epoch if nothing was restored."""
     if restored is not None:
         return restored.job, restored.epoch, restored.iteration
     told: tuple[str, int, str] = ("", 0, "")
@@ -324,27 +324,31 @@ def _mover_for(tracked: TrackedParameters, stream: GradientStream, options: Chec
     return mover
 
 
-def _seed_first(life: Incarnation, options: CheckmateOptions, together: RankExchange | None, *, verify: bool) -> None:
+def _seed_first(
+    incarnation: Incarnation, options: CheckmateOptions, together: RankExchange | None, *, verify: bool
+) -> None:
     """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
-    conductor = life.conductor
-    base = life.stream.iteration
+    conductor = incarnation.conductor
+    base = incarnation.stream.iteration
     fault = ""
     try:
         conductor.wait_connected(options.timeout_s)
-        own_bytes = sum(life.layout.buckets[bucket].nbytes for bucket in life.own_buckets)
+        own_bytes = sum(incarnation.layout.buckets[bucket].nbytes for bucket in incarnation.own_buckets)
         deadline = time.monotonic() + options.timeout_s + 4 * own_bytes / _SEEDING_BYTES_PER_S
         given: set[int] = set()
-        while wanted := conductor.wanted_seeds(options.seed_bytes_per_step, lambda b: life.layout.buckets[b].nbytes):
+        while wanted := conductor.wanted_seeds(
+            options.seed_bytes_per_step, lambda b: incarnation.layout.buckets[b].nbytes
+        ):
             for shadow, bucket in wanted:
-                conductor.seed(shadow, life.copy_bucket(bucket, base))
+                conductor.seed(shadow, incarnation.copy_bucket(bucket, base))
                 given.add(bucket)
             conductor.wait_seeded(max(0.1, deadline - time.monotonic()))
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"shadows did not take the first seeds: {wanted}")
         conductor.wait_whole(options.timeout_s + max(0.0, deadline - time.monotonic()))
-        for bucket in life.own_buckets:
+        for bucket in incarnation.own_buckets:
             if verify and bucket not in given:
-                conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, base))
+                conductor.verify(incarnation.layout.shadow_of(bucket), incarnation.copy_bucket(bucket, base))
     except (LastgoodError, OSError) as error:
         if together is None:
             raise

@@ -111,7 +111,7 @@ def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | No
     if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
         raise MismatchError(
             f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
-            f"{', '.join(sorted(kept))}; give the shadows of this job, or start them anew"
+            f"{', '.join(sorted(kept))}; give the shadows of this job, or start them again"
         )
     return noted or (kept.pop() if kept else None)
 
@@ -162,9 +162,9 @@ def _choose(directory: Path, options: CheckmateOptions, token: bytes, step: int 
             if step is not None or not signs:
                 raise
             raise CorruptCheckpoint(
-                f"checkmate: {error}, and a training would begin anew after steps that were complete: "
+                f"checkmate: {error}, and a training would begin again after steps that were complete: "
                 f"{'; '.join(signs)}. Start the shadows with the folders for spills that they had, if they spilled; to "
-                f"begin anew, {', and '.join(anew)}"
+                f"begin again, {', and '.join(anew)}"
             ) from error
 
 

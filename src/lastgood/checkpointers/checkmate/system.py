@@ -131,7 +131,7 @@ class Checkmate(Checkpointer):
             raise CheckpointError("checkmate: start(state) or attach(...) must be called first")
         return self._incarnation
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- begin and end -------------------------------------------------------------------------------------------------
 
     def _chooses_interval(self) -> bool:
         return True
@@ -144,7 +144,7 @@ class Checkmate(Checkpointer):
         TrackedParameters(self.state)  # what cannot be followed or stored is said first
         self._flat(spread=True)
         self._pending, self._saves = {}, 0
-        life = begin_incarnation(
+        incarnation = begin_incarnation(
             self.directory,
             self.state,
             self.options,
@@ -154,9 +154,9 @@ class Checkmate(Checkpointer):
             self._settled,
         )
         self._restored = None
-        self._incarnation = life
-        self._promises = None if life.rank else Promises(self.directory, life.job, self.readable_by)
-        self._seeds_from = life.stream.iteration
+        self._incarnation = incarnation
+        self._promises = None if incarnation.rank else Promises(self.directory, incarnation.job, self.readable_by)
+        self._seeds_from = incarnation.stream.iteration
 
     def _close(self) -> None:
         if self._incarnation is None:
@@ -168,11 +168,11 @@ class Checkmate(Checkpointer):
             self._end_life()
 
     def _end_life(self) -> None:
-        life, self._incarnation = self._incarnation, None
+        incarnation, self._incarnation = self._incarnation, None
         self._tap.close()
-        if life is not None:
-            life.close()
-            if self._promises is not None and life.conductor.fenced is None:
+        if incarnation is not None:
+            incarnation.close()
+            if self._promises is not None and incarnation.conductor.fenced is None:
                 self._promises.close()
         self._fail_pending("the training ended before all shadows held it")
 
@@ -180,52 +180,56 @@ class Checkmate(Checkpointer):
 
     def before_update(self) -> None:
         """Note what the optimizer's step will do; without a hook in DDP send its gradients now."""
-        life = self._incarnation
-        if life is None:
+        incarnation = self._incarnation
+        if incarnation is None:
             return
-        stream = life.stream
+        stream = incarnation.stream
         try:
-            part = self._take_step(life) if life.step_tap is None else self._take_part(life, life.step_tap)
+            part = (
+                self._take_step(incarnation)
+                if incarnation.step_tap is None
+                else self._take_part(incarnation, incarnation.step_tap)
+            )
             stream.fault = stream.fault or part.fault
         except Exception as error:  # keeping a state must never stop the training of it: the save of it fails
             stream.fault = stream.fault or f"{type(error).__name__}: {error}"
         stream.phase = "updated"
 
     @staticmethod
-    def _take_step(life: Incarnation) -> StepPart:
+    def _take_step(incarnation: Incarnation) -> StepPart:
         """Behind the hook's reduction: one step for each."""
-        stream = life.stream
+        stream = incarnation.stream
         twice = stream.phase == "updated"
         if stream.phase != "reduced":
             if not twice:
-                life.begin_empty()
+                incarnation.begin_empty()
             what = "has begun twice" if twice else "has begun with no gradients reduced for it"
             stream.fault = f"optimizer.step() {what}; shadows apply one update for each reduction"
-        part = life.notes.look()
+        part = incarnation.notes.look()
         if not twice:
-            life.notes.add(part)
+            incarnation.notes.add(part)
         stream.end()
         return part
 
     @staticmethod
-    def _take_part(life: Incarnation, tap: StepTap) -> StepPart:
+    def _take_part(incarnation: Incarnation, tap: StepTap) -> StepPart:
         """Without a hook: one step for all parameters, or several of some. One that comes again begins an iteration."""
-        part = life.notes.look()
-        if life.stream.phase == "closed" or not life.notes.takes(part):
-            life.begin_iteration()
-        life.notes.add(part)
+        part = incarnation.notes.look()
+        if incarnation.stream.phase == "closed" or not incarnation.notes.takes(part):
+            incarnation.begin_iteration()
+        incarnation.notes.add(part)
         if tap.send(part.stepped):
-            life.stream.end()
+            incarnation.stream.end()
         return part
 
     def _save(self, event: CheckpointEvent) -> None:
         """Close the iteration: send the side record, and on rank 0 what the update was. Copies only what is small."""
-        life = self._living()
-        if life.conductor.fenced is not None:
-            raise CheckpointError(life.conductor.fenced)
-        if life.stream.phase == "closed":
-            life.begin_empty()
-        self._close_iteration(life, event)
+        incarnation = self._living()
+        if incarnation.conductor.fenced is not None:
+            raise CheckpointError(incarnation.conductor.fenced)
+        if incarnation.stream.phase == "closed":
+            incarnation.begin_empty()
+        self._close_iteration(incarnation, event)
 
     def _close_unsaved(self) -> None:
         """The next iteration begins, and nobody saved this one."""
@@ -234,28 +238,28 @@ class Checkmate(Checkpointer):
         except Exception:  # neither does this
             _log.exception("checkmate: an iteration could not be closed")
 
-    def _close_iteration(self, life: Incarnation, event: CheckpointEvent | None) -> None:
-        stream, conductor = life.stream, life.conductor
+    def _close_iteration(self, incarnation: Incarnation, event: CheckpointEvent | None) -> None:
+        stream, conductor = incarnation.stream, incarnation.conductor
         iteration, update = stream.iteration, Update(None)
         try:
-            if life.step_tap is not None:
-                life.step_tap.finish()
+            if incarnation.step_tap is not None:
+                incarnation.step_tap.finish()
             stream.end()
-            update = life.notes.update()
+            update = incarnation.notes.update()
         except Exception as error:  # this save fails, and shadows must hear of the iteration all the same
             stream.fault = stream.fault or f"{type(error).__name__}: {error}"
         fault = stream.fault
         stream.phase = "closed"
         if fault is not None:
-            self._distrust(life, iteration)
+            self._distrust(incarnation, iteration)
         trouble: Exception | None = None if fault is None else CheckpointError(fault)
         if event is not None and trouble is None:
             try:
-                self._send_side(life, event, iteration)
+                self._send_side(incarnation, event, iteration)
             except Exception as error:  # shadows must hear of the update all the same, or they can never go on from it
                 trouble = error
         saved = event is not None and trouble is None
-        if life.rank == 0:
+        if incarnation.rank == 0:
             self._saves += saved
             every = self.options.spill_every
             conductor.step(
@@ -266,69 +270,79 @@ class Checkmate(Checkpointer):
                     step=event.step if event is not None and saved else None,
                     absent=update.absent,
                     void=fault is not None,
-                    apart=life.apart,
+                    apart=incarnation.apart,
                     spill=bool(saved and every and self._saves % every == 0),
                 )
             )
         else:
-            if life.apart:
+            if incarnation.apart:
                 conductor.absent(
                     Absent(
                         iteration=iteration,
-                        parameters=life.left_alone(update),
+                        parameters=incarnation.left_alone(update),
                         updated=update.rule is not None,
                         void=fault is not None,
                     )
                 )
             conductor.closed(iteration)
         try:
-            self._seed(life, iteration)
-            self._verify(life, iteration)
+            self._seed(incarnation, iteration)
+            self._verify(incarnation, iteration)
         except Exception:  # what was saved is on its way all the same
-            _log.exception(
-                "checkmate: no seed could be copied behind iteration %d; the next one tries again", iteration
-            )
+            _log.exception("checkmate: no seed could be copied after iteration %d; the next one tries again", iteration)
         if event is not None and trouble is not None:
             self._fail(event, trouble)
 
-    def _send_side(self, life: Incarnation, event: CheckpointEvent, iteration: int) -> None:
-        record, arrives = life.sides.take()
+    def _send_side(self, incarnation: Incarnation, event: CheckpointEvent, iteration: int) -> None:
+        record, arrives = incarnation.sides.take()
         event.copied_s = time.perf_counter()
         event.bytes_written = len(record)
         with self._settling:
-            self._pending[iteration] = event, life.stream
-        side = Side(rank=life.rank, iteration=iteration, step=event.step, layout=life.sides.layout, nbytes=len(record))
-        life.conductor.side(side, record, arrives)
+            self._pending[iteration] = event, incarnation.stream
+        side = Side(
+            rank=incarnation.rank,
+            iteration=iteration,
+            step=event.step,
+            layout=incarnation.sides.layout,
+            nbytes=len(record),
+        )
+        incarnation.conductor.side(side, record, arrives)
 
-    def _distrust(self, life: Incarnation, iteration: int) -> None:
+    def _distrust(self, incarnation: Incarnation, iteration: int) -> None:
         """Shadows have other gradients than the update used: give them the state itself, less and less often."""
         self._distrusted += 1
-        life.conductor.distrust(life.layout.buckets_of, iteration)
+        incarnation.conductor.distrust(incarnation.layout.buckets_of, iteration)
         self._seeds_from = iteration + min(2**self._distrusted - 1, _DISTRUST_LIMIT)
 
-    def _seed(self, life: Incarnation, iteration: int) -> None:
+    def _seed(self, incarnation: Incarnation, iteration: int) -> None:
         """Copy some of the buckets that shadows want, as they are now."""
         if iteration < self._seeds_from:
             return
-        if self._send_seeds(life, iteration) and self.options.policy != "drop" and life.conductor.seeds_are_outrun():
-            life.conductor.wait_seeded(self.options.behind_s)
+        if (
+            self._send_seeds(incarnation, iteration)
+            and self.options.policy != "drop"
+            and incarnation.conductor.seeds_are_outrun()
+        ):
+            incarnation.conductor.wait_seeded(self.options.behind_s)
 
-    def _send_seeds(self, life: Incarnation, iteration: int) -> bool:
+    def _send_seeds(self, incarnation: Incarnation, iteration: int) -> bool:
         """Whether any was wanted."""
-        wanted = life.conductor.wanted_seeds(
-            self.options.seed_bytes_per_step, lambda bucket: life.layout.buckets[bucket].nbytes
+        wanted = incarnation.conductor.wanted_seeds(
+            self.options.seed_bytes_per_step, lambda bucket: incarnation.layout.buckets[bucket].nbytes
         )
         for shadow, bucket in wanted:
-            life.conductor.seed(shadow, life.copy_bucket(bucket, iteration))
+            incarnation.conductor.seed(shadow, incarnation.copy_bucket(bucket, iteration))
         return bool(wanted)
 
-    def _verify(self, life: Incarnation, iteration: int) -> None:
+    def _verify(self, incarnation: Incarnation, iteration: int) -> None:
         """Let a shadow compare one of this rank's buckets, the next one each time."""
         every = self.options.verify_every
-        if every and iteration % every == 0 and life.own_buckets:
-            bucket = life.own_buckets[self._verified % len(life.own_buckets)]
+        if every and iteration % every == 0 and incarnation.own_buckets:
+            bucket = incarnation.own_buckets[self._verified % len(incarnation.own_buckets)]
             self._verified += 1
-            life.conductor.verify(life.layout.shadow_of(bucket), life.copy_bucket(bucket, iteration))
+            incarnation.conductor.verify(
+                incarnation.layout.shadow_of(bucket), incarnation.copy_bucket(bucket, iteration)
+            )
 
     # -- what became of saves --------------------------------------------------------------------------------------
 
@@ -379,7 +393,7 @@ class Checkmate(Checkpointer):
         deadline = time.monotonic() + timeout_s
         away_since: float | None = None
         while True:
-            life = self._incarnation
+            incarnation = self._incarnation
             with self._settling:
                 if not self._pending:
                     return
@@ -387,16 +401,16 @@ class Checkmate(Checkpointer):
                 self._settling.wait(0.05)
                 newest_saved = max(self._pending, default=-1)
             now = time.monotonic()
-            if life is None or life.conductor.fenced is not None:
-                self._fail_pending("it was closed" if life is None else str(life.conductor.fenced))
+            if incarnation is None or incarnation.conductor.fenced is not None:
+                self._fail_pending("it was closed" if incarnation is None else str(incarnation.conductor.fenced))
                 continue
-            self._fail_spoiled(life.conductor.spoiled())
-            iteration = life.stream.iteration
-            if life.stream.phase == "closed" and (iteration >= self._seeds_from or iteration == newest_saved):
+            self._fail_spoiled(incarnation.conductor.spoiled())
+            iteration = incarnation.stream.iteration
+            if incarnation.stream.phase == "closed" and (iteration >= self._seeds_from or iteration == newest_saved):
                 # What was torn at the end has no later step to be healed in. A save is not put off for what was before.
-                self._send_seeds(life, iteration)
+                self._send_seeds(incarnation, iteration)
             # Rank 0 says what is lost, through shadows; with none of them nobody says anything.
-            away_since = None if life.conductor.reachable else away_since or now
+            away_since = None if incarnation.conductor.reachable else away_since or now
             if away_since is not None and now - away_since > self.options.behind_s:
                 self._fail_pending("no shadow can be reached")
             if now > deadline:
@@ -421,7 +435,7 @@ class Checkmate(Checkpointer):
         return find_newest(self.directory, self.options)
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Fence off every older life of the job, and load the newest step that all shadows hold.
+        """Fence off every older incarnation of the job, and load the newest step that all shadows hold.
 
         All ranks call it together; where one fails, all do, and no state is changed. Raises NoCheckpoint (no step was
         ever complete on all shadows); CorruptCheckpoint (one was, and none is any more); MismatchError for another
@@ -430,7 +444,9 @@ class Checkmate(Checkpointer):
         running = self._incarnation is not None
         if running:
             self.drain()
-            check_held(self.directory, self.options, step)  # before this life, and what shadows keep of it, ends for it
+            check_held(
+                self.directory, self.options, step
+            )  # before this incarnation, and what shadows keep of it, ends for it
             self._end_life()
         try:
             restored = self._restored = restore_together(self.directory, state, self.options, step)

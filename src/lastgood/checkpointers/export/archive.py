@@ -48,15 +48,15 @@ def archived_files(directory: Path) -> list[tuple[int, int, Path]]:
 class Archive:
     """Exports every `every`-th checkpoint to ``DIRECTORY/step-0000000123-seq-000045.safetensors``.
 
-    Checkpoints are counted by their sequence, which goes on over all lives of a job: one is due as soon as `every` have
-    been begun since the last that was due, the archive's newest file included. So the count needs no file of its own,
-    and where some saves fail or are superseded, the next durable one is taken. In an empty archive, the `every`-th of
-    the job is the first.
+    Checkpoints are counted by their sequence, which goes on over all incarnations of a job: one is due as soon as
+    `every` have been begun since the last that was due, the archive's newest file included. So the count needs no file
+    of its own, and where some saves fail or are superseded, the next durable one is taken. In an empty archive, the
+    `every`-th of the job is the first.
 
     One thread, of low priority, exports; it exists only while there is something to do. It ends with its process, so
-    call `close` (or `drain`) first; what is half made then is removed by the next life. At most one checkpoint waits
-    for it; a newer one takes its place. A waiting checkpoint does not keep its slot: if training needs that first, it
-    is lost to the archive, and counted. The one that is being exported does (`SlotStore.hold`).
+    call `close` (or `drain`) first; what is half made then is removed by the next incarnation. At most one checkpoint
+    waits for it; a newer one takes its place. A waiting checkpoint does not keep its slot: if training needs that
+    first, it is lost to the archive, and counted. The one that is being exported does (`SlotStore.hold`).
 
     Whatever fails is counted, logged once per kind, and never raised into the training. A file under its name is whole
     and durable, and `readable_by` says for whom. The directory belongs to one process at a time, and to one job.

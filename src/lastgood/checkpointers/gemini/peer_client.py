@@ -300,7 +300,7 @@ class Peers:
         """Note where `machine`'s peers are, as that machine has told: all of them. Raises OSError, CorruptCheckpoint.
 
         What it did not tell of is forgotten. A machine that has lost its disk counts its peers from 1 again, and one of
-        an earlier life with a higher number would be taken for the newest for ever.
+        an earlier incarnation with a higher number would be taken for the newest for ever.
         """
         make_directory(self._directory, ReadableBy.OWNER.directory_mode)
         told = []
@@ -397,7 +397,8 @@ class Peers:
             "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
         }
         if settings.starts is not None:
-            # A launch over ssh ends all that its job has started, daemons too. Peers stay for the job's next life.
+            # A launch over ssh ends all that its job has started, daemons too. Peers stay for the job's next
+            # incarnation.
             environment.pop(REMOTE_MARK, None)
         try:
             with open_log(log) as output:

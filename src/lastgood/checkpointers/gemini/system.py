@@ -157,7 +157,7 @@ class Gemini(OneAtATime):
         """For what does not share the network with the training: to the own machine's peer, and before it begins."""
         self._sequence = 0
         self._first_sequence = 0
-        """This life's checkpoints have higher ones, where ranks agree on them."""
+        """This incarnation's checkpoints have higher ones, where ranks agree on them."""
         self._durable_sequence = 0
         self._nbytes = 0
         self._updates = 0
@@ -369,8 +369,8 @@ class Gemini(OneAtATime):
             doubtful = self._doubtful()
             if doubtful:
                 raise CheckpointError(
-                    f"{error}; a training would begin anew beside what these peers may hold: {'; '.join(doubtful)}. "
-                    "Try again when they answer; or, to begin anew, end them and remove these files"
+                    f"{error}; a training would begin again beside what these peers may hold: {'; '.join(doubtful)}. "
+                    "Try again when they answer; or, to begin again, end them and remove these files"
                 ) from error
             if self._peers.known(self._holders):
                 _log.warning("gemini: %s", error)  # attach() goes on from nothing
@@ -379,8 +379,8 @@ class Gemini(OneAtATime):
     def _doubtful(self) -> list[str]:
         """The peers that hold what was complete, or might: those of all machines, where ranks tell each other.
 
-        There one step may be with some ranks only, since the life that saved it ended before it was complete. With two
-        of them the older one was complete: ranks save the next one, and tell peers what to forget, after that.
+        There one step may be with some ranks only, since the incarnation that saved it ended before it was complete.
+        With two of them the older one was complete: ranks save the next one, and tell peers what to forget, after that.
         """
         together = self._together
         found = self._peers.may_hold(self.options.machine, self._holders, at_least=1 if together is None else 2)
@@ -389,7 +389,7 @@ class Gemini(OneAtATime):
         return list(dict.fromkeys(one for theirs in together.tell(found) for one in theirs))
 
     def _meet(self) -> RankExchange | None:
-        """Where each machine has its own peer: start this machine's, and learn where the others' are. Once a life."""
+        """Where each machine has its own peer: start this machine's, and learn where the others' are. Done once."""
         if self.options.peers != "own" or self._together is not None:
             return self._together
         machine = self.options.machine

@@ -104,7 +104,7 @@ class GPM(Checkpointer):
         self._pinned: PinnedMemory | None = None
         self._how: str | None = None
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- begin and end -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         from lastgood.storage.mapped_areas import AreaStore

@@ -63,7 +63,7 @@ class PCcheckOptions(BaseOptions):
     archive_dir: str | None = None
     """Directory of the archive (safetensors files), of this job and rank alone."""
     max_failed_restarts: int | None = Field(default=3, ge=1)
-    """F: after so many lives from one checkpoint without a newer one, the next older is taken; None: never."""
+    """F: after so many incarnations from one checkpoint without a newer one, the next older is taken; None: never."""
     exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
     """How long an ending process waits for checkpoints in progress before it gives them up."""
 

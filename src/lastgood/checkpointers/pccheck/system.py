@@ -103,7 +103,7 @@ class PCcheck(Checkpointer):
         interval_steps, options = read_tuning_of(directory, config)
         return cls(directory, options, interval_steps=interval_steps, readable_by=readable_by)
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- begin and end -------------------------------------------------------------------------------------------------
 
     def _world(self) -> tuple[int, int]:
         """(rank, number of ranks)."""
@@ -251,7 +251,7 @@ class PCcheck(Checkpointer):
             self.drain(self._close_s)
             self._judging.finish(store, self._job)
             if not failed:
-                store.forget_restarts()  # this life ended in order
+                store.forget_restarts()  # this incarnation ended in order
         except (StorageError, WaitTimeout) as error:
             _log.warning("%s", error)
         finally:
@@ -325,7 +325,7 @@ class PCcheck(Checkpointer):
         slot = self._flights.take_slot(store, event, stream_bytes, self._timeout_s(), self._job, skips=skips)
         if slot is None:
             if self._job is not None:
-                self._job.refuse(event.step, Fate.SKIPPED, f"{self.options.max_in_flight} checkpoints were under way")
+                self._job.refuse(event.step, Fate.SKIPPED, f"{self.options.max_in_flight} checkpoints were in progress")
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.SKIPPED
             return

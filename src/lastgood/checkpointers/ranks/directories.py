@@ -76,7 +76,7 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
 
 @dataclass(frozen=True)
 class JobCheckpoint:
-    """A checkpoint that every rank holds whole: one step of one life of one job."""
+    """A checkpoint that every rank holds whole: one step of one incarnation of one job."""
 
     job: Path
     incarnation: int
@@ -107,8 +107,8 @@ class JobCheckpoint:
 def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
     """The checkpoints that all ranks of a job hold whole, the newest (incarnation, step) first.
 
-    Incarnation and step count together: a step that one rank has of a life that ended and another of the life after it
-    is no checkpoint. `job` may also be the one directory of a job of one rank.
+    Incarnation and step count together: a step that one rank has of an incarnation that ended and another of the
+    incarnation after it is no checkpoint. `job` may also be the one directory of a job of one rank.
 
     Raises:
         NoCheckpoint: there is nothing, or no step that all ranks hold; says what each has.
@@ -145,7 +145,7 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
     common = set.intersection(*(set(held[rank]) for rank in views))
     if not common:
         each = "; ".join(f"rank {rank} {_listed(held[rank])}" for rank in list(views)[:16])
-        raise NoCheckpoint(f"{job}: no step of one life that all {world_size} ranks hold whole: {each}")
+        raise NoCheckpoint(f"{job}: no step of one incarnation that all {world_size} ranks hold whole: {each}")
     bad = _bad(views, held)
     return [
         JobCheckpoint(
@@ -212,5 +212,5 @@ def _bad(
 
 
 def _listed(held: Mapping[tuple[int, int], SlotInfo]) -> str:
-    steps = [f"{step} (life {incarnation})" for incarnation, step in sorted(held, reverse=True)[:8]]
+    steps = [f"{step} (incarnation {incarnation})" for incarnation, step in sorted(held, reverse=True)[:8]]
     return f"steps {', '.join(steps)}" if steps else "none"

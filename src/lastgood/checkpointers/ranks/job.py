@@ -81,7 +81,7 @@ class RankedJob:
                 self._other_job, state, world, threads, step, good_only=good_only, buffers=self._buffers
             )
         except NoCheckpoint as error:
-            # Not as NoCheckpoint: a job that was told to go on must not begin anew without a word.
+            # Not as NoCheckpoint: a job that was told to go on must not begin again without a message.
             raise CheckpointError(f"resume_from: {error}") from error
         _log.info("%s: goes on from step %d of %s", self._directory, found, self._other_job)
         return found

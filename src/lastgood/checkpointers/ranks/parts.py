@@ -144,7 +144,7 @@ def parts_of(directory: Path, info: SlotInfo) -> RankParts:
     job = job_of(directory) or directory
     try:
         found = whole_checkpoints(job)
-    except NoCheckpoint as error:  # this rank has one, so a training must not begin anew
+    except NoCheckpoint as error:  # this rank has one, so a training must not begin again
         raise CorruptCheckpoint(f"{info.path}: step {info.step}: {error}") from error
     for checkpoint in found:
         if checkpoint.key == key:

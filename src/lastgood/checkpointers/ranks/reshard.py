@@ -82,7 +82,7 @@ def restore_ranks(
                 older = [one.step for one in found if one.key < checkpoint.key]
                 raise CorruptCheckpoint(
                     f"{job}: step {checkpoint.step} cannot be read on rank {world[0]}: {error}; end all ranks, make "
-                    f"the state anew, and name an older step on each of them (there are {older or 'none'})"
+                    f"the state again, and name an older step on each of them (there are {older or 'none'})"
                 ) from error
             _log.warning("%s; trying the checkpoint before it", error)
             unread.append(str(error))
@@ -90,7 +90,7 @@ def restore_ranks(
         reading.load()
         return checkpoint.step
     if unread:
-        mixed = "; the state in memory holds parts of it now, make it anew" if touched else ""
+        mixed = "; the state in memory holds parts of it now, make it again" if touched else ""
         raise CorruptCheckpoint(f"{job}: no checkpoint can be read: {'; '.join([*unread, *refused])}{mixed}")
     if refused:
         raise NoGoodCheckpoint(f"{job}: {'; '.join(refused)}; name a step, or restore with good_only=False")
@@ -195,7 +195,7 @@ class FromRanks:
             except Exception as error:  # whatever a part of the user's own raises
                 raise CheckpointError(
                     f"{self._where}: {name}: {type(part).__name__} could not be loaded: {type(error).__name__}: "
-                    f"{error}; what comes before it is loaded, make the state anew"
+                    f"{error}; what comes before it is loaded, make the state again"
                 ) from error
 
     def _choose(self, tensor: NamedTensor) -> list[tuple[int, Overlap]]:

@@ -1,4 +1,4 @@
-"""What the ranks of torch.distributed began at: none of them must begin anew while others resume.
+"""What the ranks of torch.distributed began at: none of them must begin again while others resume.
 
 Ranks that keep their checkpoints on disks of their own see no folder but theirs. Each notes where it begins in the
 key-value store of torch's process group when it attaches, and looks at what the others noted in its first steps: the
@@ -34,7 +34,7 @@ class Beginnings:
     """
 
     def __init__(self, system: str, parts: Iterable[str], directory: Path, step: int | None) -> None:
-        """`step` is what was resumed; None if the training begins anew."""
+        """`step` is what was resumed; None if the training begins again."""
         self._system = system
         self._mine = "anew" if step is None else str(step)
         self._looks_left = _LOOKS
@@ -61,7 +61,7 @@ class Beginnings:
         self._store = None
 
     def compare(self) -> None:
-        """Raise MismatchError if some ranks resumed and others began anew; the first calls look.
+        """Raise MismatchError if some ranks resumed and others began again; the first calls look.
 
         Ranks that resumed at different steps are only told: systems that do not agree on a step cannot do better.
         """
@@ -92,7 +92,7 @@ class Beginnings:
         if anew and resumed:
             self._fault = (
                 f"{self._system}: {_listed(anew)} found no checkpoint and began at step 0, while others resumed: "
-                f"{_listed(resumed)}. Bring the checkpoints of the first ones back; or, to begin anew, move those of "
+                f"{_listed(resumed)}. Bring the checkpoints of the first ones back; or, to begin again, move those of "
                 "all ranks away"
             )
             raise MismatchError(self._fault)

@@ -1,7 +1,7 @@
 """A job of Checkmate on a disk: its id, and the newest step that is known to have been complete on all shadows.
 
 Everything else is in the memory of shadows. If all of them are lost this file is all that tells a training that is
-started again that it would begin anew after steps that were called durable.
+started again that it would begin again after steps that were called durable.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def _write(directory: Path, content: dict[str, str | int], readable_by: Readable
 
 
 class Promises:
-    """Keeps the steps of one life that were complete on all shadows in the job's file, on rank 0.
+    """Keeps the steps of one incarnation that were complete on all shadows in the job's file, on rank 0.
 
-    The first one is durable there before anybody calls it so; the newest one when the life ends. Those between cost
-    nothing.
+    The first one is durable there before anybody calls it so; the newest one when the incarnation ends. Those between
+    cost nothing.
     """
 
     def __init__(self, directory: Path, job: str, readable_by: ReadableBy) -> None:
@@ -91,7 +91,7 @@ class Promises:
             self._note()
 
     def close(self) -> None:
-        """The life ends. Never raises."""
+        """The incarnation ends. Never raises."""
         if self._newest != self._noted:
             self._note()
 
@@ -100,11 +100,11 @@ class Promises:
         try:
             noted = noted_job(self._directory)
             if noted is not None and noted.job != self._job:
-                return  # somebody began anew here while this life still ran
+                return  # somebody began again here while this incarnation still ran
             _write(self._directory, {"job": self._job, "promised": self._newest}, self._readable_by)
         except CheckpointError as error:  # shadows hold the step all the same
             _log.warning(
-                "checkmate: %s; if all shadows are lost, a training that is started again begins anew without an error",
+                "checkmate: %s; if all shadows are lost, a training that starts again begins at 0 without an error",
                 error,
             )
         else:

@@ -1,4 +1,4 @@
-"""What checkpoints lie in a folder, of whatever system and layout: a training must not begin anew beside them.
+"""What checkpoints lie in a folder, of whatever system and layout: a training must not begin again beside them.
 
 A job of one rank keeps its checkpoints in its directory; several keep theirs in ``rank-NNNNN`` below it. Needs no
 torch.
@@ -178,7 +178,7 @@ def words_on_control(directory: Path, ranks: int, *, agrees: bool) -> str:
 
 
 def refuse_beside(directory: Path, system: str, ranks: int) -> None:
-    """Raise MismatchError if a training that found nothing to resume would begin anew beside checkpoints.
+    """Raise MismatchError if a training that found nothing to resume would begin again beside checkpoints.
 
     They are another system's, or those of other ranks, of which this one's were lost or never were.
     """
@@ -190,8 +190,8 @@ def refuse_beside(directory: Path, system: str, ranks: int) -> None:
             continue
         if folder == directory:
             raise MismatchError(
-                f"{found[0]}, which {system} cannot resume; this training would begin anew beside them. Use the system "
-                "that wrote them; or another directory; or, to begin anew here, move them away"
+                f"{found[0]}, which {system} cannot resume; it would begin again beside them. Use the system "
+                "that wrote them; or another directory; or, to begin again here, move them away"
             )
         wrote = found[0].world_size or len(rank_directories(folder.parent))
         raise MismatchError(
@@ -211,7 +211,7 @@ def _advice(job: Path) -> str:
         )
     except CheckpointError:  # those of other systems, or not of all ranks
         go_on = ""
-    return f"start it as before{go_on}; or, to begin anew, move them away"
+    return f"start it as before{go_on}; or, to begin again, move them away"
 
 
 def _number(ranks: int) -> str:

@@ -115,13 +115,13 @@ class Recovery:
             reading.load()
             return info
         if unread:
-            mixed = "; the state in memory holds parts of it now, make it anew" if touched else ""
+            mixed = "; the state in memory holds parts of it now, make it again" if touched else ""
             why = "; ".join([*unread, *refused])
             raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {why}{mixed}")
         if refused:
             raise NoGoodCheckpoint(
                 f"{self.directory}: {'; '.join(refused)}; name a step, restore with good_only=False, or move the "
-                "directory away to begin anew"
+                "directory away to begin again"
             )
         if step is None:
             self._refuse_damage(view)
@@ -154,7 +154,7 @@ class Recovery:
             )
 
     def _refuse_damage(self, view: SlotView) -> None:
-        """Where nothing is whole, but something was: a training must not begin anew without a word."""
+        """Where nothing is whole, but something was: a training must not begin again without a message."""
         from lastgood.storage import SlotState
 
         damaged = [
@@ -166,12 +166,12 @@ class Recovery:
         if damaged:
             raise CorruptCheckpoint(
                 f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
-                "a copy back, or move the directory away to begin anew"
+                "a copy back, or move the directory away to begin again"
             )
         book = view.book()
         if book.restarts or book.reached >= 0:
             raise CorruptCheckpoint(
                 f"{self.directory}: no slot holds a checkpoint, and training has gone on from one here (of step "
                 f"{max(book.reached, *(one.step for one in book.restarts.values()), 0)} at most): they were emptied or "
-                "removed; bring a copy back, or move the directory away to begin anew"
+                "removed; bring a copy back, or move the directory away to begin again"
             )

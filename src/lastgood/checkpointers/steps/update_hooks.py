@@ -44,7 +44,7 @@ class UpdateHooks:
         self._process = os.getpid()
         self.handles: list[Any] = []
         self.updates = 0
-        """Steps of optimizers that began in this life."""
+        """Steps of optimizers that began in this incarnation."""
         self.optimizers: list[Any] = []
         self._stall_s = 0.0
         self._kept: list[tuple[float, float]] | None = None
@@ -56,7 +56,7 @@ class UpdateHooks:
         """CUDA events before and after each wait that a stream did in an optimizer's place."""
 
     def begin(self) -> None:
-        """A life begins in this process: a forked child's steps are not its own."""
+        """An incarnation begins in this process: a forked child's steps are not its own."""
         self._process = os.getpid()
 
     def see(self, optimizers: Sequence[Any]) -> None:

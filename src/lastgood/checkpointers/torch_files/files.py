@@ -49,7 +49,7 @@ class TorchFiles:
     """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP.pt`` in one directory.
 
     A file under its final name is complete and durable. The newest is the one with the highest sequence: after a return
-    to an earlier step, the steps of the life that was given up are older, though their numbers are higher.
+    to an earlier step, the steps of the incarnation that was given up are older, though their numbers are higher.
     """
 
     def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
@@ -167,7 +167,7 @@ class TorchFiles:
         if refused:
             raise CorruptCheckpoint(
                 f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}; bring a copy back, or move the "
-                "directory away to begin anew"
+                "directory away to begin again"
             )
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
