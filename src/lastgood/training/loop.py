@@ -65,6 +65,9 @@ class TrainingLoop:
         self.device = device
         self.progress = Progress()
         self.first_step = 0
+        self.saves_first = False
+        """Save before the first step of each interval, instead of after its last: a stretch of whole intervals then
+        begins with a save, and each checkpoint has an interval of steps to become durable in."""
         self.drain_each = False
         """Wait after every save until it is durable, outside the save's own stall: no two are in progress."""
         self.heartbeat: Callable[[str], None] | None = None
@@ -113,16 +116,22 @@ class TrainingLoop:
     def _step(self, segment: Segment) -> torch.Tensor:
         clock = segment.clock
         clock.step_started()
+        if self.saves_first:
+            self._save_if_due(segment)
         loss = (self.workload.step or self._plain_step)(self._next_batch, clock.update_reached)
         self.progress.step += 1
+        if not self.saves_first:
+            self._save_if_due(segment)
+        clock.step_ended()
+        return loss
+
+    def _save_if_due(self, segment: Segment) -> None:
         if self.interval_steps and (self.progress.step - self.first_step) % self.interval_steps == 0:
             before = time.perf_counter()
             self.save()
             segment.saves.append((self.progress.step, before, time.perf_counter()))
             if self.drain_each:
                 self.checkpointer.drain()
-        clock.step_ended()
-        return loss
 
     def _plain_step(self, next_batch: Callable[[], Batch], update_reached: Callable[[], None]) -> torch.Tensor:
         """The step of a workload that brings none of its own; see `Stepper`."""

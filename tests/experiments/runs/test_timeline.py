@@ -134,7 +134,7 @@ def checkpoints(draw):
 
 @given(checkpoints())
 def test_checkpoints_that_overlap_get_lanes_of_their_own(made):
-    events = trace_events("some run", Timeline(1, [], [], [], [], made, None))
+    events = trace_events("some run", Timeline(1, [], [], [], [], made, []))
     check_nesting(events)
     tracks = tracks_of(events)
     lanes = sum(name.startswith("checkpoint ") for name in tracks)
@@ -149,7 +149,7 @@ def test_by_hand(tmp_path):
     event = CheckpointEvent(8, 11.7, 12.2, 13.0, Outcome.FAILED, error="the disk is full")
     event.phases = [("wait", 11.7, 11.9)]
     path = tmp_path / "trace.json"
-    write_timeline(path, "a run", Timeline(7, steps, [(8, 11.7, 12.0)], [(11.6, 11.65)], [], [event], (12.0, 13.0)))
+    write_timeline(path, "a run", Timeline(7, steps, [(8, 11.7, 12.0)], [(11.6, 11.65)], [], [event], [(12.0, 13.0)]))
     spans = spans_of(json.loads(path.read_text())["traceEvents"])
     seen = {span["name"]: (round(span["ts"] / 1e5), round(span["dur"] / 1e5)) for span in spans}
     assert seen["step 7"] == (0, 9) and seen["step 8"] == (9, 11)

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from lastgood.experiments.machine.facts import free_bytes, is_tmpfs
 from lastgood.models import FrozenModel
 from lastgood.units import MIB, format_bytes
 
-__all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "measure_disk", "refuse_memory_filesystem"]
+__all__ = ["DiskBursts", "DiskCeilings", "DiskPlan", "DiskPoint", "measure_disk", "refuse_memory_filesystem"]
 
 _SPARE_BYTES = 64 * MIB
 _SECTOR_BYTES = 4096
@@ -130,6 +130,40 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
         fdatasync_s=flushes,
         median_fdatasync_s=statistics.median(flushes),
     )
+
+
+class DiskBursts:
+    """Short bursts of plain writes to a file that was written before: what the disk takes at that moment.
+
+    Use as a context; leaves no file behind. Raises ConfigError and StorageError as `measure_disk` does.
+    """
+
+    _JOBS = 2
+    _BLOCK_BYTES = 4 * MIB
+    _PLAN = DiskPlan(file_bytes=64 * MIB, pass_budget_s=0.15, fill_budget_s=0.5)
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._open = ExitStack()
+
+    def __enter__(self) -> DiskBursts:
+        refuse_memory_filesystem(self._scratch)
+        _require_space(self._scratch, self._PLAN.file_bytes + _SPARE_BYTES)
+        self._descriptor, self._direct = self._open.enter_context(_nameless_file(self._scratch))
+        self._buffers = self._open.enter_context(_buffers(self._JOBS, self._BLOCK_BYTES))
+        least = self._JOBS * self._BLOCK_BYTES
+        self._file_bytes = _fill(self._scratch, self._descriptor, self._buffers[0], self._PLAN, at_least=least)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def burst(self) -> float:
+        """Bytes per second of one burst, its flush included; it takes about 0.15 s."""
+        budget_s = self._PLAN.pass_budget_s
+        return _one_pass(
+            self._descriptor, self._direct, "write", self._buffers, self._BLOCK_BYTES, self._file_bytes, budget_s
+        )
 
 
 def _best(points: list[DiskPoint]) -> tuple[float, tuple[float, float]]:

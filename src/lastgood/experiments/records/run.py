@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from lastgood.experiments.records.base import Record
+from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 from lastgood.sinks import Sink
@@ -190,6 +191,9 @@ class RunRecord(Record[RunSpec]):
     """Of a run under Checkmate."""
     failures: list[Failure] = Field(default_factory=list)
     """One for each kill that the spec asks for."""
+    pairs: Pairs | None = None
+    """Of a run in pairs of blocks; `clocks` are then those of its blocks with checkpoints, all disturbed ones
+    included (of its blocks without, if it takes none)."""
 
     def summary(self) -> str:
         """Throughput, durable checkpoints, and whether the restore was proved."""

@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.records.base import MachineLabel, Scale, Spec
+from lastgood.experiments.records.blocks import PairPlan
 
 __all__ = ["SPEC_VERSION", "Parallel", "RunSpec"]
 
@@ -28,7 +29,7 @@ class RunSpec(Spec):
     Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
     """
 
-    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
+    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills", "pairs")
     NOT_IN_CELL: ClassVar = {"repetition": True, "seed": True, "proof": True}
 
     spec_version: Literal[1] = SPEC_VERSION
@@ -64,6 +65,10 @@ class RunSpec(Spec):
     kills: int = Field(default=0, ge=0, le=1000)
     """How many times, after the measurement, all ranks are killed while they train with checkpoints, and restored."""
 
+    pairs: PairPlan | None = None
+    """Measure blocks with and without checkpoints in turn, each of the former `measured_steps` long; None: one stretch
+    of that length, with checkpoints."""
+
     @model_validator(mode="after")
     def _ranks_fit(self) -> Self:
         if (self.ranks == 1) != (self.parallel == "none"):
@@ -72,6 +77,10 @@ class RunSpec(Spec):
             raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
         if (self.shadows > 0) != (system_traits(self.system).helper == "shadows"):
             raise ValueError(f"{self.shadows} shadows and system={self.system!r} do not go together")
+        if self.pairs is not None and (self.ranks > 1 or self.drain_each):
+            raise ValueError("pairs of blocks are for runs of one process, and not for times of single checkpoints")
+        if self.pairs is not None and self.interval_steps and self.measured_steps % self.interval_steps:
+            raise ValueError(f"a block of {self.measured_steps} steps has no whole intervals of {self.interval_steps}")
         if "/" in self.variant:
             raise ValueError(f"options that make no name of a folder: {self.variant[:80]!r}")
         if self.kills and (self.ranks == 1 or not self.interval_steps):

@@ -92,5 +92,6 @@ def _measure_and_prove(
         storage=measured.storage,
         proof=proof,
         notes=measured.notes,
+        pairs=measured.pairs,
         **measured.service_facts,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ import torch
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import Clocks, Counts, Resources, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.pairs import measure_pairs
 from lastgood.experiments.runs.part import Alone, Part
 from lastgood.experiments.runs.timeline import Timeline
 from lastgood.state import flatten, seed_everything
@@ -90,8 +93,24 @@ class Measurement:
     service_facts: Mapping[str, Any] = field(default_factory=dict)
     """What services used, as fields of the record."""
     notes: list[str] = field(default_factory=list)
+    pairs: Pairs | None = None
     timeline: Timeline | None = None
     """If it was asked for."""
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The measured steps."""
+
+    segments: list[Segment]
+    """All, in order."""
+    counted: list[Segment]
+    """Those that the clocks of the record are about."""
+    plain: list[Segment]
+    """Those that say how long a copy can hide."""
+    drains: list[tuple[float, float]]
+    """Begin and end of each, in `time.perf_counter()` seconds."""
+    pairs: Pairs | None = None
 
 
 def train_and_measure(
@@ -131,23 +150,20 @@ def train_and_measure(
             part.check(loop.state)
         loop.first_step = loop.progress.step
         loop.interval_steps, loop.drain_each = spec.interval_steps, spec.drain_each
-        before = len(checkpointer.events)
+        first_step, before = loop.first_step + 1, len(checkpointer.events)
         if timeline:
             checkpointer.keep_update_waits()
-        report(f"measuring, {spec.measured_steps} steps")
         used = part.begin_meters(checkpoints)
         part.barrier()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
-        segment = loop.train(spec.measured_steps)
+        timed = _timed(spec, loop, checkpoints.parent, report)
         stall_update_s = checkpointer.update_stall_s - stall_before
-        started = time.perf_counter()
-        checkpointer.drain()
-        drain_s = time.perf_counter() - started if spec.interval_steps else 0.0
         cpu_s = _cpu_s() - cpu_before
         events = checkpointer.events[before:]
+        losses = [loss for segment in timed.segments for loss in segment.losses]
         _refuse_failures(events)
         _refuse_unfinished(checkpointer)
-        _refuse_divergence(spec, segment.losses)
+        _refuse_divergence(spec, losses)
         flat = flatten(loop.state, spread=True)
         measurement = Measurement(
             workload=WorkloadFacts(
@@ -157,9 +173,9 @@ def train_and_measure(
                 data_name=workload.data_facts["name"],
                 data_source=workload.data_facts["source"],
                 data_sha256=workload.data_facts["sha256"],
-                losses=segment.losses,
+                losses=losses,
             ),
-            clocks=_clocks(spec, segment, events, stall_update_s, drain_s),
+            clocks=_clocks(timed, events, stall_update_s),
             resources=Resources(
                 peak_rss_bytes=_peak_rss_bytes(),
                 peak_device_bytes=torch.cuda.max_memory_allocated() if spec.device == "cuda" else 0,
@@ -170,16 +186,17 @@ def train_and_measure(
             storage=checkpointer.storage_facts(),
             proof=None,
             service_facts=used(),
+            pairs=timed.pairs,
             timeline=None
             if not timeline
             else Timeline(
-                first_step=loop.first_step + 1,
-                steps=segment.clock.spans(),
-                saves=segment.saves,
+                first_step=first_step,
+                steps=[span for segment in timed.segments for span in segment.clock.spans()],
+                saves=[save for segment in timed.segments for save in segment.saves],
                 update_waits=checkpointer.update_waits[0],
                 device_waits=checkpointer.update_waits[1],
                 checkpoints=list(events),
-                drain=(started, started + drain_s) if spec.interval_steps else None,
+                drains=timed.drains,
             ),
         )
         del flat
@@ -238,7 +255,7 @@ def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
     careless copy the time to finish.
     """
     configure_compute(torch.get_num_threads(), deterministic=True)
-    loop.interval_steps = 0
+    loop.interval_steps, loop.saves_first = 0, False
     loop.train(1)
     loop.save()
     loop.train(1)
@@ -310,23 +327,38 @@ def _refuse_divergence(spec: RunSpec, losses: Sequence[float]) -> None:
             )
 
 
-def _clocks(
-    spec: RunSpec, segment: Segment, events: Sequence[CheckpointEvent], stall_update_s: float, drain_s: float
-) -> Clocks:
-    elapsed_s = segment.clock.elapsed_s
+def _timed(spec: RunSpec, loop: TrainingLoop, scratch: Path, report: Report) -> _Timed:
+    """Take the measured steps: one stretch with checkpoints and its drain, or pairs of blocks."""
+    if spec.pairs is not None:
+        found = measure_pairs(spec, spec.pairs, loop, scratch, report)
+        plain = found.of_kind("without")
+        counted = found.of_kind("with") if spec.interval_steps else plain
+        return _Timed(found.segments, counted, plain, found.drains, found.pairs)
+    report(f"measuring, {spec.measured_steps} steps")
+    segment = loop.train(spec.measured_steps)
+    started = time.perf_counter()
+    loop.checkpointer.drain()
+    drains = [(started, time.perf_counter())] if spec.interval_steps else []
+    return _Timed([segment], [segment], [segment], drains)
+
+
+def _clocks(timed: _Timed, events: Sequence[CheckpointEvent], stall_update_s: float) -> Clocks:
+    elapsed_s = sum(segment.clock.elapsed_s for segment in timed.counted)
+    drain_s = sum(end - begin for begin, end in timed.drains)
+    steps = sum(len(segment.losses) for segment in timed.counted)
     finished = [
         event.finished_s - event.requested_s
         for event in events
         if event.finished_s is not None and event.outcome in (Outcome.DURABLE, Outcome.SUPERSEDED)
     ]
     return Clocks(
-        measured_steps=spec.measured_steps,
+        measured_steps=steps,
         elapsed_s=elapsed_s,
-        iterations_per_s=spec.measured_steps / elapsed_s,
-        durable_iterations_per_s=spec.measured_steps / (elapsed_s + drain_s),
-        step_s=segment.clock.step_s(),
-        hide_s=segment.clock.hide_s(),
-        stall_save_s=segment.stall_save_s,
+        iterations_per_s=steps / elapsed_s,
+        durable_iterations_per_s=steps / (elapsed_s + drain_s),
+        step_s=[duration for segment in timed.counted for duration in segment.clock.step_s()],
+        hide_s=statistics.median(segment.clock.hide_s() for segment in timed.plain),
+        stall_save_s=sum(segment.stall_save_s for segment in timed.counted),
         stall_update_s=stall_update_s,
         persist_s=finished,
         drain_s=drain_s,

@@ -40,8 +40,8 @@ class Timeline:
     device_waits: list[tuple[float, float]]
     """When the stream of a CUDA device waited in an optimizer's place."""
     checkpoints: list[CheckpointEvent]
-    drain: tuple[float, float] | None
-    """After the last step; None if there was nothing to drain."""
+    drains: list[tuple[float, float]]
+    """When training waited until nothing was in progress any more."""
 
 
 def trace_events(title: str, timeline: Timeline) -> list[dict[str, Any]]:
@@ -90,8 +90,8 @@ def _training(timeline: Timeline) -> Iterator[_Span]:
         yield _TRAINING, f"step {number}", start, end, {}
         yield _TRAINING, "forward and backward", start, update, {}
         yield _TRAINING, "update", update, updated, {}
-    if timeline.drain is not None:
-        yield _TRAINING, "drain", *timeline.drain, {}
+    for begin, end in timeline.drains:
+        yield _TRAINING, "drain", begin, end, {}
     for _, begin, end in timeline.saves:
         yield _SAVES, "save", begin, end, {}
     for begin, end in timeline.update_waits:

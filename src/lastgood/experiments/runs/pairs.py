@@ -1,0 +1,159 @@
+"""Measures a training in pairs of blocks, with checkpoints and without, until their ratio is known well enough."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lastgood.experiments.ceilings.disk import DiskBursts
+from lastgood.experiments.formulas.pairs import estimate_pairs
+from lastgood.experiments.machine.disturbance import Look, disturbance_between, disturbed_by, look
+from lastgood.experiments.records.blocks import Block, BlockKind, PairPlan, Pairs
+from lastgood.experiments.records.spec import RunSpec
+from lastgood.training.loop import Segment, TrainingLoop
+
+__all__ = ["PairedSegments", "block_orders", "measure_pairs"]
+
+_WITHOUT_S = 2.0
+"""A block without checkpoints has no more steps than one with, and takes about this long."""
+_LEAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class PairedSegments:
+    """What the trainer measured."""
+
+    pairs: Pairs
+    segments: list[Segment]
+    """One for each block, in order."""
+    drains: list[tuple[float, float]]
+    """Begin and end of each block's drain, in `time.perf_counter()` seconds; none for blocks without checkpoints."""
+
+    def of_kind(self, kind: BlockKind) -> list[Segment]:
+        """Segments of the blocks of one kind."""
+        return [one for one, block in zip(self.segments, self.pairs.blocks, strict=True) if block.kind == kind]
+
+
+def block_orders(seed: int) -> Iterator[tuple[BlockKind, BlockKind]]:
+    """The order of the two blocks of each round: drawn, and turned round in the next one (ABBA or BAAB).
+
+    So a drift of the machine, over one round or over many, favours neither kind.
+    """
+    drawn = random.Random(seed)
+    while True:
+        order: tuple[BlockKind, BlockKind] = ("with", "without") if drawn.random() < 0.5 else ("without", "with")
+        yield order
+        yield order[1], order[0]
+
+
+def measure_pairs(
+    spec: RunSpec, plan: PairPlan, loop: TrainingLoop, scratch: Path, report: Callable[[str], None]
+) -> PairedSegments:
+    """Measure rounds of blocks until `plan` is content. Nothing may be in progress when it is called.
+
+    `scratch` is a folder on the disk that checkpoints go to. A round with a disturbed block stays in the record and is
+    measured again while the budget lasts. A system that takes no checkpoints has blocks without them only.
+    """
+    run = os.getppid()  # the parent of trainer, restorer and services
+    kinds: tuple[BlockKind, ...] = ("with", "without") if spec.interval_steps else ("without",)
+    without_steps = _steps_without(spec, loop)
+    blocks: list[Block] = []
+    segments: list[Segment] = []
+    drains: list[tuple[float, float]] = []
+    bursts: list[float] = []
+    began_s = time.perf_counter()
+    with DiskBursts(scratch) if spec.interval_steps else contextlib.nullcontext() as disk:
+        for number, order in enumerate(block_orders(spec.seed)):
+            if disk is not None:
+                bursts.append(disk.burst())
+            for kind in order:
+                if kind not in kinds:
+                    continue
+                before = look(run, scratch, device=spec.device == "cuda")
+                segment, drain = _block(spec, loop, kind, spec.measured_steps if kind == "with" else without_steps)
+                after = look(run, scratch, device=spec.device == "cuda")
+                segments.append(segment)
+                drains += [drain] if drain else []
+                drain_s = drain[1] - drain[0] if drain else 0.0
+                blocks.append(_described(number, kind, before, after, segment, drain_s, began_s, bursts))
+            spent_s = time.perf_counter() - began_s
+            ended_by = _enough(plan, kinds, blocks, spent_s)
+            report(f"measuring pairs: {number + 1} rounds in {spent_s:.0f} s")
+            if ended_by is not None:
+                pairs = Pairs(blocks=blocks, ended_by=ended_by, write_bursts_bytes_per_s=bursts)
+                return PairedSegments(pairs, segments, drains)
+    raise AssertionError("rounds have no end")
+
+
+def _steps_without(spec: RunSpec, loop: TrainingLoop) -> int:
+    """Steps of a block without checkpoints; trains a few to know how long one takes."""
+    loop.interval_steps = 0
+    segment = loop.train(_LEAST_STEPS)
+    step_s = statistics.median(segment.clock.step_s())
+    return max(_LEAST_STEPS, min(spec.measured_steps, math.ceil(_WITHOUT_S / step_s)))
+
+
+def _block(
+    spec: RunSpec, loop: TrainingLoop, kind: BlockKind, steps: int
+) -> tuple[Segment, tuple[float, float] | None]:
+    """Train one block; and when its drain began and ended, if it has one."""
+    loop.first_step = loop.progress.step
+    loop.saves_first = True
+    loop.interval_steps = spec.interval_steps if kind == "with" else 0
+    segment = loop.train(steps)
+    if kind == "without":
+        return segment, None
+    started = time.perf_counter()
+    loop.checkpointer.drain()
+    return segment, (started, time.perf_counter())
+
+
+def _described(
+    number: int,
+    kind: BlockKind,
+    before: Look,
+    after: Look,
+    segment: Segment,
+    drain_s: float,
+    began_s: float,
+    bursts: list[float],
+) -> Block:
+    disturbance = disturbance_between(before, after)
+    elapsed_s = after.at_s - before.at_s
+    return Block(
+        round=number,
+        kind=kind,
+        began_s=before.at_s - began_s,
+        steps=len(segment.losses),
+        elapsed_s=segment.clock.elapsed_s,
+        drain_s=drain_s,
+        disturbance=disturbance,
+        disturbed=disturbed_by(disturbance, elapsed_s, max(bursts, default=None)),
+    )
+
+
+def _enough(
+    plan: PairPlan, kinds: tuple[BlockKind, ...], blocks: list[Block], spent_s: float
+) -> Literal["interval", "budget"] | None:
+    """Why no further round is needed; None if one is."""
+    rounds = blocks[-1].round + 1
+    if "with" in kinds:
+        estimate = estimate_pairs(blocks)
+        assert estimate is not None
+        calm = 0 if estimate.all_disturbed else estimate.rounds
+        if calm >= plan.rounds and estimate.half_width <= plan.half_width:
+            return "interval"
+    elif sum(block.disturbed is None for block in blocks) >= plan.rounds:
+        return "interval"
+    # Half of another round may go beyond the budget.
+    if rounds >= plan.rounds and spent_s * (1 + 0.5 / rounds) > plan.budget_s:
+        return "budget"
+    return None
