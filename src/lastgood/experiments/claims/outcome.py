@@ -121,7 +121,8 @@ def judge(
     elif not any(held):
         verdict, reason = "refuted", _range(sample)
     else:
-        reason = f"repetitions disagree: {_range(sample)}"
+        why = "undecided, the limit lies in the interval" if sample.interval else "repetitions disagree"
+        reason = f"{why}: {_range(sample)}"
     return Outcome(statement, workload, sample, accepted, verdict, reason, tolerance)
 
 
@@ -138,6 +139,8 @@ def with_reason(outcome: Outcome, reason: str) -> Outcome:
 def _range(sample: Sample) -> str:
     if len(sample.values) == 1:
         return f"{sample.median:.3g} in one run"
+    if sample.interval:
+        return f"{sample.median:.3g} (95 % interval {sample.low:.3g} to {sample.high:.3g})"
     return f"{sample.median:.3g} ({sample.low:.3g} to {sample.high:.3g} in {len(sample.values)} values)"
 
 

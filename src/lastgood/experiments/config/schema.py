@@ -18,6 +18,7 @@ from lastgood.experiments.config.sections import (
     GoodputSection,
     MemorySection,
     NodesSection,
+    PairsSection,
     PersistSection,
     ThreadsSection,
 )
@@ -87,6 +88,9 @@ class Config(Part):
     iterations: Count = Field(description="a whole number from 1: steps measured, at least")
     min_checkpoints: Count = Field(description="a whole number from 1: steps are raised until a run holds as many")
     warmup_iterations: CountOrZero = Field(description="a whole number from 0: steps before the clocks start")
+    pairs: PairsSection = Field(
+        default_factory=PairsSection, description="measuring blocks with and without checkpoints in turn"
+    )
     proof: Literal["every", "first"] = Field(
         description="every or first: which repetitions of a cell prove their restore"
     )

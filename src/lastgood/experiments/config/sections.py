@@ -22,6 +22,7 @@ from lastgood.experiments.config.values import (
     UserPath,
     with_baseline,
 )
+from lastgood.experiments.records.blocks import PairPlan
 from lastgood.experiments.traces.trace import load_trace
 from lastgood.workloads.optimizer_shapes import MODELS
 
@@ -32,6 +33,7 @@ __all__ = [
     "MemorySection",
     "NodesSection",
     "OptimizerBench",
+    "PairsSection",
     "PersistSection",
     "ThreadsSection",
 ]
@@ -41,6 +43,12 @@ def _no_baseline(systems: list[str] | None) -> list[str] | None:
     if systems and BASELINE in systems:
         raise ValueError(f"{BASELINE} takes no checkpoints, so there is nothing to time")
     return systems
+
+
+def _not_one(rounds: int) -> int:
+    if rounds == 1:
+        raise ValueError("one pair says nothing about how well its ratio is known")
+    return rounds
 
 
 def _readable_trace(path: str) -> str:
@@ -77,6 +85,23 @@ _Intervals = Annotated[
 ]
 _SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
 _Model = Annotated[ModelName, Field(description="one of the models")]
+
+
+class PairsSection(Part):
+    """Whether runs of one process measure blocks with checkpoints and without in turn, and for how long."""
+
+    rounds: Annotated[CountOrZero, AfterValidator(_not_one)] = Field(
+        default=0, description="pairs of blocks at least, from 2; 0: one stretch of steps each"
+    )
+    steps: Count = Field(default=8, description="a whole number from 1: steps of a block with checkpoints, at least")
+    half_width: float = Field(
+        default=0.03, gt=0, lt=1, description="a share of the ratio: half its interval, at which enough is known"
+    )
+    budget_s: float = Field(default=20.0, gt=0, description="seconds of blocks after which no pair is begun")
+
+    def plan(self) -> PairPlan | None:
+        """What each run is asked for; None for one stretch of steps."""
+        return PairPlan(**self.model_dump(exclude={"steps"})) if self.rounds else None
 
 
 class GoodputSection(Part):

@@ -217,7 +217,7 @@ def _plan_models(
     for repetition in range(config.repetitions):
         for model in config.models:
             specs += [
-                _spec(config, found, interval, repetition)
+                _paired(config, _spec(config, found, interval, repetition))
                 for found in variants(config, model)
                 for interval in _intervals_of(found.system, intervals)
             ]
@@ -229,8 +229,10 @@ def _plan_sweep(
 ) -> list[RunSpec]:
     specs: list[RunSpec] = []
     for repetition in range(repetitions):
-        specs.append(_spec(config, variant(config, variants[0].model, BASELINE), 0, repetition))
-        specs += [_spec(config, found, interval, repetition) for found in variants for interval in intervals]
+        specs.append(_paired(config, _spec(config, variant(config, variants[0].model, BASELINE), 0, repetition)))
+        specs += [
+            _paired(config, _spec(config, found, interval, repetition)) for found in variants for interval in intervals
+        ]
     return in_batches(specs, config.seed)
 
 
@@ -256,6 +258,16 @@ def _spec(config: Config, found: Variant, interval: int, repetition: int) -> Run
     )
 
 
+def _paired(config: Config, spec: RunSpec) -> RunSpec:
+    """The same run in pairs of blocks, if the configuration asks for them."""
+    plan = config.pairs.plan()
+    if plan is None:
+        return spec
+    steps = max(config.pairs.steps, config.min_checkpoints * spec.interval_steps)
+    changes = {"pairs": plan, "measured_steps": _whole_intervals(steps, spec.interval_steps)}
+    return spec.model_copy(update=changes)
+
+
 def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
     """Those of `intervals` at which `system` is measured: nothing else than 1 makes sense of Checkmate."""
     only = system_traits(system).only_interval
@@ -269,6 +281,11 @@ def _whole_intervals(steps: int, interval: int) -> int:
 
 def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
     """Start-up, steps, the copy and the write of every checkpoint one after the other, proof: an upper estimate."""
+    if spec.pairs is not None:
+        one_round = spec.model_copy(update={"pairs": None, "warmup_steps": 0, "proof": False})
+        blocks_s = 2 * (modelled_s(one_round, prediction) - prediction.startup_s) * spec.pairs.rounds
+        without = spec.model_copy(update={"pairs": None, "measured_steps": 1, "interval_steps": 0})
+        return modelled_s(without, prediction) + min(blocks_s, 1.5 * spec.pairs.budget_s)
     steps = spec.warmup_steps + spec.measured_steps
     seconds: float = prediction.startup_s + steps * prediction.step_s.get(spec.workload, prediction.other_step_s)
     if spec.interval_steps:

@@ -33,6 +33,7 @@ def throughput_caption(frame: pd.DataFrame) -> str:
         _nodes(frame),
         _set_up(frame, points),
         _reading(frame),
+        _pairs(frame),
         _bound(frame),
         _published(frame),
     ]
@@ -248,6 +249,10 @@ def _set_up(frame: pd.DataFrame, points: str) -> str:
 
 
 def _repetitions(frame: pd.DataFrame, points: str) -> str:
+    if frame["ratio_low"].notna().any():
+        rounds = _joined_range(frame["rounds"].dropna())
+        bars = "bar the median of their ratios, times training without checkpoints; whisker its 95 % bootstrap interval"
+        return f"{rounds} pairs of blocks, with checkpoints and without in turn: {bars}"
     counts = frame.groupby(["system", "interval_steps", "axis_value"], dropna=False).size()
     text = _joined_range(counts)
     if text == "1":
@@ -282,6 +287,34 @@ def _reading(frame: pd.DataFrame) -> str:
         "Solid bar: durable throughput, which counts the time until the last checkpoint is "
         f"{_durable(frame['system'])}."
     )
+
+
+def _pairs(frame: pd.DataFrame) -> str:
+    """Of a panel in pairs of blocks: what was disturbed, which cells stayed noisy, and what is above its bound, why."""
+    if frame["ratio_low"].isna().all():
+        return ""
+    left_out = int(frame["rounds_disturbed"].fillna(0).sum())
+    noisy = _cells(frame[frame["rounds_ended_by"] == "budget"])
+    above = frame[frame["above_bound"].notna()]
+    reasons = [f"{_cells(cells)}: {reason}" for reason, cells in above.groupby("above_bound")]
+    sentences = [
+        f"{left_out} disturbed pairs are not counted." if left_out else "",
+        f"Dashed whisker: the time was used up before the interval was narrow ({noisy})." if noisy else "",
+        f"Triangle: above its bound ({'; '.join(reasons)})." if reasons else "",
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _cells(rows: pd.DataFrame) -> str:
+    """``PCcheck 10, GPM 1``."""
+    found = sorted(
+        {
+            (system_rank(name), name, int(interval))
+            for name, interval in zip(rows["system"], rows["interval_steps"], strict=True)
+            if name != BASELINE
+        }
+    )
+    return ", ".join(f"{system_label(name)} {interval}" for _, name, interval in found)
 
 
 def _durable(systems: Iterable[str]) -> str:

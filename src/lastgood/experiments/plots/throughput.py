@@ -10,10 +10,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
+    INK,
     LABEL_PT,
     LEFT_IN,
     RIGHT_IN,
@@ -47,6 +49,8 @@ _BOUNDS_ALIKE = 0.05
 _HATCH_FEW = "////"
 _HATCH_UNPROVED = "...."
 _HATCH_WRONG = "xxxx"
+_NOISY_DASHES: Any = (0, (1.5, 1.2))
+_ABOVE_LOOK: dict[str, Any] = {"marker": 6, "markersize": 3.5, "color": INK}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,19 @@ class _Cell:
     hatch: str
     published: float | None
     """Slowdown on another machine."""
+    pairs: _OfPairs | None
+
+
+@dataclass(frozen=True)
+class _OfPairs:
+    """What a cell has if it was measured in pairs of blocks."""
+
+    ratio: float
+    low: float
+    high: float
+    """Ends of the interval, in iterations per second."""
+    noisy: bool
+    above_bound: bool
 
 
 def plot_throughput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
@@ -127,6 +144,21 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         min(median, float(runs["durable_iterations_per_s"].median())),
         hatch,
         float(published.iloc[0]) if len(published) else None,
+        _of_pairs(runs),
+    )
+
+
+def _of_pairs(runs: pd.DataFrame) -> _OfPairs | None:
+    """Of several repetitions the widest interval; None if a run was measured in one stretch."""
+    if runs["ratio_low"].isna().any():
+        return None
+    none = float(runs["none_iterations_per_s"].median())
+    return _OfPairs(
+        float(runs["ratio_to_none"].median()),
+        none * float(runs["ratio_low"].min()),
+        none * float(runs["ratio_high"].max()),
+        bool((runs["rounds_ended_by"] == "budget").any()),
+        bool(runs["above_bound"].notna().any()),
     )
 
 
@@ -142,7 +174,8 @@ def _set_x_axis(axes: Axes, intervals: Sequence[int], systems: int, axes_width_p
 
 
 def _set_y_axis(axes: Axes, frame: pd.DataFrame) -> None:
-    top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max())
+    intervals = (frame["ratio_high"] * frame["none_iterations_per_s"]).fillna(0)
+    top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max(), intervals.max())
     axes.set_ylim(0, 1.13 * top)
     axes.set_ylabel("throughput (iterations/s)")
     draw_grid(axes)
@@ -156,11 +189,14 @@ def _draw_cells(
     bar_pt: float,
 ) -> list[Any]:
     bar_width = _GROUP_WIDTH / max(1, len(styles))
-    texts = {key: _three_digits(cell.median) for key, cell in cells.items()}
+    texts = {key: _number_text(cell) for key, cell in cells.items()}
     # Medians are printed if all fit under their bars: some with and some without would look like a finding.
-    labels_fit = bar_pt >= 0.62 * LABEL_PT * max((len(text) for text in texts.values()), default=0)
+    labels_fit = bar_pt >= 0.62 * LABEL_PT * max(
+        (len(line) for text in texts.values() for line in text.split("\n")), default=0
+    )
     if labels_fit or len(cells) < len(styles) * len(intervals):
-        axes.tick_params(axis="x", pad=LABEL_PT + 5)
+        lines = max((text.count("\n") for text in texts.values()), default=0) + 1
+        axes.tick_params(axis="x", pad=lines * (LABEL_PT + 2) + 3)
     for place, (system, style) in enumerate(styles.items()):
         for group, interval in enumerate(intervals):
             x = group + (place - (len(styles) - 1) / 2) * bar_width
@@ -175,12 +211,30 @@ def _draw_cells(
                 continue
             drawn = 0.9 * bar_width
             draw_bar(axes, x, drawn, cell.median, cell.durable, style.colour, cell.hatch)
+            if cell.pairs is not None:
+                _draw_interval(axes, x, drawn, cell.pairs)
+                continue
             dodged = _dodged(x, drawn, len(cell.values))
             draw_repetitions(axes, dodged, cell.values, min(2.6, 0.25 * bar_pt))
     handles: list[Any] = [bar_handle(style.colour, style.label) for style in styles.values()]
     if any(cell.durable < 0.99 * cell.median for cell in cells.values()):
         handles.append(pale_handle("pale: lost to the drain"))
     return handles
+
+
+def _draw_interval(axes: Axes, x: float, width: float, pairs: _OfPairs) -> None:
+    """A whisker over the interval, in dashes if it stayed wide; a triangle over a bar that is above its bound."""
+    dashes = _NOISY_DASHES if pairs.noisy else "solid"
+    axes.vlines(x, pairs.low, pairs.high, color=INK, linewidth=0.9, linestyle=dashes, zorder=8)
+    axes.hlines([pairs.low, pairs.high], x - 0.2 * width, x + 0.2 * width, color=INK, linewidth=0.9, zorder=8)
+    if pairs.above_bound:
+        axes.plot([x], [pairs.high], linestyle="none", clip_on=False, zorder=8, **_ABOVE_LOOK)
+
+
+def _number_text(cell: _Cell) -> str:
+    """The number under a bar; and its share of training without checkpoints, if that was measured beside it."""
+    rate = _three_digits(cell.median)
+    return rate if cell.pairs is None else f"{rate}\n{cell.pairs.ratio:.0%}"
 
 
 def _three_digits(value: float) -> str:
@@ -262,6 +316,11 @@ def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
         (_HATCH_UNPROVED, "restore not proved"),
         (_HATCH_WRONG, "RESTORE DIFFERS"),
     )
-    return [
+    found: list[Any] = [
         bar_handle("white", label, hatch) for hatch, label in meanings if any(hatch in cell.hatch for cell in cells)
     ]
+    if any(cell.pairs is not None and cell.pairs.noisy for cell in cells):
+        found.append(Line2D([], [], color=INK, linewidth=0.9, linestyle=_NOISY_DASHES, label="stayed noisy"))
+    if any(cell.pairs is not None and cell.pairs.above_bound for cell in cells):
+        found.append(Line2D([], [], linestyle="none", label="above its bound", **_ABOVE_LOOK))
+    return found

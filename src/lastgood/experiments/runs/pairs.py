@@ -8,7 +8,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from lastgood.experiments.records.blocks import Block, BlockKind, PairPlan, Pair
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.training.loop import Segment, TrainingLoop
 
-__all__ = ["PairedSegments", "block_orders", "measure_pairs"]
+__all__ = ["PairedSegments", "block_orders", "measure_pairs", "rounds_are_enough"]
 
 _WITHOUT_S = 2.0
 """A block without checkpoints has no more steps than one with, and takes about this long."""
@@ -85,7 +85,7 @@ def measure_pairs(
                 drain_s = drain[1] - drain[0] if drain else 0.0
                 blocks.append(_described(number, kind, before, after, segment, drain_s, began_s, bursts))
             spent_s = time.perf_counter() - began_s
-            ended_by = _enough(plan, kinds, blocks, spent_s)
+            ended_by = rounds_are_enough(plan, blocks, spent_s)
             report(f"measuring pairs: {number + 1} rounds in {spent_s:.0f} s")
             if ended_by is not None:
                 pairs = Pairs(blocks=blocks, ended_by=ended_by, write_bursts_bytes_per_s=bursts)
@@ -140,18 +140,14 @@ def _described(
     )
 
 
-def _enough(
-    plan: PairPlan, kinds: tuple[BlockKind, ...], blocks: list[Block], spent_s: float
-) -> Literal["interval", "budget"] | None:
-    """Why no further round is needed; None if one is."""
+def rounds_are_enough(plan: PairPlan, blocks: Sequence[Block], spent_s: float) -> Literal["interval", "budget"] | None:
+    """Why no further round is needed after `spent_s` seconds of rounds; None if one is."""
     rounds = blocks[-1].round + 1
-    if "with" in kinds:
-        estimate = estimate_pairs(blocks)
-        assert estimate is not None
-        calm = 0 if estimate.all_disturbed else estimate.rounds
-        if calm >= plan.rounds and estimate.half_width <= plan.half_width:
+    estimate = estimate_pairs(blocks)
+    if estimate is None:  # blocks without checkpoints only
+        if sum(block.disturbed is None for block in blocks) >= plan.rounds:
             return "interval"
-    elif sum(block.disturbed is None for block in blocks) >= plan.rounds:
+    elif not estimate.all_disturbed and estimate.rounds >= plan.rounds and estimate.half_width <= plan.half_width:
         return "interval"
     # Half of another round may go beyond the budget.
     if rounds >= plan.rounds and spent_s * (1 + 0.5 / rounds) > plan.budget_s:

@@ -108,6 +108,12 @@ class TidyRow:
     lives_unlike: int = 0
     losses_compared: int | None = None
     paper_ranges: str | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    rounds: int | None = None
+    rounds_disturbed: int | None = None
+    rounds_ended_by: str | None = None
+    above_bound: str | None = None
 
 
 TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))

@@ -34,6 +34,7 @@ def refuse_mixtures(name: str, records: Sequence[RunRecord], axes: FigureAxes) -
         ("number of nodes", {str(record.spec.nodes) for record in records}),
         ("kind of parallelism", {record.spec.parallel for record in records}),
         ("link rate", {_link(record) for record in records}),
+        ("way of measuring", {"one stretch" if record.pairs is None else "pairs of blocks" for record in records}),
     ):
         if len(values) > 1:
             raise LastgoodError(

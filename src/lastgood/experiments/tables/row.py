@@ -9,13 +9,15 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.formulas.bound import throughput_bound
+from lastgood.experiments.formulas.pairs import PairEstimate, estimate_pairs
+from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import Counts, RunRecord, ShadowFacts
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow, same_named
@@ -27,10 +29,12 @@ __all__ = ["Baseline", "Panel", "compact_json", "tidy_row"]
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the `none` runs of a workload say."""
+    """What trainings of a workload without checkpoints say: `none` runs, or blocks without checkpoints of all runs."""
 
     iterations_per_s: dict[int, float]
     """By repetition."""
+    disk_bytes_per_s: float = field(default=0.0, kw_only=True)
+    """The fastest that the disk was seen in pairs of blocks, by probes or by a system."""
     iteration_s: float
     hide_s: float
 
@@ -88,6 +92,8 @@ def tidy_row(
     values |= _of_options(spec, record.workload.state_bytes) | _of_persists(record.clocks.persist_s)
     values |= _of_counts(record.counts, spec.interval_steps) | _of_baseline(record, baseline)
     values |= _of_bound(record, panel.ceilings, baseline) | _of_shadows(record.shadows) | _of_failures(record)
+    if record.pairs is not None and baseline is not None:
+        values |= _of_pairs(record, record.pairs, baseline, panel.ceilings)
     return TidyRow(**values)
 
 
@@ -149,11 +155,12 @@ def _of_baseline(record: RunRecord, baseline: Baseline | None) -> dict[str, Any]
 
 def _of_bound(record: RunRecord, ceilings: CeilingsRecord, baseline: Baseline | None) -> dict[str, Any]:
     """What the ceilings allow at best."""
-    spec, stored = record.spec, _stored(record, ceilings)
+    disk = max(ceilings.persist_bytes_per_s, baseline.disk_bytes_per_s if baseline else 0.0)
+    spec, stored = record.spec, _stored(record, disk)
     copy_ceiling = ceilings.copy_bytes_per_s(spec.device) if baseline else None
     found: dict[str, Any] = {
         "copy_ceiling_bytes_per_s": copy_ceiling,
-        "persist_ceiling_bytes_per_s": ceilings.persist_bytes_per_s,
+        "persist_ceiling_bytes_per_s": disk,
         "persist_bound_s": stored.nbytes / stored.bytes_per_s if stored and spec.interval_steps else None,
         "stored_bytes": stored.nbytes if stored and spec.interval_steps else None,
         "bound_iterations_per_s": None,
@@ -190,7 +197,7 @@ class _Stored:
     sink: Sink
 
 
-def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
+def _stored(record: RunRecord, disk_bytes_per_s: float) -> _Stored | None:
     """None if a checkpoint goes over a link whose rate nobody knows.
 
     Hosts are taken to have disks like the one that was measured, and share it if they share a kernel.
@@ -199,10 +206,58 @@ def _stored(record: RunRecord, ceilings: CeilingsRecord) -> _Stored | None:
     sink, nbytes = (Sink.DISK, record.workload.state_bytes) if ranks is None else ranks.most_on
     if sink is Sink.DISK:
         written = 0 if system_traits(record.spec.system).takes_gradients else nbytes
-        return _Stored(written, ceilings.persist_bytes_per_s, sink)
+        return _Stored(written, disk_bytes_per_s, sink)
     if ranks is None or ranks.link_bits_per_s is None:
         return None
     return _Stored(nbytes, ranks.link_bits_per_s / 8, sink)
+
+
+def _of_pairs(record: RunRecord, pairs: Pairs, panel: Baseline, ceilings: CeilingsRecord) -> dict[str, Any]:
+    """Columns of a run in pairs: a ratio within the run is primary, and rates are it times that of the panel's `none`.
+
+    The drain is part of every block, so nothing is lost to it.
+    """
+    estimate = estimate_pairs(pairs.blocks)
+    if estimate is None:  # a run without checkpoints: all blocks of the panel are its repetitions
+        rate = 1 / panel.iteration_s
+        return {"iterations_per_s": rate, "durable_iterations_per_s": rate, "ratio_to_none": 1.0, "slowdown": 1.0}
+    own_s = 1 / estimate.none_iterations_per_s
+    own = replace(panel, iteration_s=own_s, hide_s=record.clocks.hide_s)
+    scale = own_s / panel.iteration_s
+    bound = _of_bound(record, ceilings, own)
+    allowed = bound["bound_iterations_per_s"]
+    rate = estimate.ratio / panel.iteration_s
+    found = {
+        "iterations_per_s": rate,
+        "durable_iterations_per_s": rate,
+        "none_iterations_per_s": 1 / panel.iteration_s,
+        "ratio_to_none": estimate.ratio,
+        "ratio_low": estimate.low,
+        "ratio_high": estimate.high,
+        "rounds": estimate.rounds,
+        "rounds_disturbed": estimate.disturbed_rounds,
+        "rounds_ended_by": pairs.ended_by,
+        "slowdown": 1 / estimate.ratio,
+        **bound,
+    }
+    if allowed is not None:
+        found |= {
+            "bound_iterations_per_s": allowed * scale,
+            "ratio_to_bound": estimate.ratio / (allowed * own_s),
+            "above_bound": _above_bound(estimate, allowed * own_s, record.counts.skipped),
+        }
+    return found
+
+
+def _above_bound(estimate: PairEstimate, bound: float, skipped: int) -> str | None:
+    """Why a ratio is above its bound, in words; None if it is not. The bound takes the fastest disk that was seen."""
+    if estimate.ratio <= bound:
+        return None
+    if estimate.low <= bound:
+        return "the bound lies in its interval"
+    if skipped:
+        return f"{skipped} checkpoints were skipped"
+    return "training without checkpoints was slower beside it, or a ceiling is higher than measured"
 
 
 def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
 from lastgood.experiments.config.values import BASELINE
@@ -25,6 +26,7 @@ from lastgood.experiments.tables.published import Published, load_published, pub
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
 from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_row
 from lastgood.experiments.tables.wide import wide_table
+from lastgood.sinks import Sink
 
 __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "records_there", "run_name"]
 
@@ -182,11 +184,16 @@ def _workload_key(spec: RunSpec) -> str:
 
 
 def _baselines(records: Iterable[RunRecord]) -> dict[str, Baseline]:
+    """What each workload does without checkpoints, by `_workload_key`."""
     runs: dict[str, list[RunRecord]] = defaultdict(list)
+    paired: dict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
-        if record.spec.system == BASELINE:
-            runs[_workload_key(record.spec)].append(record)
-    return {
+        key = _workload_key(record.spec)
+        if record.pairs is not None:
+            paired[key].append(record)
+        elif record.spec.system == BASELINE:
+            runs[key].append(record)
+    found = {
         key: Baseline(
             iterations_per_s={record.spec.repetition: record.clocks.iterations_per_s for record in found},
             iteration_s=statistics.median(1 / record.clocks.iterations_per_s for record in found),
@@ -194,6 +201,29 @@ def _baselines(records: Iterable[RunRecord]) -> dict[str, Baseline]:
         )
         for key, found in runs.items()
     }
+    return found | {key: _baseline_of_pairs(found) for key, found in paired.items()}
+
+
+def _baseline_of_pairs(records: Sequence[RunRecord]) -> Baseline:
+    """All blocks without checkpoints, of all runs; those that were disturbed only if all were."""
+    blocks = [block for record in records if record.pairs for block in record.pairs.blocks if block.kind == "without"]
+    calm = [block for block in blocks if not block.disturbed] or blocks
+    step_s = statistics.median(block.step_s for block in calm)
+    return Baseline(
+        iterations_per_s={record.spec.repetition: 1 / step_s for record in records},
+        iteration_s=step_s,
+        hide_s=statistics.median(record.clocks.hide_s for record in records),
+        disk_bytes_per_s=max(map(_fastest_disk, records)),
+    )
+
+
+def _fastest_disk(record: RunRecord) -> float:
+    """The fastest that one run saw the disk, in bytes per second: a burst of plain writes, or a checkpoint."""
+    seen = list(record.pairs.write_bursts_bytes_per_s) if record.pairs else []
+    traits = system_traits(record.spec.system)
+    if traits.safe_in is Sink.DISK and record.clocks.persist_s:
+        seen.append(record.workload.state_bytes / min(record.clocks.persist_s))
+    return max(seen, default=0.0)
 
 
 def _proofs(records: Iterable[RunRecord]) -> dict[str, bool]:

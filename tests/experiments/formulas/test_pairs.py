@@ -1,0 +1,60 @@
+"""The ratio of pairs of blocks, and its interval."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastgood.experiments.formulas.pairs import estimate_pairs, round_ratios
+from tests.experiments.support.paired_records import make_blocks
+
+RATIOS = st.lists(st.floats(0.05, 2.0), min_size=1, max_size=9)
+
+
+def test_the_drain_counts_and_the_median_of_rounds_is_taken():
+    found = estimate_pairs(make_blocks([0.8, 0.5, 0.9], none_step_s=0.25))
+    assert found.ratio == pytest.approx(0.8)
+    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.9))
+    assert found.none_iterations_per_s == pytest.approx(4.0)
+    assert (found.rounds, found.disturbed_rounds, found.all_disturbed) == (3, 0, False)
+
+
+def test_disturbed_rounds_are_left_out_while_two_others_are_left():
+    found = estimate_pairs(make_blocks([0.8, 0.2, 0.82], disturbed=[1]))
+    assert (found.rounds, found.disturbed_rounds, found.all_disturbed) == (2, 1, False)
+    assert found.ratio == pytest.approx(0.81)
+    every = estimate_pairs(make_blocks([0.8, 0.2, 0.82], disturbed=[0, 1]))
+    assert (every.rounds, every.disturbed_rounds, every.all_disturbed) == (3, 2, True)
+
+
+def test_a_round_that_lacks_a_block_gives_no_ratio():
+    blocks = make_blocks([0.8, 0.9])
+    assert round_ratios(blocks[:3]) == [pytest.approx(0.8)]
+    assert estimate_pairs([block for block in blocks if block.kind == "without"]) is None
+    assert estimate_pairs([]) is None
+
+
+@given(RATIOS)
+def test_the_interval_holds_the_estimate_and_lies_among_the_rounds(ratios):
+    found = estimate_pairs(make_blocks(ratios))
+    assert found.ratio == pytest.approx(statistics.median(ratios))
+    assert min(ratios) - 1e-9 <= found.low <= found.ratio + 1e-9
+    assert found.ratio - 1e-9 <= found.high <= max(ratios) + 1e-9
+    assert estimate_pairs(make_blocks(ratios)) == found
+
+
+@given(st.floats(0.01, 100), RATIOS)
+def test_a_machine_that_is_slower_throughout_has_the_same_ratio(slower, ratios):
+    fast, slow = (estimate_pairs(make_blocks(ratios, none_step_s=step_s)) for step_s in (0.1, 0.1 * slower))
+    assert slow.ratio == pytest.approx(fast.ratio) and slow.half_width == pytest.approx(fast.half_width, abs=1e-9)
+
+
+def test_more_rounds_of_the_same_spread_are_known_better():
+    drawn = random.Random(5)
+    ratios = [drawn.gauss(0.9, 0.05) for _ in range(40)]
+    widths = [estimate_pairs(make_blocks(ratios[:count])).half_width for count in (4, 12, 40)]
+    assert widths == sorted(widths, reverse=True) and widths[2] < widths[0] / 2
