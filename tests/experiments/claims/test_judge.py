@@ -22,6 +22,7 @@ from lastgood.experiments.claims.judge import (
 )
 from lastgood.experiments.claims.rules import RULES
 from lastgood.experiments.tables.files import find_csvs, load_csv, load_csvs
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.tidy_csvs import NONE_RSS, STATE_BYTES, none, runs, write_panel
 
 REFERENCE = Path(__file__).parents[3] / "figures" / "reference"
@@ -78,6 +79,27 @@ def test_an_overhead(tmp_path: Path, pccheck: list[float], sync: list[float], ve
     assert (row.published, row.unit, row.accepted) == (3.0, "percent", "at most 5 % overhead")
     assert "laptop scale" in row.reason
     assert row.values == 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "reason"),
+    [
+        ([0.97, 0.975, 0.98], "reproduced", "2.56 (95 % interval 2.04 to 3.09)"),
+        ([0.8, 0.81, 0.82], "refuted", "23.5 (95 % interval 22 to 25)"),
+        (
+            [0.9, 0.97, 0.99],
+            "not testable",
+            "undecided, the limit lies in the interval: 3.09 (95 % interval 1.01 to 11.1)",
+        ),
+    ],
+)
+def test_pairs_of_blocks_are_judged_by_their_interval(
+    tmp_path: Path, ratios: list[float], verdict: str, reason: str
+) -> None:
+    sync = make_paired("sync", 10, [0.4, 0.4, 0.4], proof=True, state_bytes=STATE_BYTES)
+    pccheck = make_paired("pccheck", 10, ratios, proof=True, state_bytes=STATE_BYTES, persist_s=[0.9])
+    row = one(panel(tmp_path, [make_paired("none"), sync, pccheck]), OVERHEAD)
+    assert row.verdict == verdict and row.reason.startswith(reason)
 
 
 def test_an_overhead_needs_another_system_that_shows_that_it_is_hard(tmp_path: Path) -> None:

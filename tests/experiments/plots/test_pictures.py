@@ -20,6 +20,7 @@ from lastgood.experiments.plots.throughput import draw_throughput, plot_throughp
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import panel_title, system_styles
 from lastgood.experiments.tables.runs import collect
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -293,3 +294,22 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out.svg").exists()
+
+
+def test_pairs_of_blocks_are_drawn_with_their_intervals_and_marks(tmp_path: Path) -> None:
+    """Ratio and rate under each bar, the interval as whisker, dashed where it stayed wide, a triangle above a bound."""
+    records = [
+        make_paired("none", ratios=[1, 1, 1]),
+        make_paired("sync", 10, [0.5, 0.51, 0.52], proof=True),
+        make_paired("gpm", 10, [0.5, 0.7, 0.95], proof=True, ended_by="budget", disturbed=[0]),
+        make_paired("pccheck", 10, [0.98, 1.01, 1.02], proof=True),
+    ]
+    figure = draw_throughput(read_tidy(csv_of(tmp_path, records)))
+    texts = shown(figure)
+    for expected in ("5.10\n51%", "10.1\n101%", "stayed noisy", "above its bound"):
+        assert any(expected in text for text in texts), (expected, texts)
+    dashed = [lines for lines in figure.axes[0].collections if lines.get_zorder() == 8 and lines.get_linestyle()[0][1]]
+    assert len(dashed) == 1
+    caption = " ".join(" ".join(texts).split())
+    assert "2 to 3 pairs of blocks" in caption and "1 disturbed pairs are not counted" in caption
+    assert "(GPM 10)" in caption and "PCcheck 10: the bound lies in its interval" in caption

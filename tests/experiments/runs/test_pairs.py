@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from pydantic import ValidationError
@@ -64,7 +64,7 @@ def test_a_run_without_checkpoints_has_enough_blocks():
     ],
 )
 def test_what_makes_no_pairs_is_refused(changes):
-    with pytest.raises(ValidationError, match="pairs|rounds|whole intervals"):
+    with pytest.raises(ValidationError, match=r"pairs|rounds|whole intervals"):
         spec_of("pccheck", **changes)
 
 
@@ -84,7 +84,7 @@ def test_a_run_in_pairs_is_recorded_block_by_block(tmp_path, system):
     rounds = blocks[-1].round + 1
     assert rounds >= 2 and record.pairs.ended_by in ("interval", "budget")
     assert len(record.workload.losses) == sum(block.steps for block in blocks)
-    assert all(later.began_s >= one.began_s + one.elapsed_s for one, later in zip(blocks, blocks[1:], strict=False))
+    assert all(later.began_s >= one.began_s + one.elapsed_s for one, later in pairwise(blocks))
     assert all(block.drain_s == 0 for block in blocks if block.kind == "without")
     if system == "none":
         assert {block.kind for block in blocks} == {"without"} and not record.pairs.write_bursts_bytes_per_s

@@ -326,11 +326,15 @@ def lay_out(
     title: str,
     caption: str,
     partial: str,
+    more_below_in: float = 0.0,
 ) -> None:
-    """Stack title, legend, axes and caption with their real heights."""
+    """Stack title, legend, axes and caption with their real heights.
+
+    `more_below_in` is what stands below the axes beside one line of numbers and the names of places, in inches.
+    """
     text = PageText(figure, handles, width, title=title, caption=caption, partial=partial)
     width_in, axes_in = text.width_in, _AXES_HEIGHT_IN[width]
-    bottom_in = text.below_in + _XLABEL_IN
+    bottom_in = text.below_in + _XLABEL_IN + more_below_in
     height_in = text.above_in + GAP_IN + axes_in + bottom_in
     text.place(height_in)
     axes_width_in = width_in - LEFT_IN - RIGHT_IN

@@ -362,7 +362,8 @@ def _bound(frame: pd.DataFrame) -> str:
     copy = format_rate(float(frame["copy_ceiling_bytes_per_s"].median()))
     day = str(frame["ceilings_measured_at"].iloc[0])[:10]
     alone = _may_pass(frame) if shared is None else ""  # over several ranks, what is sent counts on its link
-    return f"Bound: what the ceilings measured on {day} allow (disk write {disk}, copy {copy}{more}{alone})."
+    seen = ", or the fastest that a run saw," if frame["ratio_low"].notna().any() else ""
+    return f"Bound: what the ceilings measured on {day}{seen} allow (disk write {disk}, copy {copy}{more}{alone})."
 
 
 def _revision(frame: pd.DataFrame) -> str:

@@ -123,6 +123,7 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
             title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
             caption=throughput_caption(frame),
             partial=partial_text(frame),
+            more_below_in=(LABEL_PT + 2) / 72 if any(cell.pairs for cell in cells.values()) else 0.0,
         )
     return figure
 
