@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.tables.columns import TIDY_COLUMNS
 from lastgood.experiments.tables.runs import collect
 from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record
@@ -86,6 +87,12 @@ def test_blocks_that_were_disturbed_make_no_line():
     found = {row.system: row for row in rows(record, slow)}
     assert found["pccheck"].none_iterations_per_s == pytest.approx(10.0)
     assert found["sync"].rounds_disturbed == 3
+
+
+def test_only_a_file_with_pairs_has_their_columns(tmp_path):
+    out = tmp_path / "tidy.csv"
+    collect("fig8", "vgg16", [make_paired("pccheck")], CEILINGS).write(out, tmp_path / "wide.csv")
+    assert out.read_text().splitlines()[0].split(",") == list(TIDY_COLUMNS)
 
 
 def test_both_ways_of_measuring_make_no_panel():

@@ -6,13 +6,13 @@ interleaved trials: Abedi and Brecht, ICPE 2017). docs/timing.md explains the de
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from lastgood.models import FrozenModel
 
-__all__ = ["Block", "BlockKind", "Disturbance", "PairPlan", "Pairs"]
+__all__ = ["Block", "BlockKind", "Disturbance", "PairPlan", "Pairs", "without_none_pairs"]
 
 BlockKind = Literal["with", "without"]
 
@@ -80,3 +80,8 @@ class Pairs(FrozenModel):
     """Whether the ratio was known well enough, or the time was used up."""
     write_bursts_bytes_per_s: list[float] = Field(default_factory=list)
     """What the disk took in short bursts of plain writes between rounds, flush included."""
+
+
+def without_none_pairs(written: dict[str, Any]) -> dict[str, Any]:
+    """A serialized model without its field `pairs` if that is None: it came later, and texts and hashes stay."""
+    return written if written.get("pairs") is not None else {k: v for k, v in written.items() if k != "pairs"}

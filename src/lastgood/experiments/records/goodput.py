@@ -55,6 +55,8 @@ class GoodputSpec(Spec):
     def _in_order(self) -> GoodputSpec:
         if any(after < before for before, after in pairwise([*self.failures_s, self.window_s])):
             raise ValueError("failures_s must ascend and end before window_s")
+        if self.run.pairs is not None:
+            raise ValueError("a goodput run has no pairs of blocks")
         if self.run.interval_steps < 1 and self.run.system != BASELINE:
             raise ValueError(f"interval_steps 0 takes no checkpoints; only the system {BASELINE} goes without")
         return self

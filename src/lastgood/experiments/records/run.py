@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lastgood.experiments.records.base import Record
-from lastgood.experiments.records.blocks import Pairs
+from lastgood.experiments.records.blocks import Pairs, without_none_pairs
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 from lastgood.sinks import Sink
@@ -194,6 +194,10 @@ class RunRecord(Record[RunSpec]):
     pairs: Pairs | None = None
     """Of a run in pairs of blocks; `clocks` are then those of its blocks with checkpoints, all disturbed ones
     included (of its blocks without, if it takes none)."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_none_pairs(write(self))
 
     def summary(self) -> str:
         """Throughput, durable checkpoints, and whether the restore was proved."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from typing_extensions import Self
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.records.base import MachineLabel, Scale, Spec
-from lastgood.experiments.records.blocks import PairPlan
+from lastgood.experiments.records.blocks import PairPlan, without_none_pairs
 
 __all__ = ["SPEC_VERSION", "Parallel", "RunSpec"]
 
@@ -29,7 +29,7 @@ class RunSpec(Spec):
     Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
     """
 
-    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills", "pairs")
+    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
     NOT_IN_CELL: ClassVar = {"repetition": True, "seed": True, "proof": True}
 
     spec_version: Literal[1] = SPEC_VERSION
@@ -68,6 +68,10 @@ class RunSpec(Spec):
     pairs: PairPlan | None = None
     """Measure blocks with and without checkpoints in turn, each of the former `measured_steps` long; None: one stretch
     of that length, with checkpoints."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_none_pairs(write(self))
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["LATER_COLUMNS", "TIDY_COLUMNS", "TidyRow", "same_named"]
+__all__ = ["LATER_COLUMNS", "OF_PAIRS", "TIDY_COLUMNS", "TidyRow", "same_named"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ class TidyRow:
 TIDY_COLUMNS = tuple(field.name for field in fields(TidyRow))
 LATER_COLUMNS = {field.name: field.default for field in fields(TidyRow) if field.default is not MISSING}
 """Columns that older files lack, and their values there."""
+OF_PAIRS = TIDY_COLUMNS[TIDY_COLUMNS.index("ratio_low") :]
+"""Columns that only a file with runs in pairs of blocks has."""
 
 
 def same_named(source: BaseModel, columns: Collection[str]) -> dict[str, Any]:

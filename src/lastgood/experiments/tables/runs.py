@@ -20,7 +20,7 @@ from lastgood.experiments.figures.axes import THROUGHPUT, FigureAxes
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.tables.columns import TIDY_COLUMNS, TidyRow
+from lastgood.experiments.tables.columns import OF_PAIRS, TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.csv_text import write_tables
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
@@ -49,7 +49,9 @@ class Collected:
 
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both files, each complete or not at all."""
-        write_tables(out_tidy, TIDY_COLUMNS, self.tidy, out_wide, self.wide)
+        paired = any(row.rounds is not None for row in self.tidy)
+        names = [name for name in TIDY_COLUMNS if paired or name not in OF_PAIRS]
+        write_tables(out_tidy, names, self.tidy, out_wide, self.wide)
 
 
 def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
