@@ -127,27 +127,28 @@ def test_a_killed_rank_comes_back_on_cuda(tmp_path, ranks):
     killed_rank_comes_back(tmp_path, ranks, "cuda")
 
 
-def check_facts(both):
+def check_facts(both, least_gaps):
     for rank in both:
         facts = json.loads(rank.wait_for("facts").removeprefix("facts "))
         assert facts["placement"] == [[0, 1], [1, 0]]
         assert list(facts["peers"]) == [str(1 - both.index(rank))]
-        assert len(facts["profiled_gaps_s"]) > 1, "DDP's own communication must have been marked"
-        assert facts["communication_s"]["without_checkpoint_traffic"] > 0
+        assert len(facts["profiled_gaps_s"]) >= least_gaps, facts["profiled_gaps_s"]
+        assert facts["communication_s"]["without_checkpoint_traffic"] > 0, "DDP's own communication must be marked"
         assert facts["bytes_per_idle_gap"]["gaps"] > 0
         assert rank.process.wait(60) == 0
 
 
 @pytest.mark.slow
 def test_ddp_marks_its_own_traffic(ranks):
-    check_facts(ranks(steps=32))
+    check_facts(ranks(steps=32), 2)
 
 
 @pytest.mark.gpu
 def test_nccl_marks_its_own_traffic(ranks):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    check_facts(ranks(steps=32, device="cuda"))
+    # Buckets overlap on a fast link, and are then one communication.
+    check_facts(ranks(steps=32, device="cuda"), 1)
 
 
 @pytest.mark.gpu

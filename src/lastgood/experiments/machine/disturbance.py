@@ -46,7 +46,7 @@ class Look:
     own_disk_bytes: int
     throttled: int | None
     device: tuple[int, float] | None
-    """Other processes on the CUDA devices, and the lowest of their clocks in hertz."""
+    """Other processes on the CUDA devices, and the highest of their clocks in hertz: idle devices slow down."""
 
 
 def look(root_pid: int, scratch: Path, *, device: bool = False) -> Look:
@@ -229,4 +229,4 @@ def _devices() -> tuple[int, float] | None:
         return None
     # Of a container's processes nvidia-smi may show numbers of the host, or none.
     others = [pid for pid in users if Path(f"/proc/{pid}").exists() and pid != os.getpid()]
-    return (len(others), 1e6 * min(clocks)) if clocks else None
+    return (len(others), 1e6 * max(clocks)) if clocks else None

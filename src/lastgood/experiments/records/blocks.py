@@ -46,7 +46,7 @@ class Disturbance(FrozenModel):
     device_others: int | None = None
     """Other processes on the CUDA devices at the block's end."""
     device_clock_hz: float | None = None
-    """The CUDA device's clock at the block's end."""
+    """The fastest CUDA device's clock at the block's end."""
 
 
 class Block(FrozenModel):
