@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.pccheck.judging import DOUBTED_STEPS
+from lastgood.checkpointers.pccheck.judging import DOUBTED_STEPS, Judging
 from lastgood.errors import CheckpointError, NoCheckpoint, NoGoodCheckpoint
 from lastgood.storage import SlotStore, Verdict, VerdictBook
 
@@ -305,6 +305,23 @@ def test_a_checkpoint_that_lands_before_its_loss_is_seen_begins_no_count_again(t
     life.checkpointer._judging.tell_fall_back(life.checkpointer._store)
     told = [one.message for one in caplog.records if "a restart would begin at step 1:" in one.message]
     assert len(told) == 2 and "the 4 checkpoints after it" in told[-1]
+    life.checkpointer.close()
+
+
+def test_a_flight_that_lands_between_a_loss_and_its_verdict_begins_no_count_again(tmp_path, caplog, monkeypatch):
+    """The flight's thread asks while the loss has been looked at, and its verdict is not written yet."""
+    life = Life(tmp_path)
+    judging, store = life.checkpointer._judging, life.checkpointer._store
+    judge = Judging._judge
+
+    def asked_before(*arguments):
+        judging.tell_fall_back(store)
+        return judge(*arguments)
+
+    monkeypatch.setattr(Judging, "_judge", asked_before)
+    life.steps(1.0, 1.0, *[math.nan] * 30)
+    told = [one.message for one in caplog.records if "a restart would begin at step 1:" in one.message]
+    assert 3 <= len(told) <= 6, "at growing distances"
     life.checkpointer.close()
 
 

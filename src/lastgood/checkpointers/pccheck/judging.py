@@ -33,6 +33,8 @@ class Judging:
     def __init__(self, directory: Path, spike: float | None, flights: Flights) -> None:
         self._directory, self._flights = directory, flights
         self._watch = LossWatch(spike)
+        self._judged_by = 0
+        """The newest iteration whose loss was looked at and has judged; a thread of a flight asks meanwhile."""
         self._fallen_back = 1
         """Checkpoints newer than the newest good one, as they were told last."""
 
@@ -47,6 +49,7 @@ class Judging:
     def follow(self, store: SlotStore, job: JobOfRanks | None, found: Iterable[Judgement]) -> None:
         """Judge the checkpoints that losses speak of."""
         judged = [self._follow(store, job, one) for one in found]
+        self._judged_by = self._watch.looked_at
         if any(judged):
             # Only now: of the checkpoints that one loss speaks of, the later one may be durable and not judged before.
             self.tell_fall_back(store)
@@ -94,7 +97,7 @@ class Judging:
         If losses are watched, checkpoints after the newest one that was looked at (and after step `judged`) are no part
         of it: whether they are good is not known yet, and one that seems good would begin the count again.
         """
-        known = self._watch.looked_at
+        known = self._judged_by
         complete = [info for info in store.everywhere() if not known or info.step <= max(known, judged)]
         good, newer = _newest_good(store, complete)
         if newer == 0:
