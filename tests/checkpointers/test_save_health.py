@@ -57,7 +57,7 @@ def test_a_life_without_any_is_told_as_one(clock, caplog):
     health.begin()
     clock.now_s += 7300
     health.failed(event(1, clock.now_s), "StorageError 28", [])
-    assert "none is durable since this life began, 2 h 1 min ago" in caplog.text
+    assert "none is durable since this incarnation began, 2 h 1 min ago" in caplog.text
 
 
 def test_a_training_whose_every_save_fails_says_so_again_and_again(tmp_path, caplog):

@@ -57,9 +57,13 @@ def test_a_rank_that_sees_the_others_directories_is_refused_at_once(system, pool
     assert [one["began"] for one in trained(pool, places, system)] == [0, 0]
     shutil.rmtree(tmp_path / "job" / "rank-00001")
     first, second = trained(pool, places, system)
-    assert (first["began"], first["error"]) == (2, None)
     assert second["began"] is None
-    assert second["error"].startswith(f"MismatchError: {tmp_path}/job/rank-00001 holds no checkpoint, and {tmp_path}/")
+    reason = f"{tmp_path}/job/rank-00001 holds no checkpoint, and {tmp_path}/"
+    assert second["error"].startswith(f"MismatchError: {reason}")
+    # The other hears of it in its own attach, in a later step, or not at all if it was done before.
+    assert first["began"] in (None, 2)
+    assert first["error"] is None or ("rank 1" in first["error"] and reason in first["error"])
+    assert first["error"] is not None or first["began"] == 2
 
 
 def test_ranks_that_resume_at_different_steps_are_told(pool, tmp_path):

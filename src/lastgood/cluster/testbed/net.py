@@ -11,6 +11,7 @@ A process belongs to a node if its network namespace is the node's: that is how 
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 
 from lastgood.cluster.testbed.state import PREFIX, BedState
 from lastgood.errors import ConfigError, HostError
+from lastgood.processes import die_with_parent
 from lastgood.text import parse_json
 
 __all__ = [
@@ -89,7 +91,10 @@ def program(name: str) -> str:
 
 
 def run_program(name: str, *arguments: str, lines: Iterable[str] = ()) -> str:
-    """Run a program with `lines` on its standard input and return its output. Raises HostError if it fails."""
+    """Run a program with `lines` on its standard input and return its output. Raises HostError if it fails.
+
+    It ends with this process: after a kill nothing is made beside whoever removes what was made.
+    """
     command = " ".join([name, *arguments])[:200]
     try:
         done = subprocess.run(
@@ -99,6 +104,7 @@ def run_program(name: str, *arguments: str, lines: Iterable[str] = ()) -> str:
             text=True,
             timeout=_PROGRAM_S,
             check=False,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     except subprocess.TimeoutExpired as error:
         raise HostError(f"this machine: `{command}` did not end within {_PROGRAM_S:g} s; see its kernel log") from error
