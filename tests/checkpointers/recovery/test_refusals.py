@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,11 @@ def test_a_rank_that_is_attached_after_all_in_time_stops_nobody(ended):
 
 
 def test_a_process_alone_tells_nobody():
+    threads = set(threading.enumerate())
     refusals = Refusals("sync")
     refusals.raise_earlier()
     refusals.tell(ConfigError("x"))
     refusals.watch()
     refusals.raise_fault()
+    assert set(threading.enumerate()) == threads, "there is nobody to watch for"
     refusals.close()
