@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from typer.testing import CliRunner
 
 from lastgood.checkpointers.checkmate.incarnation import _takes_buckets
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.ring import check_ring
 from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.cli import app
 from lastgood.cli.train import _ask
 from lastgood.gradients.shadow.launch_env import find_place
 from lastgood.gradients.shadow.rendezvous import Rendezvous
 from lastgood.gradients.tap.bucket import BucketTap
+from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.optim import trainer
 from lastgood.optim.trainer import RuleMaker
 from lastgood.ports import free_ports
 from tests.checkpointers.support.ring_parts import TapOf, ring_options, tracked_of
+from tests.gradients.support.shadow_processes import shadow_threads
 from tests.gradients.support.step_training import Training
 from tests.optim.cuda_spec import as_cuda
 from tests.suggestions.following import advice, follows, hear, refusal
@@ -37,32 +47,45 @@ def test_what_the_ring_reduces():
     assert _takes_buckets(other, BucketTap(), tracked_of(dtype=torch.complex64))
 
 
-@follows(
-    "and no hook is registered: call checkpointer.watch(model)", 'spread over ranks (DTensor); tap="step" follows them'
-)
-def test_hooks_that_the_tap_needs(tmp_path):
-    tracked = tracked_of()
-    message = refusal(lambda: _takes_buckets(CheckmateOptions(tap="bucket"), None, tracked))
-    checkpointer, model = Checkmate(tmp_path, tap="bucket"), Watched()
-    eval(advice(message, r"call (checkpointer\.watch\(model\))"), {"checkpointer": checkpointer, "model": model})
-    assert _takes_buckets(CheckmateOptions(tap="bucket"), checkpointer._tap, tracked)
-    tracked.spread = True
+@follows('spread over ranks (DTensor); tap="step" follows them')
+def test_parameters_that_are_spread(one_rank):
+    model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    tracked = TrackedParameters({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
     message = refusal(lambda: _takes_buckets(CheckmateOptions(tap="bucket"), BucketTap(), tracked))
     other = eval(f"CheckmateOptions({advice(message, r'tap=.step.')})", {"CheckmateOptions": CheckmateOptions})
     assert not _takes_buckets(other, BucketTap(), tracked)
 
 
-class Watched:
-    """What `watch` asks of DistributedDataParallel."""
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    process_group = None
-    gradient_as_bucket_view = False
 
-    def register_comm_hook(self, state, hook):
-        pass
+@follows("give --shadow in the shadows' order")
+def test_the_order_of_shadows(tmp_path):
+    with shadow_threads(tmp_path, 2) as shadows:
+        first, second = (one.address for one in shadows)
+        ring = f"127.0.0.1:{free_ports(1)[0]}"
+        words = [
+            "switch",
+            "--check",
+            "--link",
+            f"127.0.0.1:1={ring}",
+            "--token-file",
+            str(tmp_path / "token"),
+            "--json",
+        ]
 
-    def register_forward_hook(self, hook):
-        pass
+        def found(*order):
+            given = [word for address in order for word in ("--shadow", address)]
+            rows = json.loads(CliRunner().invoke(app, ["shadow", *words, "--timeout", "10", *given]).stdout)
+            return [row for row in rows if row["what"].startswith("shadow ")]
+
+        told = [hear(row["found"]) for row in found(second, first)]
+        places = [int(advice(one, r"it is shadow (\d) of 2")) for one in told]
+        assert [row["good"] for row in found(*([second, first][places.index(at)] for at in (0, 1)))] == [True, True]
 
 
 @follows("different numbers of steps, and an update tells at most")
@@ -107,11 +130,6 @@ def test_an_optimizer_that_got_another_parameter():
     anew = Training(torch.optim.SGD, [[3], [5], [2]], 64)  # what a new start tracks
     anew.parameters[2].grad = torch.ones(2)
     assert anew.notes.look().fault is None
-
-
-@follows("checkmate: start(state) or attach(...) must be called first")
-def test_clipping_before_the_start(tmp_path):
-    refusal(lambda: Checkmate(tmp_path).clip_grad_norm_([], 1.0))
 
 
 @follows("{} is no HOST:PORT of shadows' store; give --shadow, --shadows-at")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import CheckpointError
 from tests.checkpointers.support.checkmate_shadows import Shadows
 from tests.checkpointers.support.rank_pool import RankPool
+from tests.suggestions.following import advice, follows, hear
 
 STEPS = 30
 
@@ -199,6 +201,97 @@ def test_where_one_rank_cannot_restore_no_rank_changes_anything(pool, shadows, t
     assert first["said"].startswith("CheckpointError: rank 1 could not restore step 2: step 2 of the shadows: the ")
     assert second["said"].startswith("MismatchError: step 2 of the shadows: the checkpoint lacks nothing and holds")
     assert not first["changed"] and not second["changed"]
+
+
+@pytest.fixture
+def written(pool, shadows, tmp_path):
+    """What rank 0 says of trainings whose loops are given as lines of Python, in the order in which they are given."""
+
+    def of(*loops, **more):
+        knobs = knobs_of(shadows, policy="block", **more)
+        first, second = pool.run(2, "written", knobs=knobs, directory=str(tmp_path / "job"), loops=loops)
+        assert [one["outcomes"] for one in first] == [one["outcomes"] for one in second]
+        return first
+
+    return of
+
+
+KEPT, HEALED = ["durable"] * 3, "durable"
+CLIP = "{}(model.parameters(), 1e-6)"  # each gradient is larger
+SCALED = {
+    "backward": "scaler.scale(loss).backward()",
+    "clip": "scaler.unscale_(optimizer)",
+    "step": "scaler.step(optimizer); scaler.update()",
+}
+
+
+@follows("Clip with checkpointer.clip_grad_norm_ or clip_grad_value_, and put the GradScaler into the state")
+def test_changes_of_gradients_that_shadows_repeat(written):
+    by_torch = [{"clip": CLIP.format(f"torch.nn.utils.{name}")} for name in ("clip_grad_norm_", "clip_grad_value_")]
+    for answer in written(*({"first": lines} for lines in (*by_torch, SCALED))):
+        assert (answer["outcomes"][0], answer["outcomes"][-1]) == ("failed", HEALED), answer
+        message = hear(answer["errors"][0])
+    norm = advice(message, r"Clip with (checkpointer\.\w+)")
+    value = norm.rpartition(".")[0] + "." + advice(message, r" or (clip_\w+), and put the GradScaler into the state")
+    right = [{"clip": CLIP.format(call)} for call in (norm, value)]
+    right += [{**SCALED, "beside": "scaler=scaler"}]
+    right += [{**SCALED, "beside": "scaler=scaler", "clip": f"{SCALED['clip']}; {CLIP.format(norm)}"}]
+    answers = written(*right)
+    assert [answer["outcomes"] for answer in answers] == [KEPT] * 4, answers
+
+
+@follows(
+    "call clip_grad_norm_() or clip_grad_value_() once, with all",
+    "checkmate: start(state) or attach(...) must be called first",
+)
+def test_one_clipping_of_all(written):
+    name = "checkpointer.clip_grad_{}_"
+    part = [{"clip": f"{name.format(kind)}([*model.parameters()][:2], 1e-6)"} for kind in ("norm", "value")]
+    twice = {"clip": f"{CLIP.format(name.format('value'))}; {CLIP.format(name.format('norm'))}"}
+    *refused, early, more = written(*part, {"before": CLIP.format("checkpointer.clip_grad_norm_")}, {"first": twice})
+    hear(early["said"])
+    assert "gradients were clipped more than once before one step" in more["errors"][0]
+    calls = [re.findall(r"clip_grad_\w+", hear(answer["said"])) for answer in refused]
+    assert calls[0] == calls[1] and len(calls[0]) == 2
+    answers = written(*({"clip": CLIP.format(f"checkpointer.{call}")} for call in calls[0]))
+    assert [answer["outcomes"] for answer in answers] == [KEPT] * 2, answers
+
+
+@follows("shadows apply one update for each reduction")
+def test_one_step_for_each_backward_pass(written):
+    twice = {"step": "optimizer.step(); optimizer.step()"}
+    around = {"loss": "loss = model.module(inputs).square().mean()"}
+    answers = written({"first": twice}, {"first": around})
+    for answer, words in zip(answers, ("has begun twice", "with no gradients reduced for it"), strict=True):
+        assert (answer["outcomes"][0], answer["outcomes"][-1]) == ("failed", HEALED), answer
+        advice(hear(answer["errors"][0]), words)
+
+
+@follows("call the model itself, not its forward()")
+def test_a_forward_pass_that_runs_no_hooks(written):
+    around, right = written({"loss": "loss = model.forward(inputs).square().mean()"}, {})
+    message = hear(around["errors"][0])
+    assert around["outcomes"] == ["durable", "failed", "durable"] and "From here on gradients are copied" in message
+    assert right["outcomes"] == KEPT
+
+
+@follows("and no hook is registered: call checkpointer.watch(model)")
+def test_a_hook_that_the_tap_needs(written):
+    (refused,) = written({"before": ""}, tap="bucket")
+    call = advice(hear(refused["said"]), r"call (checkpointer\.watch\(model\))")
+    (right,) = written({"before": call}, tap="bucket")
+    assert right["outcomes"] == KEPT
+
+
+@follows("checkmate: each rank sends all of its optimizer's gradients; with DistributedDataParallel call")
+def test_ranks_that_send_a_part_each(written, pool):
+    before = pool.errors[0].stat().st_size
+    (alone,) = written({"before": ""})
+    said = pool.errors[0].read_text()[before:]
+    call = advice(hear(said), r"call\s(checkpointer\.watch\(model\))")
+    (watched,) = written({"before": call})
+    assert (alone["outcomes"], watched["outcomes"]) == (KEPT, KEPT)
+    assert watched["sent_bytes"] < 0.8 * alone["sent_bytes"]  # gradients in halves; seeds are rank 0's alone
 
 
 def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):

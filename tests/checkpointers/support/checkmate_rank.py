@@ -315,6 +315,52 @@ def sharded(rank, world, knobs, directory, steps, restore=False):
     return answer
 
 
+def written(rank, world, knobs, directory, loops):
+    """Trainings of three steps whose loops are given as lines of Python: what became of their saves, and what was said.
+
+    A loop has `beside` (more of the state), `before` (lines before the start), `loss`, `backward`, `clip` and `step`;
+    `first` has those of its first step that are others.
+    """
+    return [_written(knobs, f"{directory}-{number}", **loop) for number, loop in enumerate(loops)]
+
+
+_LINES = {
+    "loss": "loss = model(inputs).square().mean()",
+    "backward": "loss.backward()",
+    "clip": "",
+    "step": "optimizer.step()",
+}
+
+
+def _written(knobs, directory, before="checkpointer.watch(model)", beside="", first=(), **lines):
+    module = make_model()
+    model = DistributedDataParallel(module, bucket_cap_mb=0.005)
+    optimizer = make_optimizer("sgd", module)
+    checkpointer = Checkmate(directory, **knobs)
+    checkpointer.events_kept = None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    names = {"torch": torch, "model": model, "optimizer": optimizer, "scaler": scaler, "checkpointer": checkpointer}
+    answer = {"said": ""}
+    loop = _LINES | lines
+    try:
+        exec(before, names)
+        checkpointer.start({"model": module, "optimizer": optimizer, **eval(f"dict({beside})", names)})
+        for number in (1, 2, 3):
+            names["inputs"] = torch.randn(6, 37, generator=torch.Generator().manual_seed(number))
+            for line in (loop | (dict(first) if number == 1 else {})).values():
+                exec(line, names)
+            optimizer.zero_grad()
+            checkpointer.save(number)
+        checkpointer.drain(WAIT_S)
+        answer["sent_bytes"] = checkpointer.storage_facts()["sent_bytes"]
+    except LastgoodError as error:
+        answer["said"] = str(error)
+    answer["outcomes"] = [event.outcome.value for event in checkpointer.events]
+    answer["errors"] = [event.error for event in checkpointer.events if event.error]
+    checkpointer.close()
+    return answer
+
+
 def reduced_alike(rank, world, elements):
     """Whether gradients are DDP's own to the bit, with the hook and without it, for this number of ranks."""
     found = []

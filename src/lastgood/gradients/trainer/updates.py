@@ -98,7 +98,7 @@ class UpdateNotes:
             if lacking:
                 raise ConfigError(
                     f"checkmate: {lacking} of the optimizer's parameters are not among those to clip; shadows repeat "
-                    "one clipping of all of them: call clip_grad_norm_ once, with all"
+                    "one clipping of all of them: call clip_grad_norm_() or clip_grad_value_() once, with all"
                 )
         return given
 
