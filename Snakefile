@@ -38,12 +38,15 @@ rule all:
 
 onstart:
     take_folder_lock()
+    start_fork_server()
 
 
 onsuccess:
+    end_fork_server()
     remove_outdated_partial_figures()
 
 
 onerror:
+    end_fork_server()
     remove_outdated_partial_figures()
     draw_partial_figures()

@@ -15,6 +15,7 @@ try:
     from lastgood.experiments.machine.facts import machine_label
     from lastgood.experiments.figures.workflow_plan import SIMPLE, left_out, plan_figure, plan_workflow
     from lastgood.experiments.plan.load import load_config, parse_config
+    from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -176,6 +177,21 @@ def take_folder_lock():
         logger.warning(f"nodes must be like this machine ({MACHINE}, {CONFIG.thread_count} threads): docs/slurm.md")
     # Kept for as long as this process lives.
     workflow.globals.update(FOLDER_LOCK=lock)
+
+
+def start_fork_server():
+    """Runs begin as forks of one process that has torch imported. Where jobs go to other machines, each imports it."""
+    if not SUBMITS:
+        server = ForkServer()
+        os.environ[ADDRESS] = server.address
+        workflow.globals.update(FORK_SERVER=server)
+
+
+def end_fork_server():
+    """It ends with this process anyway; so that it is gone before the last line."""
+    server = workflow.globals.get("FORK_SERVER")
+    if server is not None:
+        server.close()
 
 
 def draw_partial_figures():

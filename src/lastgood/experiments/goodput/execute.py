@@ -41,7 +41,7 @@ def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path
     """
     with exclusive_machine(spec.run, scratch, report) as mine, keep_logs_of_failure(mine.folder, logs, report):
         report("importing torch")
-        import_before_fork(spec.run)
+        import_before_fork(spec.run.workload)
         with run_services(services_of(spec.run), mine.folder, report) as services:
             window = _Window(spec, mine.folder / "checkpoints", data_dir, services.watched(report))
             window.run()

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lastgood.errors import LastgoodError, WaitTimeout
-from lastgood.experiments.records.spec import RunSpec
 from lastgood.processes import die_with_parent
 from lastgood.workloads.registry import workload_module
 
@@ -27,12 +26,15 @@ SILENCE_S = 900.0
 _END_S = 60.0
 
 
-def import_before_fork(spec: RunSpec) -> None:
-    """Import what both children need. numpy's OpenBLAS would start threads at import; a fork must not lose them."""
+def import_before_fork(workload: str) -> None:
+    """Import what children of a run of `workload` need.
+
+    numpy's OpenBLAS would start threads at import; a fork must not lose them.
+    """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     importlib.import_module("torch")
     importlib.import_module("torch._dynamo")  # every optimizer imports it when it is made, a second for each child
-    importlib.import_module(workload_module(spec.workload))
+    importlib.import_module(workload_module(workload))
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise LastgoodError(f"cannot fork: threads are running already ({names}); start runs through `lastgood run`")

@@ -49,7 +49,7 @@ def _execute(
     timeline: Path | None,
 ) -> RunRecord:
     report("importing torch")
-    import_before_fork(spec)
+    import_before_fork(spec.workload)
     with run_services(services_of(spec), mine.folder, report) as services:
         return _measure_and_prove(spec, data_dir, mine, services.watched(report), timeline)
 

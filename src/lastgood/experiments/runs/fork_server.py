@@ -1,0 +1,255 @@
+"""A process that has torch and the models' libraries imported, and forks each run of a workflow: seconds less a run.
+
+The workflow starts one (`ForkServer`) and names its socket in its environment; each `lastgood run` of a training in one
+process asks it for a fork that does the run, hands over its own input, output and folder, and ends as that ends. The
+server computes nothing, starts no thread and never touches CUDA, so that each fork begins as a process that has only
+imported. It imports a model's library when a run asks for it. It ends with the workflow, and runs end with those who
+asked for them; where there is no server, `lastgood run` imports for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.runs.children import import_before_fork
+from lastgood.processes import die_with_parent
+from lastgood.text import parse_json
+
+__all__ = ["ADDRESS", "ForkServer", "run_in_fork"]
+
+ADDRESS = "LASTGOOD_FORK_SERVER"
+"""The environment variable that names a server's socket."""
+_MOST_BYTES = 192 << 10
+"""Of a request: the command line and the environment. The kernel refuses a little more."""
+_ANSWER_S = 5.0
+"""Both sides are on this machine, and what is asked fits into one message."""
+_END_S = 20.0
+"""For a run to tidy up after an interrupt."""
+
+
+class ForkServer:
+    """A server that lasts as long as this process, or until `close`. For the environment of others: `address`."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lastgood-"))  # only this user may enter it
+        self.address = str(self._folder / "forks")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno()), str(self._folder)],
+                stdin=subprocess.PIPE,  # its end tells the server that this process has ended
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # an interrupt at the terminal reaches it through those that it works for
+            )
+
+    def close(self) -> None:
+        """End it, and all runs in it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(2 * _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)  # if it was killed, and could not
+
+
+def run_in_fork(address: str, workload: str, command: list[str]) -> int | None:
+    """Let the server at `address` do `lastgood COMMAND...`, and return its exit status when it has ended.
+
+    None if no server answers there, or one of another installation: nothing was begun then. Raises LastgoodError if the
+    server ended in between. After an interrupt it waits until the run has tidied up.
+    """
+    request = {
+        "workload": workload,
+        "command": command,
+        "folder": str(Path.cwd()),
+        "environment": {name: value for name, value in os.environ.items() if name != ADDRESS},
+        "installation": _installation(),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.settimeout(_ANSWER_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            asked.connect(address)
+            socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
+        except (OSError, UnicodeEncodeError):
+            return None
+        asked.settimeout(None)  # for as long as the run takes
+        try:
+            answer = asked.recv(64)
+        except KeyboardInterrupt:
+            asked.shutdown(socket.SHUT_WR)
+            asked.settimeout(2 * _END_S)
+            with contextlib.suppress(OSError):
+                asked.recv(64)
+            raise
+    if not answer:
+        raise LastgoodError("the process that forks this workflow's runs has ended, and this run with it; begin again")
+    return None if answer == b"elsewhere" else int(answer)
+
+
+def _installation() -> list[str]:
+    """What must be the same on both sides."""
+    return [sys.version, sys.prefix, __file__]
+
+
+@dataclass
+class _Run:
+    pid: int
+    ended: int
+    """A file descriptor of the process (pidfd)."""
+    asked: socket.socket
+    kill_at: float | None = None
+    """When to kill it, if it has been interrupted."""
+
+
+class _Server:
+    """The server's loop: `serve` returns a request in each fork, and None in the server at its end."""
+
+    def __init__(self, listener: socket.socket, lifeline: int) -> None:
+        self._listener, self._lifeline = listener, lifeline
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(lifeline, selectors.EVENT_READ)
+        self._runs: list[_Run] = []
+        self._closing = False
+
+    def serve(self) -> dict[str, Any] | None:
+        while self._runs or not self._closing:
+            for key, _ in self._selector.select(0.5 if self._closing or self._any_interrupted() else None):
+                if key.fileobj is self._listener:
+                    request = self._take()
+                    if request is not None:
+                        return request
+                elif key.fileobj == self._lifeline:
+                    self._close()
+                elif key.fileobj == key.data.ended:
+                    self._end(key.data)
+                else:
+                    self._interrupt(key.data)  # whoever asked for it has ended, or wants it to
+            for run in self._runs:
+                if run.kill_at is not None and time.monotonic() >= run.kill_at:
+                    signal.pidfd_send_signal(run.ended, signal.SIGKILL)
+        return None
+
+    def _take(self) -> dict[str, Any] | None:
+        """Answer one connection: the request in a fork, None in the server."""
+        connection, _ = self._listener.accept()
+        descriptors: list[int] = []
+        try:
+            connection.settimeout(_ANSWER_S)
+            user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            content, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
+            request: dict[str, Any] = parse_json(content, "a request for a run", most_bytes=_MOST_BYTES)
+            if user != os.geteuid() or len(descriptors) != 3 or request["installation"] != _installation():
+                connection.send(b"elsewhere")
+                connection.close()
+                return None
+            _import(request["workload"])
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(server)
+                self._leave(descriptors, connection)
+                return request
+            run = _Run(pid, os.pidfd_open(pid), connection)
+            self._runs.append(run)
+            for one in (run.ended, connection):
+                self._selector.register(one, selectors.EVENT_READ, run)
+        except (OSError, LastgoodError, KeyError, TypeError) as error:  # that one is not served
+            sys.stderr.write(f"fork server: {error!r}\n")
+            connection.close()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return None
+
+    def _leave(self, descriptors: list[int], connection: socket.socket) -> None:
+        """In a fork: nothing of the server's stays open, and the standard streams are those that came."""
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+        for run in self._runs:
+            os.close(run.ended)
+            run.asked.close()
+        self._selector.close()
+        self._listener.close()
+        connection.close()
+        os.setsid()
+
+    def _any_interrupted(self) -> bool:
+        return any(run.kill_at is not None for run in self._runs)
+
+    def _interrupt(self, run: _Run) -> None:
+        if run.kill_at is None:
+            run.kill_at = time.monotonic() + _END_S
+            signal.pidfd_send_signal(run.ended, signal.SIGINT)
+            self._selector.unregister(run.asked)
+
+    def _end(self, run: _Run) -> None:
+        _, status = os.waitpid(run.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self._selector.unregister(run.ended)
+        if run.kill_at is None:
+            self._selector.unregister(run.asked)
+        with contextlib.suppress(OSError):
+            run.asked.send(str(code if code >= 0 else 128 - code).encode())
+        run.asked.close()
+        os.close(run.ended)
+        self._runs.remove(run)
+
+    def _close(self) -> None:
+        self._closing = True
+        for one in (self._lifeline, self._listener):
+            self._selector.unregister(one)
+        for run in self._runs:
+            self._interrupt(run)
+
+
+def _import(workload: str) -> None:
+    """What a run of `workload` imports first. What fails here fails in the run as well, which says it to its user."""
+    with contextlib.suppress(Exception):
+        import lastgood.experiments.runs.measure  # noqa: F401 - for the forks
+
+        import_before_fork(workload)
+
+
+def main() -> None:
+    """Serve until stdin ends. Arguments: the descriptor of the listening socket, and its folder."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    folder = sys.argv[2]
+    lifeline = os.dup(0)
+    os.set_inheritable(lifeline, False)
+    request = _Server(listener, lifeline).serve()
+    if request is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    os.close(lifeline)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["lastgood", *request["command"]]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    runpy.run_module("lastgood", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
