@@ -49,7 +49,8 @@ def up(
     console.print(
         f"testbed {name}: {', '.join(bed.node_names)} on {bed.settings.subnet}; hostfile {place}", markup=False
     )
-    console.print(f"for ssh and Lastgood: export LASTGOOD_SSH_CONFIG={bed.ssh_config}", markup=False)
+    console.print(f"for Lastgood: export LASTGOOD_SSH_CONFIG={bed.ssh_config}", markup=False)
+    console.print(f"for ssh: ssh -F {bed.ssh_config} {bed.node_names[0]}", markup=False)
 
 
 @app.command()

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lastgood.cluster.testbed import state as testbed_state
@@ -19,6 +19,7 @@ from lastgood.cluster.testbed.state import (
     load_state,
     parse_rate,
     prepare_folder,
+    rate_text,
     save_state,
     state_folder,
 )
@@ -47,6 +48,14 @@ def test_names_that_links_cannot_have_are_refused(name: str) -> None:
 )
 def test_rates(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
+
+
+@given(st.one_of(*(st.builds("{}{}".format, st.decimals("1.6", 100, places=3), st.just(u)) for u in ("mbit", "gbit"))))
+@example("1234.567kbit")
+@example("1234.567mbit")
+@example("1gbit")
+def test_a_rate_is_written_as_it_is_read(text: str) -> None:
+    assert parse_rate(rate_text(parse_rate(text))) == parse_rate(text)
 
 
 @pytest.mark.parametrize("text", ["", "1", "1 gbit", "-1gbit", "0mbit", "101gbit", "1e9gbit", "1gbit; true", "999kbit"])

@@ -107,7 +107,7 @@ def run_program(name: str, *arguments: str, lines: Iterable[str] = ()) -> str:
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     except subprocess.TimeoutExpired as error:
-        raise HostError(f"this machine: `{command}` did not end within {_PROGRAM_S:g} s; see its kernel log") from error
+        raise HostError(f"this machine: `{command}` did not end within {_PROGRAM_S:g} s; see `dmesg`") from error
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}"
         hint = _KERNEL_HINT if name in ("ip", "tc") else "see its own words"

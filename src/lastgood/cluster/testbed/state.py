@@ -36,6 +36,7 @@ __all__ = [
     "load_state",
     "parse_rate",
     "prepare_folder",
+    "rate_text",
     "save_state",
     "state_folder",
 ]
@@ -103,6 +104,12 @@ def parse_rate(text: str) -> int:
     if not 10**6 <= rate <= 10**11:
         raise ConfigError(f"not a rate: {text[:80]!r}; write it as in 100mbit or 2.5gbit, from 1mbit to 100gbit")
     return rate
+
+
+def rate_text(bits_per_s: int) -> str:
+    """A rate as `parse_rate` reads it, to the bit, in the largest unit that can say it."""
+    unit, factor = [(unit, factor) for unit, factor in _RATE_UNITS.items() if bits_per_s * 1000 % factor == 0][-1]
+    return f"{bits_per_s / factor:.3f}".rstrip("0").rstrip(".") + unit
 
 
 def beds_lock() -> FileLock:

@@ -33,6 +33,7 @@ from lastgood.cluster.testbed.state import (
     load_state,
     parse_rate,
     prepare_folder,
+    rate_text,
     save_state,
     state_folder,
 )
@@ -141,7 +142,7 @@ class Testbed:
         found = load_state(name)
         if found is None or not found[1].complete or not net.has_bridge(name):
             left = "half a testbed" if state_folder(name) is not None else "no testbed"
-            raise ConfigError(f"there is {left} {name!r} on this machine; see `lastgood testbed up` and `down`")
+            raise ConfigError(f"there is {left} {name!r} on this machine; `lastgood testbed up --name {name}` makes it")
         return cls(*found)
 
     @classmethod
@@ -296,7 +297,8 @@ class Testbed:
         with _changing():
             if load_state(self.name) != (self.folder, self._state):
                 raise ConfigError(
-                    f"testbed {self.name} was taken down meanwhile, or made anew; `lastgood testbed status`"
+                    f"testbed {self.name} was taken down meanwhile, or made anew; see `lastgood testbed status --name "
+                    f"{self.name}`"
                 )
             yield
 
@@ -304,7 +306,9 @@ class Testbed:
     def _changing_running(self, node: str) -> Iterator[None]:
         with self._changing(node):
             if self._status_of(node).state == "killed":
-                raise HostError(f"{node}: it was killed; `lastgood testbed restart {node}` brings it back")
+                raise HostError(
+                    f"{node}: it was killed; `lastgood testbed restart {node} --name {self.name}` brings it back"
+                )
             yield
 
 
@@ -332,7 +336,7 @@ def _whole(
     place, state = found
     same = (state.nodes, state.slots, state.rate_bits_per_s) == (nodes, slots, rate_bits_per_s)
     if not same or (folder is not None and folder.absolute() != place):
-        rate = "no limit" if state.rate_bits_per_s is None else f"{state.rate_bits_per_s / 1e6:g}mbit"
+        rate = "no limit" if state.rate_bits_per_s is None else rate_text(state.rate_bits_per_s)
         raise ConfigError(
             f"testbed {name} is up with other settings: {state.nodes} nodes, {state.slots} slots, {rate}, state in "
             f"{place}; give the same, another --name, or run `lastgood testbed down --name {name}` first"
