@@ -6,6 +6,7 @@ exit status and its last lines; nothing outlives the call, not even one that is 
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import signal
 import sys
@@ -199,6 +200,15 @@ def _is_ipv4(address: str) -> bool:
     return address.count(".") == 3 and ":" not in address
 
 
+def _is_address(word: object) -> bool:
+    """A link's own address of IPv6 names its interface after a percent sign."""
+    try:
+        ipaddress.ip_address(str(word))
+    except ValueError:
+        return False
+    return True
+
+
 def _read_probe(host: str, answer: Completed, python: str) -> tuple[list[str], int | None]:
     try:
         line = answer.text.splitlines()[-1]
@@ -211,8 +221,12 @@ def _read_probe(host: str, answer: Completed, python: str) -> tuple[list[str], i
         raise HostError(f"{host}: {python} failed there with status {answer.rc}: {''.join(said)[:200]}") from None
     if not there:
         raise HostError(f"{host}: {python} has no lastgood there; install it at the same place on every host")
-    if len(ssh) != 4:
-        raise HostError(f"{host}: its ssh server does not set SSH_CONNECTION, so its address is not known")
+    if len(ssh) != 4 or not (_is_address(ssh[0]) and _is_address(ssh[2])):
+        raise HostError(
+            f"{host}: SSH_CONNECTION does not say there from where ssh came and to which address; look for what clears "
+            "it on that host (sshd's ForceCommand, the shell's start files), and reach it over TCP (no ProxyCommand "
+            "that starts an sshd)"
+        )
     return [str(word) for word in ssh], port
 
 

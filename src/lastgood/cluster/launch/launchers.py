@@ -195,7 +195,10 @@ def _torchrun(given: Way) -> list[Started]:
 def _ssh(given: Way) -> list[Started]:
     """A shell on each host, and no launcher: each torchrun imports torch for some seconds before its ranks start."""
     if given.launcher_args:
-        raise ConfigError(f"--launcher-arg {given.launcher_args[0]}: with --how ssh there is no launcher to give it to")
+        raise ConfigError(
+            f"--launcher-arg {given.launcher_args[0]}: with --how ssh there is no launcher to give it to; leave it "
+            "out, or take --how torchrun"
+        )
     commands, first = [], 0
     for host in given.hosts.hosts:
         words = ["bash", "-c", _EACH_SLOT, "lastgood-slots", str(first), str(host.slots), str(given.hosts.slots)]
