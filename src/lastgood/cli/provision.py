@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import getpass
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,24 +91,23 @@ def run(
     from lastgood.experiments.plan.grid import find_root
     from lastgood.files import write_atomically
 
-    bundle, reports = provision_hosts(
-        Provisioning(
-            root=find_root(),
-            hostfile=read_hostfile(hostfile),
-            connection=Connection(ssh_config, user, accept_new_keys, ask_become_pass),
-            steps=Steps(prerequisites.value, gpu, reboot, install, check),
-            target=target,
-            carry_changes=carry_changes,
-            timeout_s=timeout_s,
-        )
+    wanted = Provisioning(
+        root=find_root(),
+        hostfile=read_hostfile(hostfile),
+        connection=Connection(ssh_config, user, accept_new_keys, ask_become_pass),
+        steps=Steps(prerequisites.value, gpu, reboot, install, check),
+        target=target,
+        carry_changes=carry_changes,
+        timeout_s=timeout_s,
     )
-    try:
+    with _writing_facts(facts_dir):  # tried before the hosts are busy for an hour
         facts_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=facts_dir).close()
+    bundle, reports = provision_hosts(wanted)
+    with _writing_facts(facts_dir):
         for report in reports:
             content = (report.model_dump_json(indent=1) + "\n").encode()
             write_atomically(facts_dir / f"{report.host}.json", content, mode=None)
-    except OSError as error:
-        raise ProvisionError(f"{facts_dir}: the facts cannot be written: {error}; name another --facts-dir") from error
     if as_json:
         emit_json([report.model_dump(mode="json") for report in reports])
     else:
@@ -117,6 +119,14 @@ def run(
     if failed:
         told = "\n".join(f"  {report.host}: {_first_lines(report.failure)}" for report in failed)
         raise ProvisionError(f"{len(failed)} of {len(reports)} hosts failed; mend that and call again:\n{told}")
+
+
+@contextmanager
+def _writing_facts(facts_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ProvisionError(f"{facts_dir}: the facts cannot be written: {error}; name another --facts-dir") from error
 
 
 def _first_lines(text: str | None) -> str:
