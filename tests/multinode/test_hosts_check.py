@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import lastgood as package
-from lastgood.cli import app
 from lastgood.cluster.testbed.testbed import Testbed
+from tests.multinode.support.host_checks import check, faults
 
 pytestmark = pytest.mark.root
-
-PORTS = "29620-29622"
-
-
-def check(bed: Testbed, *arguments: object) -> tuple[int, dict[str, Any]]:
-    words = ["hosts", "check", bed.folder / "hostfile", "--ssh-config", bed.ssh_config, "--json", "--ports", PORTS]
-    words += ["--min-free", "1 MiB", *arguments]
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code in (0, 1), done.output
-    return done.exit_code, json.loads(done.stdout)
-
-
-def faults(report: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(one["host"], one["what"]) for one in report["findings"] if one["verdict"] == "fault"]
 
 
 def test_a_testbed_is_well(bed: Testbed) -> None:

@@ -8,16 +8,22 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from lastgood.cluster.hostfile import parse_hostfile
+from lastgood.cluster.hostfile import Hostfile, parse_hostfile
 from lastgood.cluster.launch.job import launch
+from lastgood.cluster.ssh.remote import Remote
+from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import LaunchError
+from lastgood.experiments.services.place import RankHosts, find_place
 from lastgood.ports import free_ports
 from tests.multinode.support.processes import processes_with
 from tests.multinode.support.slurm_cluster import SlurmCluster
+from tests.suggestions.following import advice, follows, refusal
 
 pytestmark = pytest.mark.slurm
 HOSTS = parse_hostfile("node1 slots=2\nnode2 slots=1\n")
@@ -127,3 +133,59 @@ def test_where_no_slurm_answers_the_error_says_what_was_tried_and_what_to_do(
     assert "Without a Slurm, take --how ssh or --how torchrun" in tried
     if not down:
         assert re.search(r"(?m)^    srun: fatal: ", own), own
+
+
+# -- what its errors advise --------------------------------------------------------------------------------------------
+
+
+def launched(folder: Path, how: str = "srun", hosts: Hostfile = HOSTS, remote: Remote | None = None) -> None:
+    launch(["true"], hosts, how, log_dir=folder / "logs", timeout_s=150, remote=remote)  # type: ignore[arg-type]
+
+
+@follows("there is no srun on this machine; launch from a machine that submits jobs to Slurm, or take --how ssh or")
+def test_a_machine_without_srun(
+    cluster: SlurmCluster, bed: Testbed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(shutil.which("ssh") or "")
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path / "bin"))
+        message = refusal(lambda: launched(tmp_path))
+        how = advice(message, r"take --how (\w+) or --how torchrun")
+        launched(tmp_path, how, parse_hostfile("vm1 slots=1\n"), bed.remote())
+    assert advice(message, "launch from a machine that submits jobs to Slurm")
+    launched(tmp_path)
+
+
+@follows("no Slurm controller answers {}, from where srun was to start ranks on {}")
+def test_a_slurm_that_is_configured_elsewhere(
+    cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm.conf").write_text("")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+        message = refusal(lambda: launched(tmp_path))
+    variable = advice(message, r"not in Slurm's own place, (\w+) names it")
+    monkeypatch.setenv(variable, cluster.env[variable])
+    listing = advice(message, r"`(sinfo)` must list these nodes")
+    names = subprocess.run([listing, "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, timeout=60)
+    assert {*names.stdout.split()} >= {*HOSTS.names}
+    assert subprocess.run(advice(message, r"`(scontrol ping)`").split(), timeout=60).returncode == 0
+    launched(tmp_path)
+
+
+@follows("--how srun: {} needs --hostfile FILE with the names of {} of Slurm's nodes (NAME slots=N, one a line)")
+def test_a_run_by_srun_names_its_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    spec: Any = SimpleNamespace(title=lambda: "this run", nodes=2, ranks=3, device="cpu")
+
+    def run(given: RankHosts) -> None:
+        with find_place(spec, given, print) as place:
+            place.start(["true"], {}, tmp_path / "logs", 150, print)
+
+    message = refusal(lambda: run(RankHosts(how="srun")))
+    count, form = re.findall(r"names of (\d+) of Slurm's nodes \((NAME slots=N), one a line\)", message)[0]
+    listed = cluster.call("sinfo", "--noheader", "--Node", "--format=%N").stdout.split()
+    lines = [form.replace("NAME", name).replace("N", str(slots)) for name, slots in zip(listed, (2, 1), strict=True)]
+    assert len(lines) == int(count)
+    (tmp_path / "hosts").write_text("".join(f"{line}\n" for line in lines))
+    run(RankHosts(tmp_path / "hosts", how="srun"))

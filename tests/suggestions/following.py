@@ -26,9 +26,13 @@ def text_with(part: str) -> str:
 
 def is_said_in(part: str, message: str) -> bool:
     """Whether `message` was made from the suggestion that has `part`, whatever it fills in, on however many lines."""
-    words = [re.escape(piece) for piece in text_with(part).split("{}")]
-    pattern = re.sub(r"(?:\\?\s)+", r"\\s+", ".*".join(re.sub(r"%-?[\d.]*[sdrgf]", ".*", word) for word in words))
-    return re.search(pattern, message, re.DOTALL) is not None
+    said, at = re.sub(r"\s+", " ", message), 0
+    for words in re.split(r"\{\}|%-?[\d.]*[sdrgf]", re.sub(r"\s+", " ", text_with(part))):
+        at = said.find(words, at)
+        if at < 0:
+            return False
+        at += len(words)
+    return True
 
 
 def hear(message: str) -> str:

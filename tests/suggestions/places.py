@@ -37,6 +37,20 @@ class Places:
         self.private, self.key = tmp / "private", tmp / "private.pub"
 
     @cached_property
+    def many(self) -> Path:
+        """A hostfile of more hosts than measure each other's bandwidth."""
+        path = self.tmp / "many"
+        path.write_text("".join(f"host{number} slots=1\n" for number in range(129)))
+        return path
+
+    @cached_property
+    def noway(self) -> Path:
+        """An ssh configuration with which no host is reached, at once."""
+        path = self.tmp / "noway"
+        path.write_text("Host *\n    ProxyCommand false\n")
+        return path
+
+    @cached_property
     def port(self) -> int:
         return free_ports()[0]
 

@@ -30,14 +30,7 @@ from lastgood.integrations import deepspeed
 from lastgood.workloads.data import bible
 from lastgood.workloads.data.prepare import DATASETS
 from tests.suggestions.following import advice, follows, hear, refusal
-
-
-def packages_of(extra: str) -> set[str]:
-    """Of Lastgood's metadata."""
-    needs = map(Requirement, importlib.metadata.requires("lastgood") or ())
-    found = {canonicalize_name(one.name) for one in needs if one.marker and one.marker.evaluate({"extra": extra})}
-    assert found, f"no extra {extra}"
-    return found
+from tests.suggestions.packages import packages_of
 
 
 def named_extra(message: str) -> set[str]:
