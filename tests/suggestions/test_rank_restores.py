@@ -129,6 +129,33 @@ def test_a_sum_that_is_still_to_be_made(mesh):
         describe_shard(pending.redistribute(placements=[placement]), "weight")
 
 
+@pytest.fixture
+def four_of_two_dimensions():
+    """A mesh of ranks that are only said to be there: where parts lie needs no message."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+@follows("redistribute() it to Replicate, and from there to its placements")
+def test_shards_in_an_order_of_their_own(four_of_two_dimensions):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+    mesh, placements = four_of_two_dimensions, [Shard(0), Shard(0)]
+    usual = distribute_tensor(torch.arange(8.0), mesh, placements)
+    order = (ShardOrderEntry(0, (1, 0)),)
+    other = DTensorSpec(mesh, usual.placements, usual._spec.tensor_meta, shard_order=order)
+    tensor = DTensor(usual._local_tensor, other, requires_grad=False)
+    message = refusal(lambda: describe_shard(tensor, "weight"))
+    whole = {"Replicate": Replicate}[advice(message, r"redistribute\(\) it to (\w+)")]()
+    again = tensor.redistribute(placements=[whole, whole]).redistribute(placements=placements)
+    assert describe_shard(again, "weight") == describe_shard(usual, "weight")
+
+
 @follows("no IPv4 route to MASTER_ADDR={}: {}; give host=")
 def test_an_address_of_ipv6(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "::1")

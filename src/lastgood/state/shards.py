@@ -141,7 +141,10 @@ def describe_shard(tensor: Any, path: str) -> Shard:
     placements = tuple(_placement(placement, path) for placement in tensor.placements)
     order = getattr(spec, "shard_order", None)
     if order is not None and order != type(spec).compute_default_shard_order(tensor.placements):
-        raise StateError(f"{path}: shards in an order of their own ({order}) are not supported; redistribute() it")
+        raise StateError(
+            f"{path}: shards in an order of their own ({order}) are not supported; redistribute() it to Replicate, and "
+            "from there to its placements, which gives the usual order"
+        )
     coordinate = mesh.get_coordinate()
     shape = tuple(tensor.shape)
     runs = runs_of(shape, tuple(mesh.shape), None if coordinate is None else tuple(coordinate), placements)

@@ -19,6 +19,7 @@ import lastgood.checkpointers.agreement as agreement
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.storage import SlotStore
 from tests.checkpointers.support.job_of_ranks import Refused
+from tests.suggestions.following import advice, follows, hear
 from tests.support.patience import wait_until
 
 PATIENCE_S = 2.0
@@ -39,6 +40,34 @@ def damage_newest(directory):
 def marks(job):
     found = {rank: SlotStore.peek(folder).global_commit() for rank, folder in rank_directories(job.directory).items()}
     return {rank: None if mark is None else (mark.incarnation, mark.step) for rank, mark in found.items()}
+
+
+def refusal_of(rank, directory, number, **knobs):
+    with pytest.raises(Refused) as error:
+        rank("attach", str(directory), number, **knobs)
+    return hear(str(error.value))
+
+
+@follows(
+    "or the token is not the same on all ranks (LASTGOOD_JOB_TOKEN)", "; a rank that saves alone needs world_size=1"
+)
+def test_a_rank_whom_the_others_do_not_know(make_job):
+    job = make_job()
+    first, second = job.fork()
+    soon = job.options(0, join_timeout_s=1.5)
+    first.begin("attach", str(job.directory), 0, **soon)
+    second("use_token", "a token of another job's")
+    told = refusal_of(second, job.directory, 1, **soon)
+    assert advice(told, r"not the same on all ranks \((\w+)\)") == "LASTGOOD_JOB_TOKEN"
+    with pytest.raises(Refused) as error:
+        first.result("attach")
+    alone = eval(f"dict({advice(hear(str(error.value)), r'needs (world_size=1)')})")
+    assert first("attach", str(job.directory) + "-alone", 0, **soon | alone) == (0, "")
+    first("close")
+    second("use_token", "a token of the tests")
+    for number, rank in enumerate(job.ranks):
+        rank.begin("attach", str(job.directory), number, **job.options(number))
+    assert [rank.result("attach") for rank in job.ranks] == [(0, "")] * 2
 
 
 def test_three_ranks_agree_and_come_back_together(make_job, capsys):

@@ -16,6 +16,7 @@ from lastgood.errors import MismatchError
 from lastgood.storage import SlotView
 from tests.checkpointers.support.rank_pool import RankPool
 from tests.checkpointers.support.reshard_rank import Training, summed
+from tests.suggestions.following import advice, follows, hear
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +221,22 @@ def test_parts_on_cuda_come_from_parts_on_the_cpu_and_go_back(pool, saved, tmp_p
     there = pool.run(world, "save", job=str(tmp_path), device="cuda")
     back = pool.run(3, "load", job=str(tmp_path))
     assert all(answer["sums"] == there[0]["sums"] for answer in back)
+
+
+@follows("make them equal before training (DistributedDataParallel does), or use replicated='none'")
+def test_ranks_that_do_not_hold_alike_what_is_said(pool, tmp_path):
+    places = [str(rank_directory(tmp_path, rank)) for rank in (0, 1)]
+    said = pool.run(2, "start", directories=places, replicated="ddp")
+    assert "weight" in said[0] and said[0] == said[1]
+    given = eval(f"dict({advice(hear(said[0]), r'use (replicated=.none.)')})")
+    assert pool.run(2, "start", directories=places, **given) == ["", ""]
+    advice(said[0], r"\(DistributedDataParallel does\)")
+    assert pool.run(2, "start", directories=places, replicated="ddp", made_equal=True) == ["", ""]
+
+
+@follows("and this one is not named as theirs; use {}")
+def test_directories_that_the_other_ranks_cannot_find(pool, tmp_path):
+    given = {"replicated": "ddp", "made_equal": True}
+    said = pool.run(2, "start", directories=[str(tmp_path / f"mine-{rank}") for rank in (0, 1)], **given)
+    places = [advice(hear(one), r"; use (\S+)$") for one in said]
+    assert pool.run(2, "start", directories=places, **given) == ["", ""]

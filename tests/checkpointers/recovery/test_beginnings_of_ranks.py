@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tests.checkpointers.support.rank_pool import RankPool
+from tests.suggestions.following import advice, follows, hear
 
 SYSTEMS = ["sync", "checkfreq", "dcp", "gpm", "pccheck"]
 LAYOUTS = {"disk of its own": "disk-{rank}/job", "directory of the job": "job/rank-0000{rank}"}
@@ -66,14 +67,22 @@ def test_a_rank_that_sees_the_others_directories_is_refused_at_once(system, pool
     assert first["error"] is not None or first["began"] == 2
 
 
+@follows("%s: ranks resumed at different steps: %s; with attach(resume_step=...) all take the same one, while")
 def test_ranks_that_resume_at_different_steps_are_told(pool, tmp_path):
     places = tmp_path / LAYOUTS["disk of its own"]
     trained(pool, places, "sync")
     (newest,) = (tmp_path / "disk-1" / "job").glob("checkpoint-*step-2*")
     newest.unlink()
-    assert [(one["began"], one["error"]) for one in trained(pool, places, "sync")] == [(2, None), (1, None)]
-    told = "ranks resumed at different steps: rank 0 at step 2"
-    assert all(told in path.read_text() for path in pool.errors)
+    found = trained(pool, places, "sync", interval_steps=0)  # nothing is saved over what each still has
+    assert [(one["began"], one["error"]) for one in found] == [(2, None), (1, None)]
+    for path in pool.errors:
+        message = hear(path.read_text())
+        assert "ranks resumed at different steps: rank 0 at step 2" in message
+    said = [path.stat().st_size for path in pool.errors]
+    step = advice(message, r"rank 1 at step (\d+)")
+    given = eval(f"dict({advice(message, r'attach[(](resume_step=)')}{step})")
+    assert [(one["began"], one["error"]) for one in trained(pool, places, "sync", **given)] == [(1, None)] * 2
+    assert not any(b"different steps" in path.read_bytes()[size:] for path, size in zip(pool.errors, said, strict=True))
 
 
 def test_a_rank_that_attaches_alone_waits_for_nobody(pool, tmp_path):

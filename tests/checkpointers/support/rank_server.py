@@ -60,6 +60,10 @@ class Rank:
         self._attached = self.checkpointer._attachment
         return step, self.training.digest() if step else ""
 
+    def use_token(self, token):
+        """What LASTGOOD_JOB_TOKEN is from here on."""
+        os.environ["LASTGOOD_JOB_TOKEN"] = token
+
     def save(self, step=None):
         """Train a step and save it; returns its number, its digest, and how long the save took."""
         self.training.step()

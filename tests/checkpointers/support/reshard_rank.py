@@ -232,6 +232,24 @@ def replicated(rank, world, job):
     }
 
 
+def start(rank, world, directories, made_equal=False, **given):
+    """Ranks with a model each, which DistributedDataParallel makes equal or nobody: what the start says, or ""."""
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    if made_equal:
+        torch.nn.parallel.DistributedDataParallel(model)
+    knobs = {"rank": rank, "world_size": world, "control": "off", "chunk_bytes": 4096, **given}
+    checkpointer = PCcheck(directories[rank], **knobs)
+    said = ""
+    try:
+        checkpointer.start({"model": model, "optimizer": optimizer})
+    except LastgoodError as error:
+        said = str(error)
+    checkpointer.close()
+    return said
+
+
 def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="fsdp", resume_step=None):
     """One life of a job whose ranks agree on their checkpoints."""
     training = made(rank, world, 7, kind)
@@ -370,16 +388,16 @@ def lonely(rank, world):
     return found or texts
 
 
-def train(rank, world, system, folder, steps, attached=None):
+def train(rank, world, system, folder, steps, attached=None, interval_steps=1, **given):
     """Begin, and train so many steps; what it began at, and what it was refused with."""
     if attached is not None and rank not in attached:
         return {"began": None, "error": None}
     knobs = {"control": "off"} if system == "pccheck" else {}
-    checkpointer = checkpointer_class(system)(folder.format(rank=rank), interval_steps=1, **knobs)
+    checkpointer = checkpointer_class(system)(folder.format(rank=rank), interval_steps=interval_steps, **knobs)
     found = {"began": None, "error": None}
     refused = False
     try:
-        found["began"] = checkpointer.attach(model=torch.nn.Linear(2, 2))
+        found["began"] = checkpointer.attach(model=torch.nn.Linear(2, 2), **given)
     except LastgoodError as error:
         found["error"], refused = f"{type(error).__name__}: {error}", True
     refusals = [None] * world

@@ -99,7 +99,8 @@ class Beginnings:
         if len({step for step, _ in began.values()}) > 1:
             self._looks_left = 0
             _log.warning(
-                "%s: ranks resumed at different steps: %s; with attach(resume_step=...) all take the same one",
+                "%s: ranks resumed at different steps: %s; with attach(resume_step=...) all take the same one, while "
+                "each still has it",
                 self._system,
                 _listed(resumed),
             )
