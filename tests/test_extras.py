@@ -36,7 +36,6 @@ AT_IMPORT = {
 """Room, and package of an extra that a module there needs when it is imported."""
 AT_USE = {
     *(("checkpointers", package) for package in ("nvidia_resiliency_ext", "torchsnapshot")),
-    *(("cluster", package) for package in ("boto3", "botocore", "google", "requests")),
     ("integrations", "deepspeed"),
     ("training", "deepspeed"),
     *(("workloads", package) for package in ("PIL", "sklearn", "torchvision", "transformers")),

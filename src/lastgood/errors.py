@@ -65,7 +65,7 @@ class NoGoodCheckpoint(CheckpointError):
 
 
 class ProvisionError(LastgoodError):
-    """A cloud, Ansible or a host refused a provisioning: names where, what is left there, and how to go on or undo."""
+    """Ansible or a host refused a provisioning: names the host, and how to go on."""
 
 
 class CorruptCheckpoint(CheckpointError):

@@ -8,8 +8,6 @@ EXTRAS = {
     **dict.fromkeys(("prometheus_client", "rich", "typer"), "cli"),
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib", "pandas", "PIL", "sklearn", "snakemake"), "harness"),
     **dict.fromkeys(("tokenizers", "torchvision", "transformers"), "harness"),
-    **dict.fromkeys(("boto3", "botocore"), "aws"),
-    **dict.fromkeys(("google", "requests"), "gcp"),
     "deepspeed": "deepspeed",
     **dict.fromkeys(("nvidia_resiliency_ext", "torchsnapshot"), "third-party"),
 }

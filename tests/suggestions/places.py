@@ -29,12 +29,10 @@ class Places:
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         contents = {"hosts": "a slots=1\n", "nohosts": "", "token": "x" * 32, "file": ""}
-        contents |= {"private": "-----BEGIN\n", "private.pub": "ssh-ed25519 AAAA a@b\n"}
         for name, content in contents.items():
             (tmp / name).write_text(content)
             (tmp / name).chmod(0o600)
         self.hosts, self.nohosts, self.token, self.file = (tmp / n for n in ("hosts", "nohosts", "token", "file"))
-        self.private, self.key = tmp / "private", tmp / "private.pub"
 
     @cached_property
     def many(self) -> Path:

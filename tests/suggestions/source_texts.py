@@ -20,7 +20,7 @@ _VERBS = re.compile(
     r"|restore|run|see|set|skips|starts?|such as|takes?|try|use|wants?|with|without|works|writes?)\b",
     re.IGNORECASE,
 )
-_COMMAND = r"lastgood|snakemake|pip install|bash|apt-get install|python -m|openssl|chmod|ssh-keygen|gcloud|aws"
+_COMMAND = r"lastgood|snakemake|pip install|bash|apt-get install|python -m|openssl|chmod|ssh-keygen"
 _THINGS = re.compile(
     rf"`(?:{_COMMAND})\b[^`]*`|\b(?:{_COMMAND}) [a-z'\-./\[{{]"  # commands
     r"|`\{\}`|`\{\} --|\bset \{\}"  # commands and variables that a constant names

@@ -20,8 +20,6 @@ from packaging.utils import canonicalize_name
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cluster.provision import playbook, revision
-from lastgood.cluster.provision.cloud_aws import AwsCloud
-from lastgood.cluster.provision.cloud_gcp import GcpCloud
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed import net
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
@@ -57,18 +55,6 @@ def hide(monkeypatch) -> Callable[..., None]:
         monkeypatch.setattr(shutil, "which", lambda name, **kw: None if name in names else real_which(name, **kw))
 
     return hidden
-
-
-@follows("AWS needs boto3 ({}): pip install 'lastgood[aws]'")
-def test_boto3(hide):
-    hide("boto3")
-    assert "boto3" in named_extra(refusal(lambda: AwsCloud("us-east-1")))
-
-
-@follows("GCP needs google-cloud-compute ({}): pip install 'lastgood[gcp]'")
-def test_googles_client(hide):
-    hide("google")
-    assert "google-cloud-compute" in named_extra(refusal(lambda: GcpCloud("p")))
 
 
 @follows(

@@ -28,12 +28,7 @@ OTHERS_KEYWORDS = {
     *("shadow", "cause"),  # labels of metrics
 }
 OTHERS_VARIABLES = {
-    *(
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "SSH_CONNECTION",
-    ),  # read by the clouds' packages
+    "SSH_CONNECTION",  # sshd's
     *("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "PR_SET_PDEATHSIG", "ELEM_SIZE"),  # the kernel's, and an argument's name
     *("NCCL_BUFFSIZE", "SLURM_CONF"),
 }

@@ -1,9 +1,7 @@
-"""`lastgood provision`: hosts made ready over SSH, and cloud VMs to make ready. docs/provisioning.md describes both."""
+"""`lastgood provision`: hosts made ready over SSH. docs/provisioning.md describes it, and where cloud VMs come from."""
 
 from __future__ import annotations
 
-import getpass
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,15 +17,12 @@ from lastgood.errors import ConfigError, ProvisionError
 from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
-    from lastgood.cluster.provision.cloud import Cloud, Vm
     from lastgood.cluster.provision.facts import HostReport
     from lastgood.cluster.provision.revision import Bundle
 
 __all__ = ["app"]
 
-app = App(help="Make hosts ready over SSH; create, list and destroy cloud VMs.", no_args_is_help=True)
-cloud_app = App(help="Cloud VMs with tags: create, list, destroy. They cost money.", no_args_is_help=True)
-app.add_typer(cloud_app, name="cloud")
+app = App(help="Make hosts ready over SSH.", no_args_is_help=True)
 
 
 class Prerequisites(str, Enum):
@@ -36,23 +31,6 @@ class Prerequisites(str, Enum):
     apply = "apply"
     dry_run = "dry-run"
     skip = "skip"
-
-
-class Provider(str, Enum):
-    """Clouds that can be used."""
-
-    aws = "aws"
-    gcp = "gcp"
-
-
-class Address(str, Enum):
-    """Which address of a VM goes into a hostfile."""
-
-    public = "public"
-    private = "private"
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")]
 
 
 @app.command()
@@ -79,7 +57,7 @@ def run(
     ] = False,
     facts_dir: Annotated[Path, typer.Option(help="Folder for one JSON file of facts a host.")] = Path("logs/provision"),
     timeout_s: Annotated[float, typer.Option(min=1, help="For all hosts together.")] = 7200.0,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")] = False,
 ) -> None:
     """Bring every host of HOSTFILE to this checkout's revision, ready to run; a second call changes nothing.
 
@@ -151,168 +129,15 @@ def _print_reports(bundle: Bundle, reports: list[HostReport], *, check: bool) ->
     emit_table(title, (*columns, "GPUs", "Python", "torch", "revision"), rows)
 
 
-# -- clouds --------------------------------------------------------------------------------------------------------
-
-ProviderOption = Annotated[Provider, typer.Option(help="Which cloud.")]
-RegionOption = Annotated[str | None, typer.Option(help="AWS: the region.")]
-ZoneOption = Annotated[str | None, typer.Option(help="GCP: the zone. AWS: one zone of the region.")]
-ProjectOption = Annotated[str | None, typer.Option(help="GCP: the project [default: that of your credentials].")]
-EndpointOption = Annotated[str | None, typer.Option(help="A stand-in for the cloud's address, for tests.")]
-
-
-@cloud_app.command()
-def create(
-    provider: ProviderOption,
-    machine: Annotated[str, typer.Option(help="Machine type; docs/provisioning.md lists those of the papers.")],
-    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Name of the run [default: made from the time].")] = None,
-    owner: Annotated[str | None, typer.Option(help="For the tag `owner` [default: your user name].")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Cheaper, and taken away at any time.")] = False,
-    region: RegionOption = None,
-    zone: ZoneOption = None,
-    project: ProjectOption = None,
-    image: Annotated[str | None, typer.Option(help="An image [default: the newest Ubuntu 24.04].")] = None,
-    disk_gb: Annotated[int | None, typer.Option(min=20, max=16384, help="Size of the disk.")] = None,
-    ssh_public_key: Annotated[Path | None, typer.Option(help="Key file (.pub) to log in with, as user ubuntu.")] = None,
-    network: Annotated[str | None, typer.Option(help="AWS: a security group. GCP: a network.")] = None,
-    hostfile: Annotated[Path | None, typer.Option(help="Write the VMs' addresses here.")] = None,
-    address: Annotated[Address, typer.Option(help="Which address the hostfile has.")] = Address.public,
-    max_usd_per_hour: Annotated[float, typer.Option(help="Refuse to cost more, without --yes.")] = 10.0,
-    usd_per_hour: Annotated[float | None, typer.Option(help="Price of one VM, where the table lacks it.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Also above --max-usd-per-hour.")] = False,
-    endpoint: EndpointOption = None,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Until all VMs run.")] = 900.0,
-    as_json: AsJson = False,
-) -> None:
-    """Create VMs and wait until they run. The command that destroys them is printed first."""
-    from lastgood.cluster.hostfile import Host, write_hostfile
-    from lastgood.cluster.provision.cloud import Order, create_vms
-    from lastgood.cluster.provision.machines import find_machine, guard_price, price_order
-
-    kind = find_machine(provider.value, machine)
-    created = Order.now()
-    order = Order(
-        machine=machine,
-        count=count,
-        run=name or f"lg-{created[:15].replace('t', '-')}",
-        owner=_owner(owner),
-        disk_gb=disk_gb or kind.disk_gb,
-        spot=spot,
-        image=image,
-        ssh_key=None if ssh_public_key is None else _public_key(ssh_public_key),
-        network=network,
-        created=created,
+@app.command(
+    "cloud",
+    hidden=True,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def _replaced() -> None:
+    """Of earlier versions. To be removed in version 0.2."""
+    raise ConfigError(
+        "provision cloud is replaced by two playbooks: `ansible-playbook install/ansible/cloud_aws.yml` and "
+        "cloud_gcp.yml; docs/provisioning.md describes them"
     )
-    price = price_order(provider.value, machine, count, order.disk_gb, usd_per_hour)
-    guard_price(price, f"{count} x {machine}", max_usd_per_hour, yes=yes)
-    cloud = _open_cloud(provider, region, zone, project, endpoint)
-    _say(f"{count} x {machine}: about {price.usd_per_hour:.2f} USD an hour ({price.source}); run {order.run}")
-    vms = create_vms(cloud, order, _say, timeout_s=timeout_s)
-    if hostfile is not None:
-        chosen = [vm.address if address is Address.public else vm.private_address for vm in vms]
-        hosts = [Host(where, max(1, kind.gpus)) for where in chosen if where is not None]
-        write_hostfile(hostfile, hosts, f"{machine} of {provider.value}, run {order.run}")
-        _say(f"next: lastgood provision run {hostfile} --user ubuntu --accept-new-keys --reboot")
-    _print_vms(vms, as_json=as_json)
-
-
-@cloud_app.command("list")
-def list_vms(
-    provider: ProviderOption,
-    name: Annotated[str | None, typer.Option(help="Only this run.")] = None,
-    region: RegionOption = None,
-    zone: ZoneOption = None,
-    project: ProjectOption = None,
-    endpoint: EndpointOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the VMs that carry the tag project=lastgood; others are not seen. AWS: of one region."""
-    from lastgood.cluster.provision.cloud import check_run_name
-
-    if name is not None:
-        check_run_name(name)
-    _print_vms(_open_cloud(provider, region, zone, project, endpoint).find(name), as_json=as_json)
-
-
-@cloud_app.command()
-def destroy(
-    provider: ProviderOption,
-    name: Annotated[str, typer.Option(help="The run whose VMs end.")],
-    region: RegionOption = None,
-    zone: ZoneOption = None,
-    project: ProjectOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be destroyed.")] = False,
-    endpoint: EndpointOption = None,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Until all are gone.")] = 600.0,
-) -> None:
-    """Destroy the VMs of a run, with their disks, and wait until they are gone. Only VMs with the tags are touched."""
-    from lastgood.cluster.provision.cloud import destroy_vms
-
-    gone = destroy_vms(_open_cloud(provider, region, zone, project, endpoint), name, _say, yes=yes, timeout_s=timeout_s)
-    _say(f"{len(gone)} VMs destroyed" if gone else f"there are no VMs of run {name} here; nothing to do")
-
-
-def _open_cloud(
-    provider: Provider, region: str | None, zone: str | None, project: str | None, endpoint: str | None
-) -> Cloud:
-    if provider is Provider.gcp:
-        from lastgood.cluster.provision.cloud_gcp import GcpCloud
-
-        if region is not None:
-            raise ConfigError("--region is for AWS; on GCP give --zone, such as us-central1-a")
-        return GcpCloud(project, zone, endpoint)
-    from lastgood.cluster.provision.cloud_aws import AwsCloud
-
-    if project is not None:
-        raise ConfigError("--project is for GCP; on AWS the credentials say whose account it is")
-    # The zone us-east-1a lies in the region us-east-1.
-    region = region or (zone[:-1] if zone is not None and zone[-1:].isalpha() else None)
-    if region is None:
-        raise ConfigError("AWS: give --region, such as us-east-1, or --zone")
-    return AwsCloud(region, zone, endpoint)
-
-
-def _say(text: str) -> None:
-    console.print(text, markup=False)
-
-
-def _owner(name: str | None) -> str:
-    if name is None:
-        try:
-            name = getpass.getuser()
-        except (KeyError, OSError):
-            name = "unknown"
-    # What every cloud takes as a tag's value.
-    return re.sub(r"[^a-z0-9_-]", "-", name.lower())[:60]
-
-
-def _public_key(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(16385).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--ssh-public-key {path}: cannot be read: {error}; `ssh-keygen -t ed25519` makes one"
-        ) from error
-    if (
-        not re.fullmatch(r"(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+( [A-Za-z0-9@._+ -]*)?", text)
-        or len(text) > 16384
-    ):
-        raise ConfigError(f"--ssh-public-key {path}: not one line of a public key; name the file that ends in .pub")
-    return text
-
-
-def _print_vms(vms: list[Vm], *, as_json: bool) -> None:
-    if as_json:
-        emit_json([vars(vm) for vm in vms])
-        return
-
-    def rest(vm: Vm) -> tuple[str | None, ...]:
-        return vm.private_address, vm.owner, vm.created
-
-    columns = ("run", "name", "id", "machine", "spot", "state", "zone", "public", "private", "owner", "created")
-    rows = [
-        (vm.run, vm.name, vm.id, vm.machine, "spot" if vm.spot else "", vm.state, vm.zone, vm.address, *rest(vm))
-        for vm in vms
-    ]
-    emit_table("VMs with the tag project=lastgood", columns, rows)

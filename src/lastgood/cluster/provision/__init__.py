@@ -1,1 +1,1 @@
-"""Hosts made ready for experiments: Ansible over SSH for those that there are, cloud VMs for others. No torch."""
+"""Hosts made ready for experiments, by Ansible over SSH. No torch."""
