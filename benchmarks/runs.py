@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from plain_loop import PlainLoop, PlainLoopOptions
 
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import CheckpointError, ConfigError, LastgoodError
+from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.config.schema import Config
+from lastgood.experiments.plan.load import parse_config
 from lastgood.state import flatten
 from lastgood.training.loop import TrainingLoop, configure_compute
-from lastgood.workloads.base import Batch, BatchStream
+from lastgood.workloads.base import Batch, BatchStream, Workload
 from lastgood.workloads.data.prepare import prepare_dataset
-from lastgood.workloads.registry import build_workload, workload_data_kind, workload_options_class
+from lastgood.workloads.registry import build_workload, workload_data_kind
 
 SYSTEMS = ("none", "pccheck", "plain_loop")
 _BATCHES = 8
@@ -103,20 +104,14 @@ class Trainer:
         knobs: dict[str, Any],
         seed: int,
     ) -> None:
-        settings = _read_config(config)
-        try:
-            sizes = settings["workloads"][name]
-        except KeyError:
-            raise ConfigError(f"{config}: no sizes for workload {name!r} under `workloads`") from None
+        settings = parse_config(config)[0]
         configure_compute(threads, deterministic=False)
         self.name = name
         self.device = device
-        self.sizes: dict[str, Any] = sizes
-        self.knobs = {**(settings.get("options") or settings.get("knobs") or {}).get("pccheck", {}), **knobs}
+        self.sizes: dict[str, Any] = settings.workload_options(name).model_dump(mode="json")
+        self.knobs = {**settings.options.get("pccheck", {}), **knobs}
         self._folder = folder
-        prepare_dataset(workload_data_kind(name), data_dir)
-        options = workload_options_class(name).model_validate(sizes)
-        self.workload = build_workload(name, options, data_dir=data_dir, data_path=None, seed=seed, device=device)
+        self.workload = build(name, settings, data_dir, device, seed)
         self.workload.data = FixedBatches(self.workload.data, device)
         warm = TrainingLoop(self.workload, self._make("none"), 0, device)
         warm.start()
@@ -193,14 +188,11 @@ class Trainer:
         return checkpointer
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("workloads"), dict):
-        raise ConfigError(f"{path}: no configuration with the key `workloads`")
-    return found
+def build(name: str, config: Config, data_dir: Path, device: str, seed: int) -> Workload:
+    """A workload of a configuration, on data that is made if it is missing."""
+    prepare_dataset(workload_data_kind(name), data_dir)
+    options = config.workload_options(name)
+    return build_workload(name, options, data_dir=data_dir, data_path=None, seed=seed, device=device)
 
 
 def _spans(events: list[CheckpointEvent], end: Callable[[CheckpointEvent], float | None]) -> list[float]:

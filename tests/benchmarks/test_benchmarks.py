@@ -73,6 +73,13 @@ def results_of(folder: Path, done: subprocess.CompletedProcess[str], name: str) 
     return found
 
 
+def tiny_config(folder: Path) -> Path:
+    file = folder / "tiny.yaml"
+    base = str(BENCHMARKS.parent / "config" / "default.yaml")
+    file.write_text(yaml.safe_dump({"base": base, "workloads": {"opt": TINY["opt"][0]}}))
+    return file
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_persist(disk: Path) -> None:
     done = run(disk, "persist", "--quick", "--rounds", "2", "--sizes", "1MiB")
@@ -102,15 +109,14 @@ def test_checksums(disk: Path) -> None:
 
 
 def test_training_on_both_kinds_of_runs(disk: Path) -> None:
-    config = disk / "tiny.yaml"
-    config.write_text(yaml.safe_dump({"workloads": {"opt": TINY["opt"][0]}}))
+    config = tiny_config(disk)
     places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]
     short = ["--quick", "--iterations", "4", "--rounds", "2"]
 
     done = run(disk, "training", *short, *places, "--intervals", "1,3", "--max-saves", "3", "--pccheck", "keep=1")
     found = results_of(disk, done, "training")
     opt = found["results"]["opt"]
-    assert opt["knobs"] == {"keep": 1}
+    assert opt["knobs"]["keep"] == 1
     assert {(r["system"], r["interval"]): (r["steps"], r["saves"]) for r in opt["runs"]} == {
         ("none", 0): (4, 0),
         ("pccheck", 1): (3, 3),
@@ -135,6 +141,14 @@ def test_training_on_both_kinds_of_runs(disk: Path) -> None:
     assert {r["round"] for r in found["results"]["opt"]["runs"]} == {0}
     assert found["results"]["opt"]["bounds"].keys() == {str(interval)}
     assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
+
+
+def test_none_against_a_plain_loop(disk: Path) -> None:
+    config = tiny_config(disk)
+    places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]
+    done = run(disk, "none", "--quick", "--rounds", "2", "--steps", "3", *places)
+    [item] = results_of(disk, done, "none")["comparisons"]
+    assert (item["what"], item["goal"], len(item["our_values"]), len(item["their_values"])) == ("opt", 0.99, 2, 2)
 
 
 def test_memory(disk: Path) -> None:

@@ -158,3 +158,23 @@ def test_saves_until_all_are_durable_again(outcomes: str, expected: int | None) 
     names = {"d": "durable", "f": "failed"}
     saves = [(float(number), names[letter]) for number, letter in enumerate(outcomes)]
     assert until_whole(saves, healed_s=3.0) == expected
+
+
+@pytest.mark.parametrize(("file", "width"), [("laptop.yaml", 256), ("gpu.yaml", 4096)])
+def test_sizes_come_from_the_configurations_of_the_checkout(
+    file: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file names a base that has them."""
+    import runs
+
+    class Asked(Exception):
+        pass
+
+    def build(name: str, config: Any, *_: object) -> None:
+        raise Asked(config.workload_options(name).classifier_width)
+
+    monkeypatch.setattr(runs, "build", build)
+    config = Path(__file__).resolve().parents[2] / "config" / file
+    places: dict[str, Any] = {"device": "cpu", "threads": torch.get_num_threads(), "data_dir": tmp_path}
+    with pytest.raises(Asked, match=str(width)):
+        runs.Trainer("vgg16", config=config, **places, folder=tmp_path, knobs={}, seed=0)

@@ -45,6 +45,36 @@ def streams(data_dir: Path) -> dict[str, tuple[BatchStream, BatchStream]]:
 
 
 @pytest.mark.parametrize("kind", STREAMS)
+def test_batches_made_ahead_are_the_same_and_go_where_a_restore_goes(kind: str, data_dir: Path) -> None:
+    plain, ahead = open_stream(kind, data_dir), open_stream(kind, data_dir)
+    ahead.prefetch()
+    for _ in range(3):
+        assert same(next(ahead), next(plain))
+        assert ahead.state_dict() == plain.state_dict()
+    for place in (1, 3, 1000):  # back, where it is, forward
+        plain.load_state_dict({"consumed": place})
+        ahead.load_state_dict({"consumed": place})
+        assert same(next(ahead), next(plain)) and same(next(ahead), next(plain))
+
+
+def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
+    class Short(BatchStream):
+        def batch(self, index: int) -> Batch:
+            if index == 2:
+                raise DataError("no third batch")
+            return {"number": torch.tensor(index)}
+
+    stream = Short()
+    stream.prefetch()
+    assert [int(next(stream)["number"]), int(next(stream)["number"])] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(DataError, match="no third batch"):
+            next(stream)
+    stream.load_state_dict({"consumed": 0})
+    assert int(next(stream)["number"]) == 0
+
+
+@pytest.mark.parametrize("kind", STREAMS)
 @settings(max_examples=20, deadline=None)
 @given(places=st.lists(st.integers(0, 10_000), min_size=1, max_size=4), start=st.integers(0, 10_000))
 def test_a_position_that_is_restored_gives_the_same_batches(

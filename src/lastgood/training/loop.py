@@ -18,13 +18,15 @@ from lastgood.workloads.base import Batch, Workload
 __all__ = ["HEARTBEAT_S", "Segment", "TrainingLoop", "configure_compute"]
 
 
-def configure_compute(threads: int, deterministic: bool) -> None:
+def configure_compute(threads: int, deterministic: bool, later: bool = False) -> None:
     """Set CPU threads and, for proofs, deterministic kernels; TF32 as the papers' set-ups use it.
 
     Deterministic kernels cost speed on CUDA and nothing on the CPU; a measurement runs without, a proof with them.
-    cuBLAS reads its workspace setting when CUDA starts, so it is set in either case.
+    cuBLAS reads its workspace setting once, when it starts, and is slower with the deterministic one (OPT-1.3B on an
+    H200: 142 ms for a step, 88 without). So it is set only in a process that proves, or that will do so `later`.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic or later:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -83,8 +85,10 @@ class TrainingLoop:
         return found
 
     def start(self) -> None:
-        """Hand the state to the checkpointer; before the first step, after any restore."""
+        """Hand the state to the checkpointer; before the first step, after any restore, and after all forks."""
         self.workload.model.train()
+        if self.device != "cpu":  # there the cores are idle while the device works
+            self.workload.data.prefetch()
         self.checkpointer.start(self.state)
 
     def train(self, steps: int) -> Segment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -46,17 +47,33 @@ class BatchStream(ABC):
 
     def __init__(self) -> None:
         self.consumed = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: tuple[int, Future[Batch]] | None = None
 
     @abstractmethod
     def batch(self, index: int) -> Batch:
         """Batch number `index` (from 0), on the CPU."""
 
+    def prefetch(self) -> None:
+        """From here on make each batch in a thread while the one before it is trained on. For after all forks."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "lastgood-batches")
+
     def __iter__(self) -> BatchStream:
         return self
 
     def __next__(self) -> Batch:
-        found = self.batch(self.consumed)
+        found = None
+        if self._ahead is not None:
+            index, pending = self._ahead
+            self._ahead = None
+            wait([pending])  # also for one that nobody wants any more: batches are made one at a time
+            found = pending.result() if index == self.consumed else None
+        if found is None:
+            found = self.batch(self.consumed)
         self.consumed += 1
+        if self._thread is not None:
+            self._ahead = self.consumed, self._thread.submit(self.batch, self.consumed)
         return found
 
     def state_dict(self) -> dict[str, Any]:

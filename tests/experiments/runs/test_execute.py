@@ -15,12 +15,14 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.verdict import judge
-from lastgood.experiments.runs.children import hear_child
+from lastgood.experiments.runs.children import hear_child, start_child
+from lastgood.experiments.runs.measure import prove_restore, train_and_measure, train_and_prove
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.support.peer_processes import wait_for_no_peer
 from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.experiments.support.warm_runs import WarmRun
 from tests.support.patience import wait_until
+from tests.support.warm import WarmProcess
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +305,38 @@ def test_a_scratch_that_cannot_be_made_is_named(job, tmp_path):
     code, output = job.finish(spec_of())
     assert code == 1
     assert "set `scratch`" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("system", ["sync", "pccheck"])
+def test_the_live_half_of_the_proof_in_a_process_of_its_own(system, job):
+    """As on CUDA, where what the proof needs would slow down the measurement."""
+    spec = spec_of(system)
+    checkpoints = job.scratch / "checkpoints"
+    checkpoints.mkdir(parents=True)
+
+    def call(function, *arguments):
+        process, pipe = start_child(function.__name__, function, arguments)
+        while True:
+            kind, found = hear_child(function.__name__, process, pipe, "testing")
+            assert kind != "error", found
+            if kind == "result":
+                process.join(60)
+                return found
+
+    measured = call(train_and_measure, spec.model_copy(update={"proof": False}), checkpoints, job.data_dir, False)
+    assert measured.proof is None
+    live = call(train_and_prove, spec, checkpoints, job.data_dir)
+    assert live.step == 1 + 4 + 2
+    restored = call(prove_restore, spec, checkpoints, job.data_dir)
+    assert (restored.step, restored.digest, restored.next_losses) == (live.step, live.digest, live.next_losses)
+
+
+def test_what_makes_cublas_deterministic_is_set_for_proofs_only(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "before")  # put back at the end
+    program = "import os, sys; from lastgood.training.loop import configure_compute\n"
+    program += "configure_compute(1, sys.argv[1] == 'proof', later=sys.argv[1] == 'later')\n"
+    program += "print(os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    for when, expected in (("measurement", "None"), ("proof", ":4096:8"), ("later", ":4096:8")):
+        output, _ = WarmProcess(["-c", program, when]).communicate()
+        assert output.split() == [expected]

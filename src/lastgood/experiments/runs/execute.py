@@ -57,25 +57,29 @@ def _execute(
 def _measure_and_prove(
     spec: RunSpec, data_dir: Path, mine: ExclusiveRun, report: Report, timeline: Path | None
 ) -> RunRecord:
-    from lastgood.experiments.runs.measure import prove_restore, train_and_measure
+    from lastgood.experiments.runs.measure import prove_restore, train_and_measure, train_and_prove
 
     checkpoints = mine.folder / "checkpoints"
-    arguments = (spec, checkpoints, data_dir, timeline is not None)
+    apart = spec.proof and spec.device == "cuda"
+    trained = spec.model_copy(update={"proof": False}) if apart else spec
+    arguments = (trained, checkpoints, data_dir, timeline is not None)
     measured = call_in_child(f"the trainer of {spec.title()}", train_and_measure, arguments, report)
+    live = measured.proof
+    if apart:
+        live = call_in_child(f"the prover of {spec.title()}", train_and_prove, (spec, checkpoints, data_dir), report)
     proof = None
-    if measured.proof is not None:
+    if live is not None:
         restored = call_in_child(
             f"the restorer of {spec.title()}", prove_restore, (spec, checkpoints, data_dir), report
         )
         proof = Proof(
-            step=measured.proof.step,
+            step=live.step,
             restored_step=restored.step,
-            digest_live=measured.proof.digest,
+            digest_live=live.digest,
             digest_restored=restored.digest,
-            equal=(measured.proof.step, measured.proof.digest, measured.proof.next_losses)
-            == (restored.step, restored.digest, restored.next_losses),
+            equal=(live.step, live.digest, live.next_losses) == (restored.step, restored.digest, restored.next_losses),
             restore_s=restored.restore_s,
-            next_losses_live=measured.proof.next_losses,
+            next_losses_live=live.next_losses,
             next_losses_restored=restored.next_losses,
         )
     if timeline is not None:

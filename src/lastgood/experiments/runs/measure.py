@@ -42,6 +42,7 @@ __all__ = [
     "restore_scrambled",
     "scramble",
     "train_and_measure",
+    "train_and_prove",
 ]
 
 _PROOF_STEPS_AFTER = 2
@@ -128,7 +129,8 @@ def train_and_measure(
     gets the measurement, goes on with the training and never returns. Raises LastgoodError if a checkpoint failed: such
     a run measures something else.
     """
-    configure_compute(spec.threads, deterministic=False)
+    # Ranks prove in these processes, and all systems and `none` must be measured alike.
+    configure_compute(spec.threads, deterministic=False, later=spec.proof or spec.over_ranks)
     part = part or Alone(spec)
     report("building the workload")
     workload = build_planned(spec, data_dir)
@@ -228,6 +230,20 @@ def prove_restore(
     part.barrier()
     loop.checkpointer.close()
     return RestoredProof(found.step, digest, losses, found.restore_s)
+
+
+def train_and_prove(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> LiveProof:
+    """The live half of the proof in a process of its own: the training goes on from its newest checkpoint.
+
+    On CUDA: what makes cuBLAS deterministic is set when it starts, and would slow down a measurement.
+    """
+    configure_compute(spec.threads, deterministic=True)
+    part = Alone(spec)
+    loop = restore_scrambled(spec, checkpoints, data_dir, report, part).loop
+    loop.checkpointer = part.writer(loop.checkpointer, checkpoints)
+    loop.start()
+    report("training on for the restore proof")
+    return live_proof(loop, part)
 
 
 def restore_scrambled(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part) -> Restored:

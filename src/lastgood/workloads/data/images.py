@@ -129,16 +129,16 @@ class _Folder(BatchStream):
         self._batch_size = batch_size
         self._image_size = image_size
         self._order = EpochOrder(len(samples), seed)
-        self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, list[Future[torch.Tensor]]] = {}
+        self._decoders: ThreadPoolExecutor | None = None
+        self._decoding: dict[int, list[Future[torch.Tensor]]] = {}
 
     def batch(self, index: int) -> Batch:
         """Images and labels; see `BatchStream.batch`."""
-        if self._threads is None:
+        if self._decoders is None:
             # Made at the first batch, not before, so that a process may still fork after the workload is built.
-            self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="lastgood-images")
-        pending = self._ahead.pop(index, None) or self._submit(self._threads, index)
-        self._ahead = {index + 1: self._ahead.get(index + 1) or self._submit(self._threads, index + 1)}
+            self._decoders = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="lastgood-images")
+        pending = self._decoding.pop(index, None) or self._submit(self._decoders, index)
+        self._decoding = {index + 1: self._decoding.get(index + 1) or self._submit(self._decoders, index + 1)}
         labels = [self._samples[item][1] for item in self._order.batch(index, self._batch_size)]
         return {"images": torch.stack([image.result() for image in pending]), "labels": torch.tensor(labels)}
 
