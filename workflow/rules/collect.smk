@@ -13,6 +13,7 @@ rule collect:
         figure="|".join(FIGURE_NAMES),
         model="|".join(PANEL_MODELS),
     params:
+        made_of=lambda wildcards: records_of(wildcards.figure, wildcards.model),
         reference=lambda wildcards, input: f"--reference {shlex.quote(str(input.reference))}" if input.reference else "",
     log:
         "logs/collect/{figure}_{model}.log",

@@ -12,6 +12,7 @@ rule claims:
         csv=CLAIMS[0],
         markdown=CLAIMS[1],
     params:
+        made_of=REPORT_STEMS,
         reference=lambda wildcards, input: str(Path(input.reference[0]).parent),
     log:
         "logs/claims.log",
@@ -35,6 +36,7 @@ rule report:
     output:
         f"{FIGURES}/report.html",
     params:
+        made_of=REPORT_STEMS,
         figures=lambda wildcards, output: str(Path(output[0]).parent),
     log:
         "logs/report.log",

@@ -22,6 +22,7 @@ __all__ = [
     "SIMPLE",
     "PlannedRun",
     "WorkflowPlan",
+    "has_record",
     "left_out",
     "load_prediction_grid",
     "plan_figure",
@@ -97,6 +98,14 @@ def plan_workflow(config: Config) -> WorkflowPlan:
     }
     priorities = {record: len(specs) - place for place, record in enumerate(specs)}
     return WorkflowPlan(specs, records, priorities, hosts)
+
+
+def has_record(path: Path, spec: Spec) -> bool:
+    """Whether a complete record of exactly this run lies at `path`, whatever time it bears."""
+    try:
+        return path.exists() and bool(kind_of_spec(spec).record.load(path).spec == spec)
+    except LastgoodError:
+        return False  # what is there instead, the run replaces
 
 
 # -- how long they take --------------------------------------------------------------------------------------------
