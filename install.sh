@@ -12,6 +12,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 say() { printf '== %s\n' "$*"; }
 
+# One at a time in a folder: of a provisioning that was stopped, this may still run on the host.
+exec 9<.
+flock --nonblock 9 || { say "waiting for another install.sh in this folder"; flock --timeout 3600 9; } \
+    || fail "another install.sh has been running in this folder for an hour"
+
 venv=$PWD/.venv
 # An earlier choice holds until another one is made, so that tests/run.sh keeps it.
 system_torch=no
@@ -41,7 +46,20 @@ wanted=$(
       cat pyproject.toml constraints.txt
       find native -type f | LC_ALL=C sort | xargs -d '\n' cat; } | sha256sum | cut -d' ' -f1
 )
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c 'import lastgood._native' 2>/dev/null; then
+is_complete() {
+    "$venv/bin/python" - 2>/dev/null <<'PY'
+import importlib.metadata
+
+import lastgood._native
+from packaging.requirements import Requirement
+
+for text in importlib.metadata.requires("lastgood"):
+    need = Requirement(text)
+    if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("cli", "harness", "test")):
+        importlib.metadata.version(need.name)
+PY
+}
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_complete; then
     say "already installed in .venv; next: . .venv/bin/activate && snakemake fig8"
     exit 0
 fi

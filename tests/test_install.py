@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -73,3 +74,16 @@ def test_an_unknown_argument(checkout):
     code, output = install(checkout, "--fast")
     assert code == 1
     assert "unknown argument --fast (known: --system-torch, --own-torch)" in output
+
+
+def test_one_at_a_time_in_a_folder(checkout):
+    held = os.open(checkout, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    command = ["bash", checkout / "install.sh", "--fast"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as second:
+        try:
+            assert second.stdout.readline() == "== waiting for another install.sh in this folder\n"
+            os.close(held)
+            assert "unknown argument --fast" in second.communicate(timeout=60)[0]
+        finally:
+            second.kill()
