@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 from tests.cluster.support.git_helper import git
 from tests.cluster.support.sshd import Sshd
+from tests.suggestions.following import advice, follows, hear
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = """#!/usr/bin/env bash
@@ -154,6 +157,52 @@ def test_a_failing_installation_is_told_with_its_words(provision, checkout):
     assert done.returncode == 1
     assert "Run install.sh" in reports["node"]["failure"] and "no room here" in reports["node"]["failure"]
     assert "node: Run install.sh" in done.stderr
+
+
+@pytest.mark.slow
+@follows("provisioning did not end within {} s and was stopped; call it again, it goes on where it was (--timeout-s")
+def test_a_provisioning_that_takes_too_long_goes_on_where_it_was(provision, checkout):
+    waiting = f"[ -e {checkout}/go-on ] || {{ echo $$ >{checkout}/pid; exec sleep 300; }}\n"
+    (checkout / "install.sh").write_text(INSTALL.replace("set -eu\n", f"set -eu\n{waiting}"))
+    git(checkout, "commit", "--quiet", "-am", "slow")
+    (checkout / ".git" / "info" / "exclude").write_text("/go-on\n/pid\n")
+    done, _ = provision("--timeout-s", "20")
+    assert done.returncode == 1
+    longer = advice(hear(done.stderr), r"\((--timeout-s) gives it longer\)")
+    head = git(checkout, "rev-parse", "HEAD")
+    (checkout / "go-on").touch()
+    if (checkout / "pid").exists():  # it has come so far, and sleeps
+        os.kill(int((checkout / "pid").read_text()), signal.SIGKILL)
+    done, reports = provision(longer, "300")
+    assert done.returncode == 0, done.stderr
+    assert reports["node"]["facts"]["revision"] == head and (provision.target / ".venv/bin/python").exists()
+
+
+@pytest.mark.slow
+@follows("reboot {} for the driver, or call again with --reboot")
+def test_a_driver_that_needs_a_reboot(provision, checkout):
+    """The driver and the reboot are played: this machine has no such device, and stays up."""
+    driven = checkout / "rebooted"
+    (checkout / ".git" / "info" / "exclude").write_text("/rebooted\n")
+    needed = f"#!/bin/bash\n[ -e {driven} ] && echo reboot: none || echo reboot: needed\necho changed: yes\n"
+    (checkout / "install" / "install_preq_at_vm.sh").write_text(needed)
+    book = checkout / "install" / "ansible" / "provision.yml"
+    steps = re.sub(
+        r"ansible\.builtin\.reboot:\n( +)msg: .*\n +reboot_timeout: \d+",
+        rf"ansible.builtin.command:\n\1argv: [touch, {driven}]",
+        book.read_text(),
+    )
+    assert "reboot:\n" not in steps and f"[touch, {driven}]" in steps
+    book.write_text(steps)
+    git(checkout, "commit", "--quiet", "-am", "a driver")
+    done, reports = provision(prerequisites="apply")
+    assert done.returncode == 0 and reports["node"]["reboot_needed"], done.stderr
+    message = hear(done.stderr)
+    again = advice(message, r"for the driver, or call again with (--reboot)")
+    assert advice(message, r"reboot (\w+) for the driver") == "node"
+    done, reports = provision(again, prerequisites="apply")
+    assert done.returncode == 0 and driven.exists(), done.stderr
+    assert not reports["node"]["reboot_needed"] and "for the driver" not in done.stderr
 
 
 @pytest.mark.slow
