@@ -19,6 +19,7 @@ from lastgood.experiments.ceilings.network_peer import PeerServer
 from lastgood.experiments.machine import lock as lock_module
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
+from tests.suggestions.following import advice, follows, refusal
 from tests.support import patience
 
 TOKEN = "a token of this test"
@@ -66,6 +67,7 @@ def test_loopback_as_a_table_and_as_json() -> None:
         assert min(point["bytes_per_s"]) <= point["median_bytes_per_s"] <= max(point["bytes_per_s"])
 
 
+@follows("refuses this token, or does not know the token: both machines need the same one (LASTGOOD_PEER_TOKEN)")
 def test_a_peer_in_all_directions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
@@ -78,8 +80,10 @@ def test_a_peer_in_all_directions(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             (way, count) for way in ("send", "both", "receive") for count in (1, 2)
         ]
         monkeypatch.setenv("LASTGOOD_PEER_TOKEN", "the token of another test")
-        with pytest.raises(LastgoodError, match="refuses this token"):
-            netbench("--peer", address, *SHORT)
+        message = refusal(lambda: netbench("--peer", address, *SHORT))
+        monkeypatch.setenv(advice(message, r"both machines need the same one \((\w+)\)"), TOKEN)
+        for more in ((), ("--way", "receive")):  # also one way alone
+            netbench("--peer", address, *SHORT, *more)
 
 
 def test_serve_makes_a_token_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

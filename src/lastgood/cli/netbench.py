@@ -57,7 +57,7 @@ def netbench(
 
     Run it with --serve on one machine and with --peer on the other. Waits until no run is being timed.
     """
-    from lastgood.experiments.ceilings.network import measure_loopback, measure_peer
+    from lastgood.experiments.ceilings.network import measure_points
     from lastgood.experiments.ceilings.network_peer import parse_address
     from lastgood.experiments.machine.lock import machine_lock
     from lastgood.processes import die_with_parent
@@ -76,7 +76,7 @@ def netbench(
     lock = machine_lock()
     lock.acquire(_LOCK_TIMEOUT_S, _report)
     with lock:
-        points = (measure_peer(*address, token, plan) if address else measure_loopback(plan)).points
+        points = measure_points((*address, token) if address else None, plan)
     if as_json:
         emit_json({"peer": peer, "points": [point.model_dump(mode="json") for point in points]})
     else:

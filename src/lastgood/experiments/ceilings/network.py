@@ -29,6 +29,7 @@ __all__ = [
     "iperf3_loopback",
     "measure_loopback",
     "measure_peer",
+    "measure_points",
 ]
 
 _START_TIMEOUT_S = 30.0
@@ -100,9 +101,7 @@ class PeerCeilings(FrozenModel):
 
 def measure_loopback(plan: NetworkPlan) -> LoopbackCeilings:
     """Measure TCP over 127.0.0.1 against a process of our own, which ends with this call, or with this process."""
-    token = secrets.token_hex(16)
-    with _loopback_server(token) as port:
-        points = _measure(PeerClient("127.0.0.1", port, token), plan)
+    points = measure_points(None, plan)
     return LoopbackCeilings(
         points=points,
         bytes_per_s=_best(points, "send"),
@@ -115,7 +114,7 @@ def measure_peer(host: str, port: int, token: str, plan: NetworkPlan) -> PeerCei
 
     Raises LastgoodError if it cannot be reached, refuses the token, or is busy measuring.
     """
-    points = _measure(PeerClient(host, port, token), plan)
+    points = measure_points((host, port, token), plan)
     return PeerCeilings(
         address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         points=points,
@@ -123,6 +122,15 @@ def measure_peer(host: str, port: int, token: str, plan: NetworkPlan) -> PeerCei
         receive_bytes_per_s=_best(points, "receive"),
         both_bytes_per_s=_best(points, "both"),
     )
+
+
+def measure_points(peer: tuple[str, int, str] | None, plan: NetworkPlan) -> list[NetworkPoint]:
+    """All points of `plan`, to a peer (its host, port and token), or over loopback. Raises as `measure_peer`."""
+    if peer is not None:
+        return _measure(PeerClient(*peer), plan)
+    token = secrets.token_hex(16)
+    with _loopback_server(token) as port:
+        return _measure(PeerClient("127.0.0.1", port, token), plan)
 
 
 def _measure(client: PeerClient, plan: NetworkPlan) -> list[NetworkPoint]:
