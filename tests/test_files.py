@@ -192,7 +192,9 @@ def test_a_planted_temporary_name_leads_nowhere(tmp_path: Path) -> None:
     """The names that earlier versions opened."""
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "job.json.tmp").symlink_to(tmp_path / "victim")
-    write_atomically(tmp_path / "job.json", b"{}")
+    os.mkfifo(tmp_path / "other.json.tmp")  # who opens it to write waits without an end
+    for name in ("job.json", "other.json"):
+        write_atomically(tmp_path / name, b"{}")
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "job.json").read_bytes() == b"{}"
 
 

@@ -23,6 +23,7 @@ from lastgood.integrations.deepspeed_saves import SaveOptions
 from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import is_standalone_slot
 from lastgood.storage.write import SlotWrite
+from tests.suggestions.following import advice, follows, hear
 
 
 @dataclasses.dataclass
@@ -178,6 +179,18 @@ def test_a_folder_that_cannot_be_made_fails_the_save(tmp_path, engine):
     (tmp_path / "new").write_text("in the way")
     with pytest.raises(CheckpointError, match="new was not saved"):
         save(engine(), tmp_path, "new", {"x": 1})
+
+
+@follows("would come back as a dict; give its state_dict() instead, and load that")
+def test_a_live_object(tmp_path, engine):
+    one, model = engine(), torch.nn.Linear(1, 1)
+    with pytest.raises(CheckpointError) as error:
+        save(one, tmp_path, "new", {"mine": model})
+    call = advice(hear(str(error.value)), r"give its (state_dict\(\)) instead")
+    (path,) = save(one, tmp_path, "new", {"mine": eval(f"model.{call}", {"model": model})})
+    other = torch.nn.Linear(1, 1)
+    other.load_state_dict(one.load(str(path))["mine"])
+    assert torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize(

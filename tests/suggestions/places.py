@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 import shutil
+import socket
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +53,30 @@ class Places:
     @cached_property
     def port(self) -> int:
         return free_ports()[0]
+
+    @cached_property
+    def taken(self) -> str:
+        """An address at which somebody listens, as long as these places are there."""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        return f"127.0.0.1:{self.listener.getsockname()[1]}"
+
+    @cached_property
+    def paired(self) -> Path:
+        """Records with their `none` runs."""
+        return self.golden / "records" / "fig8_transformer_xl"
+
+    @cached_property
+    def unpaired(self) -> Path:
+        """Records without."""
+        folder = self.tmp / "unpaired"
+        shutil.copytree(self.paired, folder, ignore=shutil.ignore_patterns("none"))
+        return folder
+
+    @cached_property
+    def rankspec(self) -> str:
+        """A run of two ranks."""
+        fields = {**json.loads(self.spec), "ranks": 2, "parallel": "ddp"}
+        return RunSpec.model_validate(fields).model_dump_json()
 
     @cached_property
     def spec(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import re
 import shlex
@@ -20,6 +21,7 @@ from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.gradients.shadow.launch_env import find_place
 from lastgood.gradients.trainer.parameters import memory_order
 from lastgood.state.flatten import flatten
+from lastgood.storage import SlotStore
 from lastgood.tokens import check_token
 from lastgood.tokens import read_token as read_token_file
 from tests.suggestions.following import advice, follows, hear, refusal
@@ -53,6 +55,19 @@ def test_areas_that_are_not_open(kind, tmp_path):
     checkpointer.start(eval(advice(message, r"call start\((state)\)"), {"state": state}))
     checkpointer.save(1)
     checkpointer.close()
+
+
+@follows("{}: nothing may be written for step {} before void()")
+def test_a_slot_is_made_void_first(tmp_path):
+    content = bytearray(b"a" * 5000)
+    address = (ctypes.c_char * len(content)).from_buffer(content)
+    with SlotStore(tmp_path, slots=3, job_id=bytes(16)) as store:
+        early, write = (store.begin(1, len(content), 10.0, later=True) for _ in range(2))
+        message = refusal(lambda: early.copy_host([(ctypes.addressof(address), len(content))], 10.0))
+        eval(f"write.{advice(message, r'before (void[(][)])')}", {"write": write})
+        write.copy_host([(ctypes.addressof(address), len(content))], 10.0)
+        write.commit(len(content) - 10, 10, bytes(32), 10.0)
+        assert [info.step for info in store.committed()] == [1]
 
 
 @follows("call step() of the checkpointer once after each optimizer.step()")

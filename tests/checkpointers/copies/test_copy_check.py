@@ -18,6 +18,7 @@ from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import NoCheckpoint, StateError, WaitTimeout
 from lastgood.state import flatten
 from tests.checkpointers.support.peer_processes import peers_end_with_the_test
+from tests.suggestions.following import advice, follows, hear
 
 SYSTEMS = ["pccheck", "checkfreq", "gemini"]
 
@@ -92,6 +93,7 @@ def before_the_copy(monkeypatch):
     return call_first
 
 
+@follows("call before_update() of the checkpointer before such a change")
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_write_that_torch_does_not_count_fails_the_checkpoint(started, write, before_the_copy):
     state, checkpointer = started
@@ -110,6 +112,13 @@ def test_a_write_that_torch_does_not_count_fails_the_checkpoint(started, write, 
     checkpointer.drain()
     fresh = make_state()
     assert type(checkpointer)(checkpointer.directory).restore(fresh) == 2
+    assert all(parameter.eq(5).all() for parameter in fresh["model"].parameters())
+    checkpointer.save(3)
+    exec(f"checkpointer.{advice(hear(event.error), r'call (before_update[(][)]) of the checkpointer')}")
+    write(list(state["model"].parameters())[-3:])
+    checkpointer.drain()
+    fresh = make_state()
+    assert type(checkpointer)(checkpointer.directory).restore(fresh) == 3
     assert all(parameter.eq(5).all() for parameter in fresh["model"].parameters())
 
 

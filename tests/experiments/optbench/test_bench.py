@@ -1,5 +1,6 @@
 """The optimizer benchmark: shapes, buckets, memory that is refused, and two shards that measure together."""
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from lastgood.experiments.optbench import bench
 from lastgood.locks import FileLock
 from lastgood.ports import free_ports
 from lastgood.workloads.optimizer_shapes import MODELS, model_shapes
+from tests.suggestions.following import advice, follows, refusal
 
 SMALL = [(40, 5), (40,), (3, 40), (3,), (7,)]
 SMALL_BUCKET = 1 << 10
@@ -86,6 +88,25 @@ def test_what_does_not_fit_is_refused_before_it_is_made(small, monkeypatch):
         bench.run_bench(order(), pytest.fail)
 
 
+@follows("spread it over more hosts (--nodes), or take a smaller model")
+def test_what_does_not_fit_is_spread_or_made_smaller(small, monkeypatch):
+    monkeypatch.setattr(bench, "available_memory_bytes", lambda: 370 * 16 - 1)
+    message = refusal(lambda: bench.run_bench(order(), pytest.fail))
+    advice(message, "take a smaller model")
+    with monkeypatch.context() as smaller:
+        smaller.setattr(bench, "model_shapes", lambda name: SMALL[1:])
+        assert bench.run_bench(order(), pytest.fail) is not None
+    advice(message, "--nodes")
+    # What a shard does on one of two hosts, of which the other is only said to be there.
+    monkeypatch.setattr(bench, "_meeting", lambda world: contextlib.nullcontext())
+    other = ("another boot", "another host", 10)
+    monkeypatch.setattr(bench, "_everybody", lambda value, world: [value, other if type(value) is tuple else value])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = bench.run_bench(order(), pytest.fail)
+    assert found is not None and found.hosts == [socket.gethostname(), "another host"]
+
+
 def test_more_shards_than_buckets_are_refused(small, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "9")
@@ -99,6 +120,7 @@ from pathlib import Path
 from lastgood.experiments.optbench import bench as optbench
 from lastgood.experiments.optbench import process as optbench_rank
 from lastgood.locks import FileLock
+from tests.suggestions.following import advice, follows, refusal
 optbench.model_shapes = lambda name: [(40, 5), (40,), (3, 40), (3,), (7,)]
 optbench.machine_lock = lambda: FileLock(Path(sys.argv[3]), "the test's turn")
 sys.exit(optbench_rank.main(sys.argv[1:3]))

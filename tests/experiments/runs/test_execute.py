@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.verdict import judge
-from lastgood.experiments.runs.children import hear_child, start_child
+from lastgood.experiments.runs.children import hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.measure import prove_restore, train_and_measure, train_and_prove
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.checkpointers.support.peer_processes import wait_for_no_peer
 from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.experiments.support.warm_runs import WarmRun
+from tests.suggestions.following import advice, follows, refusal
 from tests.support.patience import wait_until
 from tests.support.warm import WarmProcess
 
@@ -272,6 +274,22 @@ def test_a_spec_that_is_none_is_refused(spec, words, tmp_path):
     done = subprocess.run([*COMMAND, "--spec", spec, "--out", str(tmp_path / "r.json")], capture_output=True, text=True)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+@follows("cannot fork: threads are running already ({}); start runs through `lastgood run`")
+def test_threads_that_a_fork_would_lose(job, tmp_path):
+    spec, end = spec_of("sync"), threading.Event()
+    thread = threading.Thread(target=end.wait, args=(60,))
+    thread.start()
+    try:
+        message = refusal(lambda: import_before_fork(spec.workload))
+    finally:
+        end.set()
+        thread.join()
+    assert advice(message, r"`lastgood (run)`") == "run"  # which `finish` calls
+    job.data_dir = tmp_path / "none"
+    _, output = job.finish(spec)
+    assert "cannot fork" not in output and "run `lastgood data prepare`" in " ".join(output.split())
 
 
 def test_missing_data_names_the_command_that_makes_it(job, tmp_path):

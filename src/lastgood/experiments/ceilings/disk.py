@@ -193,8 +193,7 @@ def _nameless_file(scratch: Path) -> Iterator[tuple[int, bool]]:
         descriptor = None
     if descriptor is None:
         descriptor = _open_nameless(scratch, 0)
-    if descriptor is None:
-        raise StorageError(f"{scratch}: cannot make a file here; choose another --scratch")
+    assert descriptor is not None  # only a flag is refused so
     try:
         yield descriptor, direct
     finally:

@@ -103,7 +103,10 @@ def own_cpus(text: str | None, environment: Mapping[str, str]) -> tuple[int, ...
     if rank is None or world is None or world <= 1:
         return cpus
     if rank >= world or len(cpus) < world:
-        raise ConfigError(f"{len(cpus)} CPUs in {text!r} for {world} processes on this host (LOCAL_RANK {rank})")
+        raise ConfigError(
+            f"{len(cpus)} CPUs in {text!r} for {world} processes on this host (LOCAL_RANK {rank}): name one for each "
+            "at least, with --cpus"
+        )
     return cpus[len(cpus) * rank // world : len(cpus) * (rank + 1) // world]
 
 
