@@ -46,7 +46,11 @@ def test_ports_that_are_taken(bed: Testbed) -> None:
     with bed.remote().start("vm2", [sys.executable, "-c", listener], stdout=subprocess.PIPE) as taking:
         assert taking.stdout is not None
         assert taking.stdout.readline() == b"on\n"
-        message = to_do(check(bed, NO_BANDWIDTH)[1], "vm2", "ports")
+        report = check(bed, NO_BANDWIDTH)[1]
+        assert [(one["host"], one["what"], one["found"]) for one in report["findings"]] == [
+            ("vm2", "ports", "taken: 29621")
+        ]
+        message = to_do(report, "vm2", "ports")
         assert well(bed, advice(message, r"others with (--ports)"), "29630-29632")
         listed = bed.remote().run("vm2", advice(message, r"`(ss .*)`").split(), 60).text
         (pid,) = re.findall(r":29621 .*\bpid=(\d+)", listed)
@@ -62,8 +66,9 @@ def test_ports_that_are_taken(bed: Testbed) -> None:
 def test_folders_that_are_missing_or_full(bed: Testbed, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     asked = ("--folder", folder, "--min-free", "6 MiB")
-    message = to_do(check(bed, NO_BANDWIDTH, *asked)[1], "vm2", "disk")
-    assert well(bed, advice(message, r"another with (--folder)"), tmp_path)
+    report = check(bed, NO_BANDWIDTH, *asked)[1]
+    assert faults(report) == [("vm1", "disk"), ("vm2", "disk")]
+    assert well(bed, advice(to_do(report, "vm2", "disk"), r"another with (--folder)"), tmp_path)
     folder.mkdir()
     assert well(bed, *asked)
     # A small disk of the node's own, with something on it.

@@ -23,7 +23,7 @@ from lastgood.cluster.launch.job import launch
 from lastgood.cluster.launch.order import How
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.testbed import Testbed
-from lastgood.errors import ConfigError, HostError, LaunchError
+from lastgood.errors import HostError, LaunchError
 from tests.multinode.support.processes import processes_with
 from tests.support.patience import wait_until
 
@@ -222,34 +222,16 @@ def test_without_a_launcher_ranks_meet_where_they_are_told(bed: Testbed, remote:
     assert [(tmp_path / f"rank-0000{rank}.log").read_text() for rank in range(2)] == ["vm1 29778\n"] * 2
 
 
-def test_a_word_for_no_launcher_is_refused(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--launcher-arg --tee: with --how ssh there is no launcher"):
-        launch(
-            ["true"],
-            hosts_of(bed, 1),
-            "ssh",
-            log_dir=tmp_path,
-            timeout_s=100,
-            remote=remote,
-            launcher_args=["--tee"],
-        )
-
-
 def test_a_port_in_use_is_named(bed: Testbed, remote: Remote, tmp_path: Path) -> None:
     code = "import socket, time; s = socket.create_server(('', 29777)); print('on', flush=True); time.sleep(60)"
     with remote.start("vm1", [sys.executable, "-c", code], stdout=subprocess.PIPE) as taken:
         assert taken.stdout is not None
         assert taken.stdout.readline() == b"on\n"
-        with pytest.raises(HostError, match="vm1: port 29777 is in use there"):
-            launch(
-                ["true"],
-                hosts_of(bed, 1),
-                "torchrun",
-                log_dir=tmp_path,
-                timeout_s=100,
-                remote=remote,
-                master_port=29777,
-            )
+        ways = {"log_dir": tmp_path, "timeout_s": 100, "remote": remote}
+        with pytest.raises(HostError, match="vm1: port 29777 is in use there; choose another, or none, and a free one"):
+            launch(["true"], hosts_of(bed, 1), "torchrun", master_port=29777, **ways)
+        for chosen in (29776, None):
+            launch(["true"], hosts_of(bed, 1), "ssh", master_port=chosen, **ways)
 
 
 def wait_for(found: Callable[[], object], what: Callable[[], str], timeout_s: float = 90.0) -> None:
