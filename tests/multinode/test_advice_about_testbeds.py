@@ -55,6 +55,7 @@ def name(needs_testbed: None) -> Iterator[str]:
     "testbed {} was taken down meanwhile, or made anew; see `lastgood testbed status --name {}`",
 )
 def test_the_life_of_a_testbed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LASTGOOD_SSH_CONFIG", raising=False)
     said = lastgood(advice(refused(f"testbed status --name {name}"), r"`lastgood (testbed up .*?)`"))
     assert "vm2" in lastgood(f"testbed status --name {name}")
 
