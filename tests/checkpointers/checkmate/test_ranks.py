@@ -128,6 +128,14 @@ def test_gradients_that_are_changed_behind_the_tap_fail_that_step_and_are_healed
     assert [one["digest"] for one in restored] == [one["digest"] for one in answers]
 
 
+def test_where_the_last_step_failed_on_rank_0_alone_the_others_hear_of_it_in_its_drain(pool, shadows, tmp_path):
+    clip = {"clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)"}
+    began = time.monotonic()
+    for (answer,) in pool.run(2, "written", knobs=knobs_of(shadows), directory=str(tmp_path / "job"), loops=[clip]):
+        assert (answer["said"], answer["outcomes"]) == ("", ["failed"] * 3)
+    assert time.monotonic() - began < 60, "one waited for its own timeout"
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_hook_averages_as_ddp_does_to_the_bit(world, pool):
     for without, with_hook in pool.run(world, "reduced_alike", elements=1001):

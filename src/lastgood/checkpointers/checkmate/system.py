@@ -40,6 +40,7 @@ from lastgood.gradients.trainer.step_parts import StepPart
 from lastgood.gradients.trainer.updates import Update
 from lastgood.locations import Location
 from lastgood.sinks import Sink
+from lastgood.world import world_of_torch
 
 __all__ = ["Checkmate", "CheckmateOptions"]
 
@@ -394,11 +395,14 @@ class Checkmate(Checkpointer):
         away_since: float | None = None
         while True:
             incarnation = self._incarnation
+            others_wait = not self._pending and self._others_wait(deadline)
             with self._settling:
-                if not self._pending:
+                if not self._pending and not others_wait:
                     return
                 steps = [event.step for event, _ in self._pending.values()]
                 self._settling.wait(0.05)
+                if not self._pending:
+                    continue
                 newest_saved = max(self._pending, default=-1)
             now = time.monotonic()
             if incarnation is None or incarnation.conductor.fenced is not None:
@@ -418,6 +422,13 @@ class Checkmate(Checkpointer):
                     f"waited {timeout_s:g} s for shadows to hold steps {', '.join(map(str, steps[:5]))}"
                     f"{' ...' if len(steps) > 5 else ''}"
                 )
+
+    def _others_wait(self, deadline: float) -> bool:
+        """Whether other ranks still have to hear of an iteration that failed here alone."""
+        incarnation = self._incarnation
+        if incarnation is None or incarnation.stream.phase != "closed" or time.monotonic() > deadline:
+            return False
+        return world_of_torch()[1] > 1 and incarnation.conductor.tell_without_seeds()
 
     def _drain_beside(self, timeout_s: float) -> None:
         # Without seeds: they are copies of live tensors, which the training's thread may change meanwhile.

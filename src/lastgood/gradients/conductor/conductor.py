@@ -255,6 +255,20 @@ class Conductor:
         with self._changed:
             return {iteration for known in self._state.shadows for iteration in known.spoiled}
 
+    def tell_without_seeds(self) -> bool:
+        """Rank 0: go on without shadows that want seeds, which are not sent now; whether it still waits for others.
+
+        Only this rank says what became of the other ranks' saves.
+        """
+        with self._changed:
+            if self._identity.rank != 0 or self._fenced is not None:
+                return False
+            for number, known in enumerate(self._state.shadows):
+                if known.wants and self._state.behind(number):
+                    self._state.give_up(number)
+            self._decide()
+            return self.reachable and self._state.closed > self._state.complete
+
     # -- from shadows ----------------------------------------------------------------------------------------------
 
     def connected(self, shadow: int, welcome: Welcome) -> None:
