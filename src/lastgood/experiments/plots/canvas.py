@@ -87,6 +87,8 @@ _XLABEL_IN = 0.5
 _TITLE_PT = 8.5
 _CAPTION_PT = 7.0
 _MISSING_NAMED = 12
+_BEHIND_BARS = 0.7
+"""Above the grid (0.5), below bars (1)."""
 
 
 @contextmanager
@@ -199,7 +201,7 @@ def draw_none(axes: Axes, values: pd.Series, middle: float | None = None, zorder
     """A black line at `middle` (the median) of training without checkpoints, in a band over its range."""
     if values.empty:
         return []
-    axes.axhspan(values.min(), values.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=1)
+    axes.axhspan(values.min(), values.max(), color=NONE_COLOUR, alpha=0.12, linewidth=0, zorder=_BEHIND_BARS)
     axes.axhline(values.median() if middle is None else middle, color=NONE_COLOUR, linewidth=1.0, zorder=zorder)
     return [Line2D([], [], color=NONE_COLOUR, linewidth=1.0, label="no checkpoints")]
 
