@@ -231,7 +231,7 @@ def test_what_it_leaves_in_a_directory_may_be_its_own(used: Any) -> None:
 def test_figures_show_it_in_its_place(used: Any) -> None:
     styles = used["styles"]
     assert list(styles) == ["none", "mine", "pccheck", "clash", "bare"]
-    assert styles["mine"] == ["My system", "#A8F0A8"]
+    assert styles["mine"] == ["My system", "#91B791"]
     assert styles["bare"][0] == "bare"
     assert len({colour for _, colour in styles.values()}) == len(styles)
     labels = [text for text in used["legend"] if text in ("My system", "PCcheck", "Clash", "bare")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VISIONS", "apart", "ciede2000"]
+__all__ = ["VISIONS", "apart", "ciede2000", "lightness"]
 
 Colour = NDArray[np.float64]
 
@@ -33,6 +33,11 @@ _WHITE = np.array([0.95047, 1.0, 1.08883])
 def apart(one: str, other: str, vision: str) -> float:
     """CIEDE2000 between two sRGB colours, written #RRGGBB, as `vision` sees them. About 2 can just be seen."""
     return ciede2000(_lab(one, vision), _lab(other, vision))
+
+
+def lightness(colour: str) -> float:
+    """CIELAB's L* of an sRGB colour, from 0 (black) to 100: all that is left of it in print without colour."""
+    return float(_lab(colour, "normal")[0])
 
 
 def _lab(colour: str, vision: str) -> Colour:

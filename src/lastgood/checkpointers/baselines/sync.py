@@ -28,7 +28,7 @@ class SyncCheckpointer(Checkpointer):
 
     name: ClassVar[str] = "sync"
     traits: ClassVar[Traits] = Traits(
-        colour="#606060",
+        colour="#3F3F3F",
         order=10,
         safe_in=Sink.DISK,
         keeps="files",

@@ -54,7 +54,7 @@ class CheckFreq(OneAtATime):
     name: ClassVar[str] = "checkfreq"
     traits: ClassVar[Traits] = Traits(
         label="CheckFreq",
-        colour="#E69F00",
+        colour="#E9A10E",
         order=20,
         safe_in=Sink.DISK,
         keeps="files",

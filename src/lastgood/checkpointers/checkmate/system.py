@@ -61,7 +61,7 @@ class Checkmate(Checkpointer):
     name: ClassVar[str] = "checkmate"
     traits: ClassVar[Traits] = Traits(
         label="Checkmate",
-        colour="#009E73",
+        colour="#0F9A6D",
         order=60,
         safe_in=Sink.MEMORY,
         safe_words="in its shadows' memory",

@@ -55,7 +55,7 @@ class TorchDCP(DirectorySystem):
     name: ClassVar[str] = "dcp"
     traits: ClassVar[Traits] = Traits(
         label="PyTorch DCP",
-        colour="#F0E442",
+        colour="#6F693D",
         order=50,
         safe_in=Sink.DISK,
         keeps="folders",

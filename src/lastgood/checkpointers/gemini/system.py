@@ -123,7 +123,7 @@ class Gemini(OneAtATime):
     name: ClassVar[str] = "gemini"
     traits: ClassVar[Traits] = Traits(
         label="Gemini",
-        colour="#CC79A7",
+        colour="#CD7AA6",
         order=40,
         safe_in=Sink.MEMORY,
         safe_words="in its peers' memory",

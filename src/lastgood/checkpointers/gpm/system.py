@@ -84,7 +84,7 @@ class GPM(Checkpointer):
     name: ClassVar[str] = "gpm"
     traits: ClassVar[Traits] = Traits(
         label="GPM",
-        colour="#56B4E9",
+        colour="#2482E6",
         order=30,
         safe_in=Sink.DISK,
         keeps="slots",

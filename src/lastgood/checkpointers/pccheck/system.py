@@ -60,7 +60,7 @@ class PCcheck(Checkpointer):
     name: ClassVar[str] = "pccheck"
     traits: ClassVar[Traits] = Traits(
         label="PCcheck",
-        colour="#0072B2",
+        colour="#2E5279",
         order=80,
         safe_in=Sink.DISK,
         keeps="slots",

@@ -48,7 +48,7 @@ class ResiliencyExtension(DirectorySystem):
 
     name: ClassVar[str] = "nvrx"
     traits: ClassVar[Traits] = Traits(
-        colour="#603000",
+        colour="#663102",
         order=110,
         safe_in=Sink.DISK,
         keeps="folders",

@@ -33,7 +33,7 @@ class TorchSnapshot(DirectorySystem):
 
     name: ClassVar[str] = "torchsnapshot"
     traits: ClassVar[Traits] = Traits(
-        colour="#001890",
+        colour="#1016A5",
         order=120,
         safe_in=Sink.DISK,
         keeps="folders",

@@ -154,7 +154,7 @@ def _draw_formulas(
             continue
         xs = [intervals.index(int(interval)) for interval in medians.index]
         look: Any = {
-            "color": style.colour,
+            "color": style.line_colour,
             "linewidth": 1.2,
             "marker": _MARKERS[number % len(_MARKERS)],
             "markersize": 4.5,

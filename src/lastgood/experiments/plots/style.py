@@ -44,12 +44,12 @@ class SeriesStyle:
 
 _SERIES = (
     SeriesStyle("#0072B2", "o"),
-    SeriesStyle("#E69F00", "s"),
+    SeriesStyle("#C07A00", "s"),
     SeriesStyle("#009E73", "^"),
-    SeriesStyle("#CC79A7", "v"),
-    SeriesStyle("#56B4E9", "D"),
-    SeriesStyle("#999999", "P"),
-    SeriesStyle("#F0E442", "p"),
+    SeriesStyle("#A8488A", "v"),
+    SeriesStyle("#2E8FD0", "D"),
+    SeriesStyle("#6E6E6E", "P"),
+    SeriesStyle("#5C5300", "p"),
 )
 
 

@@ -9,9 +9,12 @@ from lastgood.checkpointers.registry import BASELINE, all_traits, system_traits
 from lastgood.experiments.formulas.goodput import IDEAL
 
 __all__ = [
+    "LINE_CONTRAST",
     "NONE_COLOUR",
+    "RESERVED_COLOURS",
     "SPARE_COLOURS",
     "SystemStyle",
+    "contrast_with_white",
     "panel_letter",
     "panel_title",
     "system_label",
@@ -20,12 +23,17 @@ __all__ = [
     "workload_label",
 ]
 
-# Most colours of systems are those of Okabe and Ito (2008). Black is for training without checkpoints, vermillion for
-# the bound (plots/style.py).
+# Colours of systems were searched near those of Okabe and Ito (2008): twice as dark as paper at least, told apart by
+# readers who lack a kind of cone, and those of figure 8 in print without colour as well (tests/experiments/
+# test_colours.py). Black is for training without checkpoints, vermillion for the bound (plots/style.py).
 NONE_COLOUR = "#000000"
-SPARE_COLOURS = ("#A8F0A8", "#184860", "#300030")
+SPARE_COLOURS = ("#91B791", "#0C2C39", "#420E62")
 """For systems that declare no colour, or one that another system of the figure has. After these come the colours of
 systems that the figure does not show."""
+RESERVED_COLOURS = {"flowcheck": "#7548B8"}
+"""For systems that are to come: no other system takes these."""
+LINE_CONTRAST = 3.0
+"""Of lines with white paper, at least (WCAG 2.2, 1.4.11)."""
 
 _IDEAL_ORDER = 100
 """After the systems that the papers compare."""
@@ -49,6 +57,29 @@ class SystemStyle:
 
     label: str
     colour: str
+    """Of areas."""
+
+    @property
+    def line_colour(self) -> str:
+        """Of lines: the same hue, darker if it must be to stand out on white."""
+        return _darkened(self.colour)
+
+
+def contrast_with_white(colour: str) -> float:
+    """The contrast of ``#RRGGBB`` with white paper, from 1 to 21, as WCAG defines it."""
+    return 1.05 / (_luminance(colour) + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    coded = [channel / 255 for channel in bytes.fromhex(colour[1:])]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in coded]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _darkened(colour: str) -> str:
+    while contrast_with_white(colour) < LINE_CONTRAST:
+        colour = "#" + bytes(int(0.97 * channel) for channel in bytes.fromhex(colour[1:])).hex().upper()
+    return colour
 
 
 def system_rank(system: str) -> tuple[int, str]:
