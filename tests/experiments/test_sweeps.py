@@ -30,6 +30,7 @@ from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.runs import collect
 from lastgood.workloads.options import Vgg16Options
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -447,6 +448,64 @@ def test_no_text_touches_another(tmp_path: Path, figure: str, width: Any) -> Non
         assert box.x0 >= 0, text
         assert box.x1 <= drawn.bbox.x1 + 1, text
     assert min(text.get_fontsize() for text in texts) >= 7
+
+
+MOST_ASIDE = 0.02
+"""Of the axis: nobody reads another value off."""
+
+
+@pytest.mark.parametrize("figure", ["fig11", *SWEEPS])
+def test_points_stand_at_their_values(tmp_path: Path, figure: str) -> None:
+    frame = read_tidy(csv_of(tmp_path, figure, many(figure)))
+    axes = (draw_persist(frame) if figure == "fig11" else draw_sweep(frame)).axes[0]
+    on_axis = axes.transAxes.inverted()
+    values = sorted(set(frame["axis_value"])) if figure == "fig11" else range(len(axes.get_xticks()))
+    places = [on_axis.transform(axes.transData.transform((float(value), 1.0)))[0] for value in values]
+    drawn = [
+        on_axis.transform(axes.transData.transform((float(x), 1.0)))[0]
+        for line in axes.lines
+        if line.get_marker() not in ("None", "")
+        for x in line.get_xdata()  # type: ignore[union-attr]
+    ]
+    assert len(drawn) >= 3 * len(places)
+    aside = [min(abs(x - place) for place in places) for x in drawn]
+    assert max(aside) <= MOST_ASIDE + 1e-9
+    # They do stand beside each other.
+    assert max(aside) > MOST_ASIDE / 2
+
+
+def test_intervals_of_pairs_are_drawn_as_slowdowns(tmp_path: Path) -> None:
+    options = {"max_in_flight": 1, "writer_threads": 2}
+    records = [
+        make_paired("none", 0),
+        make_paired("pccheck", 10, (0.5, 0.5, 0.8), system_options=options, proof=True, ended_by="budget"),
+        make_paired("pccheck", 20, (1.6, 1.6, 1.6), system_options=options, proof=True, disturbed=[2]),
+    ]
+    frame = read_tidy(csv_of(tmp_path, "fig12", records))
+    figure = draw_sweep(frame)
+    axes = figure.axes[0]
+    whiskers = [
+        sorted(segment[:, 1].tolist())
+        for lines in axes.collections
+        for segment in lines.get_segments()  # type: ignore[attr-defined]
+        if segment[0][0] == segment[1][0]
+    ]
+    paired = frame[frame["ratio_low"].notna()]
+    expected = [[1 / row.ratio_high, 1 / row.ratio_low] for row in paired.itertuples()]
+    assert expected[0] == pytest.approx([1 / 0.8, 1 / 0.5])
+    assert whiskers == [pytest.approx(ends) for ends in expected]
+    # No circle: the blocks are of one run.
+    assert not [line for line in axes.lines if line.get_markersize() < 3]
+    texts = texts_of(figure)
+    assert {"stayed noisy", "better than its bound"} <= set(texts)
+    caption = sweep_caption(frame).replace("\N{NO-BREAK SPACE}", " ")
+    for part in (
+        "marker the median of their slowdowns; whisker its 95 % bootstrap interval",
+        "1 disturbed pair is not counted. Dashed whisker",
+        "(PCcheck 10)",
+        "Triangle: above its bound (PCcheck 20: training without checkpoints was slower beside it",
+    ):
+        assert part in caption, caption
 
 
 @pytest.mark.parametrize("highest", [1.02, 1.4, 3.5, 30, 4000])

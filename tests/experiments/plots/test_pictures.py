@@ -131,6 +131,16 @@ def test_bars_lines_and_bound_stand_where_the_numbers_are(tmp_path: Path) -> Non
     assert "4.00" in [text.get_text() for text in axes.texts]
 
 
+def test_the_band_of_training_without_checkpoints_lies_behind_the_bars(tmp_path: Path) -> None:
+    axes = draw_throughput(read_tidy(csv_of(tmp_path, panel(("sync", "pccheck"), (1, 10), 2)))).axes[0]
+    wide = axes.get_xlim()[1] - axes.get_xlim()[0]
+    in_data = [(patch, patch.get_extents().transformed(axes.transData.inverted())) for patch in axes.patches]
+    bands = [patch for patch, box in in_data if box.width > 0.99 * wide]
+    bars = [patch for patch, box in in_data if box.width < 0.9 * wide]
+    assert len(bands) == 1 and len(bars) == 3 * 4
+    assert bands[0].get_zorder() < min(bar.get_zorder() for bar in bars)
+
+
 def test_marks_for_few_checkpoints_and_missing_proofs(tmp_path: Path) -> None:
     records = [
         make_record("none"),
@@ -311,5 +321,5 @@ def test_pairs_of_blocks_are_drawn_with_their_intervals_and_marks(tmp_path: Path
     dashed = [lines for lines in figure.axes[0].collections if lines.get_zorder() == 8 and lines.get_linestyle()[0][1]]
     assert len(dashed) == 1
     caption = " ".join(" ".join(texts).split())
-    assert "2 to 3 pairs of blocks" in caption and "1 disturbed pairs are not counted" in caption
+    assert "2 to 3 pairs of blocks" in caption and "1 disturbed pair is not counted" in caption
     assert "(GPM 10)" in caption and "PCcheck 10: the bound lies in its interval" in caption

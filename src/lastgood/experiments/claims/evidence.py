@@ -14,6 +14,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import CorruptCheckpoint
 from lastgood.experiments.systems.labels import system_label
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.experiments.tables.intervals import pair_interval
 from lastgood.text import parse_json
 from lastgood.units import MIB
 
@@ -114,8 +115,9 @@ class Evidence:
         cell = self.cell(workload, system, interval)
         if cell.empty:
             return Sample((), self._lack(workload, system, interval))
-        if _in_pairs(cell):
-            return Sample(_interval_of(cell, lambda ratio: 1 / ratio), _trouble(cell), interval=True)
+        measured = pair_interval(cell)
+        if measured is not None:
+            return Sample(measured.map(lambda ratio: 1 / ratio), _trouble(cell), interval=True)
         values = tuple(float(value) for value in slowdown_of(cell))
         return Sample(values, _trouble(cell) or ("" if values else f"{workload}: no run without checkpoints beside it"))
 
@@ -126,10 +128,9 @@ class Evidence:
             trouble = self._lack(workload, name, interval) if cell.empty else _trouble(cell)
             if trouble:
                 return Sample((), trouble)
-        if all(map(_in_pairs, cells)):
-            ours, others = (_interval_of(cell, float) for cell in cells)
-            ends = (ours[0] / others[2], ours[1] / others[1], ours[2] / others[0])
-            return Sample(ends, interval=True)
+        ours, others = (pair_interval(cell) for cell in cells)
+        if ours is not None and others is not None:
+            return Sample(ours.over(others), interval=True)
         mine, theirs = (cell.set_index("repetition")["durable_iterations_per_s"].astype(float) for cell in cells)
         values = tuple(float(value) for value in (mine / theirs).dropna())
         return Sample(values, "" if values else f"{system} and {other} share no repetition")
@@ -207,18 +208,6 @@ class Evidence:
         if not there:
             return f"no run of {name} with {workload}"
         return f"no run of {name} with {workload} at interval {interval}, only at {', '.join(map(str, there))}"
-
-
-def _in_pairs(cell: pd.DataFrame) -> bool:
-    """Whether the runs of a cell were measured in pairs of blocks."""
-    return "ratio_low" in cell.columns and bool(cell["ratio_low"].notna().all())
-
-
-def _interval_of(cell: pd.DataFrame, change: Callable[[float], float]) -> tuple[float, float, float]:
-    """The ratio to training without checkpoints, changed: the interval's lower end, the estimate, the upper end."""
-    ratios = (cell["ratio_low"].min(), cell["ratio_to_none"].median(), cell["ratio_high"].max())
-    low, middle, high = sorted(change(float(ratio)) for ratio in ratios)
-    return low, middle, high
 
 
 def _trouble(cell: pd.DataFrame) -> str:

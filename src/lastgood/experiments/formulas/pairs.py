@@ -9,15 +9,37 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lastgood.experiments.records.blocks import Block
 
-__all__ = ["PairEstimate", "estimate_pairs", "round_ratios"]
+__all__ = ["Interval", "PairEstimate", "estimate_pairs", "round_ratios"]
 
 _RESAMPLES = 2000
 _COVERAGE = 0.95
+
+
+class Interval(NamedTuple):
+    """A number that is known to an interval. All of it is above 0."""
+
+    low: float
+    middle: float
+    """The estimate."""
+    high: float
+
+    def map(self, change: Callable[[float], float]) -> Interval:
+        """The same in another unit; `change` rises or falls all the way."""
+        return Interval(*sorted(change(value) for value in self))
+
+    def over(self, other: Interval) -> Interval:
+        """This number divided by `other`."""
+        return Interval(self.low / other.high, self.middle / other.middle, self.high / other.low)
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether nothing says which of the two is the larger one."""
+        return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pandas as pd
 from lastgood.checkpointers.registry import BASELINE, system_traits
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.experiments.tables.marked import above_bound, disturbed_pairs, noisy_cells
 from lastgood.sinks import Sink
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
@@ -111,6 +112,7 @@ def sweep_caption(frame: pd.DataFrame) -> str:
         _set_up(frame, points),
         _fixed_options(frame),
         reading,
+        _pairs(frame),
         _bound(frame),
         _revision(frame),
     ]
@@ -251,8 +253,12 @@ def _set_up(frame: pd.DataFrame, points: str) -> str:
 def _repetitions(frame: pd.DataFrame, points: str) -> str:
     if frame["ratio_low"].notna().any():
         rounds = _joined_range(frame["rounds"].dropna())
-        bars = "bar the median of their ratios, times training without checkpoints; whisker its 95 % bootstrap interval"
-        return f"{rounds} pairs of blocks, with checkpoints and without in turn: {bars}"
+        point = points.split()[0]
+        what = "ratios, times training without checkpoints" if point == "bar" else "slowdowns"
+        return (
+            f"{rounds} pairs of blocks, with checkpoints and without in turn: {point} the median of their {what}; "
+            "whisker its 95 % bootstrap interval"
+        )
     counts = frame.groupby(["system", "interval_steps", "axis_value"], dropna=False).size()
     text = _joined_range(counts)
     if text == "1":
@@ -293,28 +299,13 @@ def _pairs(frame: pd.DataFrame) -> str:
     """Of a panel in pairs of blocks: what was disturbed, which cells stayed noisy, and what is above its bound, why."""
     if frame["ratio_low"].isna().all():
         return ""
-    left_out = int(frame["rounds_disturbed"].fillna(0).sum())
-    noisy = _cells(frame[frame["rounds_ended_by"] == "budget"])
-    above = frame[frame["above_bound"].notna()]
-    reasons = [f"{_cells(cells)}: {reason}" for reason, cells in above.groupby("above_bound")]
+    left_out, noisy, above = disturbed_pairs(frame), noisy_cells(frame), above_bound(frame)
     sentences = [
-        f"{left_out} disturbed pairs are not counted." if left_out else "",
+        f"{left_out}." if left_out else "",
         f"Dashed whisker: the time was used up before the interval was narrow ({noisy})." if noisy else "",
-        f"Triangle: above its bound ({'; '.join(reasons)})." if reasons else "",
+        f"Triangle: above its bound ({above})." if above else "",
     ]
     return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _cells(rows: pd.DataFrame) -> str:
-    """``PCcheck 10, GPM 1``."""
-    found = sorted(
-        {
-            (system_rank(name), name, int(interval))
-            for name, interval in zip(rows["system"], rows["interval_steps"], strict=True)
-            if name != BASELINE
-        }
-    )
-    return ", ".join(f"{system_label(name)} {interval}" for _, name, interval in found)
 
 
 def _durable(systems: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from lastgood.experiments.systems.labels import panel_title, system_styles
 
 __all__ = ["draw_persist", "plot_persist"]
 
-_DODGE = 0.05
-"""Between the systems at one size, in decades."""
+_MOST_ASIDE = 0.02
+"""How far from its size a point may stand, as a share of the axis: beside the other systems, and still at its value."""
 
 
 def plot_persist(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
@@ -83,11 +84,14 @@ def draw_persist(frame: pd.DataFrame, width: Width = "double") -> Figure:
 
 def _draw_systems(axes: Axes, timed: pd.DataFrame) -> tuple[list[Any], set[str]]:
     styles = system_styles(sorted(set(timed["system"])))
+    left, right = axes.get_xlim()
+    decades = math.log10(right / left)
     handles: list[Any] = []
     marks: set[str] = set()
     for number, ((system, style), shape) in enumerate(zip(styles.items(), series_styles(len(styles)), strict=True)):
-        shift = 10 ** (_DODGE * (number - (len(styles) - 1) / 2))
-        look = line_look(style.colour, shape.marker)
+        aside = _MOST_ASIDE * (2 * number / (len(styles) - 1) - 1) if len(styles) > 1 else 0.0
+        shift = 10 ** (aside * decades)
+        look = line_look(style.line_colour, shape.marker)
         xs, ys = [], []
         for megabytes, runs in timed[timed["system"] == system].groupby("axis_value"):
             x = float(str(megabytes)) * shift

@@ -38,12 +38,17 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import sweep_caption
+from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
 from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
 from lastgood.experiments.systems.labels import panel_title
 
 __all__ = ["draw_sweep", "plot_sweep"]
 
-_GROUP_WIDTH = 0.7
+_MOST_ASIDE = 0.02
+"""How far from its place a point may stand, as a share of the axis: beside the other series, and still at its value."""
+_BOUND_HALF = 0.018
+"""Half of a bound's line, as a share of the axis."""
+_BOUNDS_ALIKE = 0.05
 _LOG_FROM = 3.0
 """Slowdowns that differ by more than this factor are drawn on a logarithmic axis."""
 _MANTISSAS = (1, 1.5, 2, 3, 5, 7)
@@ -142,9 +147,9 @@ def _set_x_axis(axes: Axes, places: Sequence[float], label: str, sides: FigureAx
     name_places(axes, [_name(place, sides) for place in places], label)
 
 
-def _offset(number: int, count: int) -> float:
-    """Series stand side by side at each place, so that none covers another."""
-    return (number - (count - 1) / 2) * _GROUP_WIDTH / max(1, count)
+def _aside(number: int, series: int, places: int) -> float:
+    """Series stand side by side at each place, so that none covers another. The axis is as long as it has places."""
+    return _MOST_ASIDE * places * (2 * number / (series - 1) - 1) if series > 1 else 0.0
 
 
 def _cell(swept: pd.DataFrame, sides: FigureAxes, place: float, one: float) -> pd.DataFrame:
@@ -162,18 +167,24 @@ def _draw_series(
 ) -> tuple[list[Any], set[str]]:
     handles: list[Any] = []
     marks: set[str] = set()
+    intervals: list[PairInterval | None] = []
     for number, (one, style) in enumerate(zip(series, series_styles(len(series)), strict=True)):
         xs, ys = [], []
         for group, place in enumerate(places):
             runs = _cell(swept, sides, place, one)
             if runs.empty:
                 continue
-            x = group + _offset(number, len(series))
+            x = group + _aside(number, len(series), len(places))
             values = [float(value) for value in runs["slowdown"]]
             xs.append(x)
             ys.append(float(runs["slowdown"].median()))
-            if len(values) > 1:
-                draw_repetitions(axes, _beside(x, len(values), len(series)), values, 2.2)
+            pairs = of_pairs(runs)
+            intervals.append(pairs)
+            if pairs is not None:
+                draw_pair_interval(axes, x, 0.008 * len(places), pairs, lambda ratio: 1 / ratio)
+                values.append(1 / pairs.ratio.low)
+            elif len(values) > 1:
+                draw_repetitions(axes, [x] * len(values), values, 2.2)
             mark = mark_of(runs)
             if mark:
                 marks.add(mark)
@@ -188,12 +199,7 @@ def _draw_series(
                 )
         axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=4)
         handles.append(Line2D([], [], label=label.format(f"{one:g}"), **line_look(style.colour, style.marker)))
-    return handles, marks
-
-
-def _beside(x: float, count: int, series: int) -> list[float]:
-    step = 0.05 * _GROUP_WIDTH / series
-    return [x + (number - (count - 1) / 2) * step for number in range(count)]
+    return handles + pair_handles(intervals, better_is_lower=True), marks
 
 
 def _draw_none(axes: Axes, rates: pd.Series) -> list[Any]:
@@ -203,24 +209,28 @@ def _draw_none(axes: Axes, rates: pd.Series) -> list[Any]:
 def _draw_bounds(
     axes: Axes, swept: pd.DataFrame, sides: FigureAxes, places: Sequence[float], series: Sequence[float]
 ) -> list[Any]:
-    half = 0.45 * _GROUP_WIDTH / max(1, len(series))
+    """At each place a line for all series, or for each if their bounds differ."""
     seen: set[str] = set()
-    for number, one in enumerate(series):
-        for group, place in enumerate(places):
-            runs = _cell(swept, sides, place, one).dropna(subset=["slowdown_bound"])
+    half = _BOUND_HALF * len(places)
+    for group, place in enumerate(places):
+        cells = [_cell(swept, sides, place, one).dropna(subset=["slowdown_bound"]) for one in series]
+        levels = [float(cell["slowdown_bound"].median()) for cell in cells if len(cell)]
+        if not levels:
+            continue
+        alike = max(levels) <= (1 + _BOUNDS_ALIKE) * min(levels)
+        reach = half + _MOST_ASIDE * len(places)
+        spans = (
+            [(pd.concat([cell for cell in cells if len(cell)]), group, reach)]
+            if alike
+            else [(cell, group + _aside(number, len(series), len(places)), half) for number, cell in enumerate(cells)]
+        )
+        for runs, middle, width in spans:
             if runs.empty:
                 continue
             binds = str(runs["bound_binds"].mode().iloc[0])
-            x = group + _offset(number, len(series))
-            axes.hlines(
-                float(runs["slowdown_bound"].median()),
-                x - half,
-                x + half,
-                color=BOUND_COLOUR,
-                linewidth=1.8,
-                linestyle=BOUND_DASHES[binds],
-                zorder=3,
-            )
+            level = float(runs["slowdown_bound"].median())
+            look: Any = {"color": BOUND_COLOUR, "linewidth": 1.8, "linestyle": BOUND_DASHES[binds]}
+            axes.hlines(level, middle - width, middle + width, zorder=3, **look)
             seen.add(binds)
     return bound_handles(seen)
 

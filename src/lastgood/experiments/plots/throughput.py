@@ -10,12 +10,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
-    INK,
     LABEL_PT,
     LEFT_IN,
     RIGHT_IN,
@@ -38,6 +36,7 @@ from lastgood.experiments.plots.canvas import (
     save_figure,
 )
 from lastgood.experiments.plots.captions import throughput_caption
+from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
 from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
 from lastgood.experiments.systems.labels import SystemStyle, panel_title, system_styles
 
@@ -49,8 +48,6 @@ _BOUNDS_ALIKE = 0.05
 _HATCH_FEW = "////"
 _HATCH_UNPROVED = "...."
 _HATCH_WRONG = "xxxx"
-_NOISY_DASHES: Any = (0, (1.5, 1.2))
-_ABOVE_LOOK: dict[str, Any] = {"marker": 6, "markersize": 3.5, "color": INK}
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,9 @@ class _Cell:
     hatch: str
     published: float | None
     """Slowdown on another machine."""
-    pairs: _OfPairs | None
-
-
-@dataclass(frozen=True)
-class _OfPairs:
-    """What a cell has if it was measured in pairs of blocks."""
-
-    ratio: float
-    low: float
-    high: float
-    """Ends of the interval, in iterations per second."""
-    noisy: bool
-    above_bound: bool
+    pairs: PairInterval | None
+    none: float
+    """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
 
 
 def plot_throughput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
@@ -145,21 +132,8 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         min(median, float(runs["durable_iterations_per_s"].median())),
         hatch,
         float(published.iloc[0]) if len(published) else None,
-        _of_pairs(runs),
-    )
-
-
-def _of_pairs(runs: pd.DataFrame) -> _OfPairs | None:
-    """Of several repetitions the widest interval; None if a run was measured in one stretch."""
-    if runs["ratio_low"].isna().any():
-        return None
-    none = float(runs["none_iterations_per_s"].median())
-    return _OfPairs(
-        float(runs["ratio_to_none"].median()),
-        none * float(runs["ratio_low"].min()),
-        none * float(runs["ratio_high"].max()),
-        bool((runs["rounds_ended_by"] == "budget").any()),
-        bool(runs["above_bound"].notna().any()),
+        of_pairs(runs),
+        float(runs["none_iterations_per_s"].median()),
     )
 
 
@@ -213,7 +187,7 @@ def _draw_cells(
             drawn = 0.9 * bar_width
             draw_bar(axes, x, drawn, cell.median, cell.durable, style.colour, cell.hatch)
             if cell.pairs is not None:
-                _draw_interval(axes, x, drawn, cell.pairs)
+                draw_pair_interval(axes, x, 0.2 * drawn, cell.pairs, cell.none.__mul__)
                 continue
             dodged = _dodged(x, drawn, len(cell.values))
             draw_repetitions(axes, dodged, cell.values, min(2.6, 0.25 * bar_pt))
@@ -223,19 +197,10 @@ def _draw_cells(
     return handles
 
 
-def _draw_interval(axes: Axes, x: float, width: float, pairs: _OfPairs) -> None:
-    """A whisker over the interval, in dashes if it stayed wide; a triangle over a bar that is above its bound."""
-    dashes = _NOISY_DASHES if pairs.noisy else "solid"
-    axes.vlines(x, pairs.low, pairs.high, color=INK, linewidth=0.9, linestyle=dashes, zorder=8)
-    axes.hlines([pairs.low, pairs.high], x - 0.2 * width, x + 0.2 * width, color=INK, linewidth=0.9, zorder=8)
-    if pairs.above_bound:
-        axes.plot([x], [pairs.high], linestyle="none", clip_on=False, zorder=8, **_ABOVE_LOOK)
-
-
 def _number_text(cell: _Cell) -> str:
     """The number under a bar; and its share of training without checkpoints, if that was measured beside it."""
     rate = _three_digits(cell.median)
-    return rate if cell.pairs is None else f"{rate}\n{cell.pairs.ratio:.0%}"
+    return rate if cell.pairs is None else f"{rate}\n{cell.pairs.ratio.middle:.0%}"
 
 
 def _three_digits(value: float) -> str:
@@ -320,8 +285,4 @@ def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
     found: list[Any] = [
         bar_handle("white", label, hatch) for hatch, label in meanings if any(hatch in cell.hatch for cell in cells)
     ]
-    if any(cell.pairs is not None and cell.pairs.noisy for cell in cells):
-        found.append(Line2D([], [], color=INK, linewidth=0.9, linestyle=_NOISY_DASHES, label="stayed noisy"))
-    if any(cell.pairs is not None and cell.pairs.above_bound for cell in cells):
-        found.append(Line2D([], [], linestyle="none", label="above its bound", **_ABOVE_LOOK))
-    return found
+    return found + pair_handles([cell.pairs for cell in cells])

@@ -1,0 +1,72 @@
+"""Intervals of ratios that were measured in pairs of blocks, as whiskers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from lastgood.experiments.formulas.pairs import Interval
+from lastgood.experiments.plots.canvas import INK
+from lastgood.experiments.tables.intervals import pair_interval
+
+__all__ = ["PairInterval", "draw_pair_interval", "of_pairs", "pair_handles"]
+
+_NOISY_DASHES: Any = (0, (1.5, 1.2))
+_PASSES: dict[str, Any] = {"markersize": 3.5, "color": INK}
+_UP: Final = 6
+_DOWN: Final = 7
+"""matplotlib's carets, whose tips are at the point."""
+
+
+@dataclass(frozen=True)
+class PairInterval:
+    """What a cell has if it was measured in pairs."""
+
+    ratio: Interval
+    """Training with checkpoints to training without."""
+    noisy: bool
+    """It stayed wide until the time was used up."""
+    above_bound: bool
+
+
+def of_pairs(runs: pd.DataFrame) -> PairInterval | None:
+    """Of the repetitions of a cell; None if a run was measured in one stretch."""
+    found = pair_interval(runs)
+    if found is None:
+        return None
+    noisy, above = (runs["rounds_ended_by"] == "budget").any(), runs["above_bound"].notna().any()
+    return PairInterval(found, noisy=bool(noisy), above_bound=bool(above))
+
+
+def draw_pair_interval(
+    axes: Axes, x: float, half_width: float, found: PairInterval, on_axis: Callable[[float], float]
+) -> None:
+    """A whisker, in dashes if it is noisy; a triangle at its better end if the cell passes its bound.
+
+    `on_axis` says where a ratio lies on the y axis.
+    """
+    worse, better = on_axis(found.ratio.low), on_axis(found.ratio.high)
+    dashes = _NOISY_DASHES if found.noisy else "solid"
+    axes.vlines(x, worse, better, color=INK, linewidth=0.9, linestyle=dashes, zorder=8)
+    axes.hlines([worse, better], x - half_width, x + half_width, color=INK, linewidth=0.9, zorder=8)
+    if found.above_bound:
+        marker = _UP if better >= worse else _DOWN
+        axes.plot([x], [better], linestyle="none", clip_on=False, zorder=8, marker=marker, **_PASSES)
+
+
+def pair_handles(cells: Iterable[PairInterval | None], *, better_is_lower: bool = False) -> list[Any]:
+    """Legend entries for what is marked about intervals."""
+    known = [cell for cell in cells if cell is not None]
+    found: list[Any] = []
+    if any(cell.noisy for cell in known):
+        found.append(Line2D([], [], color=INK, linewidth=0.9, linestyle=_NOISY_DASHES, label="stayed noisy"))
+    if any(cell.above_bound for cell in known):
+        label = "better than its bound" if better_is_lower else "above its bound"
+        look = _PASSES | {"marker": _DOWN if better_is_lower else _UP}
+        found.append(Line2D([], [], linestyle="none", label=label, **look))
+    return found
