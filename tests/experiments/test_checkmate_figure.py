@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -177,9 +179,9 @@ def texts(figure: Figure) -> list[str]:
 def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) -> None:
     figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())))
     throughput, frequency, lost, _, cpu = figure.axes
-    assert [text.get_text() for text in throughput.texts] == ["\npaper", "2", "1", "6"]
-    assert [text.get_text() for text in frequency.texts] == ["\npaper", "5", ">5", "1"]
-    assert [text.get_text() for text in lost.texts] == ["\npaper", "4\nf5", "6\nf5", "1\nf1"]
+    assert [text.get_text() for text in throughput.texts] == ["2", "1", "6"]
+    assert [text.get_text() for text in frequency.texts] == ["5", ">5", "1"]
+    assert [text.get_text() for text in lost.texts] == ["4\nf5", "6\nf5", "1\nf1"]
     assert len(cpu.texts) == 3
     shown = texts(figure)
     assert "paper's range, other machines" in shown and "shadows (CPU time)" in shown
@@ -188,6 +190,30 @@ def test_the_picture_says_what_is_not_reached_and_what_was_lost(tmp_path: Path) 
     # 200 bytes over 40 steps.
     assert "shadows received 5 B an iteration" in caption
     assert "RESTORE DIFFERS" not in caption and "restore not proved" not in caption
+
+
+@pytest.mark.parametrize("width", ["single", "double"])
+def test_every_bar_has_its_name_under_it_and_no_place_is_empty(tmp_path: Path, width: Any) -> None:
+    figure = draw_checkmate(read_tidy(csv_of(tmp_path, panel())), width)
+    FigureCanvasAgg(figure).draw()
+    systems = ["CheckFreq", "PyTorch DCP", "Checkmate"]
+    for axes in figure.axes:
+        labels = axes.get_xticklabels()
+        names = [label.get_text() for label in labels]
+        assert names in (systems, [*systems, "paper"])
+        # Names are turned by one angle: what counts is how far their lines are from each other.
+        apart = np.diff([axes.transData.transform((place, 0))[0] for place in axes.get_xticks()]).min()
+        assert (
+            apart * math.sin(math.radians(labels[0].get_rotation())) > 1.1 * labels[0].get_fontsize() / 72 * figure.dpi
+        )
+        # Under the numbers, and nowhere else.
+        numbers = [text.get_window_extent() for text in axes.texts]
+        assert not [label for label in labels if any(label.get_window_extent().overlaps(box) for box in numbers)]
+    (legend,) = figure.legends
+    assert not set(systems) & {text.get_text() for text in legend.get_texts()}
+    if width == "double":  # in the sixth place
+        box, last = legend.get_window_extent(), figure.axes[-1].get_window_extent()
+        assert box.x0 > last.x1 and box.y1 <= last.y1 + 1 and box.y0 >= last.y0 - 30
 
 
 def test_where_nothing_was_lost_the_axis_is_of_whole_iterations(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ __all__ = [
     "read_tidy",
     "read_whole",
     "save_figure",
+    "text_width_in",
     "widest_legend",
     "wrap_text",
 ]
@@ -286,28 +287,41 @@ class PageText:
     """Title and legend above the axes and the caption below: measured first, so that none touches another."""
 
     def __init__(
-        self, figure: Figure, handles: list[Any], width: Width, *, title: str, caption: str, partial: str
+        self,
+        figure: Figure,
+        handles: list[Any],
+        width: Width,
+        *,
+        title: str,
+        caption: str,
+        partial: str,
+        legend_width_in: float | None = None,
     ) -> None:
+        """With `legend_width_in` the legend is that wide and stands elsewhere: its corner is an argument of `place`."""
         self.width_in = WIDTHS_IN[width]
         self._figure = figure
         self._heading = figure.text(0, 0, title, weight="bold", va="top")
         self._heading.set_fontsize(_TITLE_PT)
-        self._legend, legend_in = widest_legend(figure, handles, self.width_in)
+        self._legend, legend_in = widest_legend(figure, handles, legend_width_in or self.width_in)
         self._lines = wrap_text(figure, caption, self.width_in - 2 * RIGHT_IN, _CAPTION_PT)
         self._partial_lines = wrap_text(figure, partial, self.width_in - 2 * RIGHT_IN, _CAPTION_PT)
         self._line_in = 1.3 * _CAPTION_PT / 72
         self._title_in = 1.3 * _TITLE_PT / 72
-        self.above_in = GAP_IN + self._title_in + legend_in
+        self.above_in = GAP_IN + self._title_in + (0.0 if legend_width_in else legend_in)
         """From the top to where axes may begin."""
         self.below_in = GAP_IN + self._line_in * (len(self._lines) + len(self._partial_lines))
         """From the bottom to where they must end."""
 
-    def place(self, height_in: float) -> None:
-        """Make the picture this high, and put the texts at their places."""
+    def place(self, height_in: float, legend_at_in: tuple[float, float] | None = None) -> None:
+        """Make the picture this high, and put the texts at their places.
+
+        `legend_at_in` is the upper left corner of a legend that stands elsewhere, from the left and from the top.
+        """
         self._figure.set_size_inches(self.width_in, height_in)
         left = RIGHT_IN / self.width_in
         self._heading.set_position((left, 1 - GAP_IN / height_in))
-        self._legend.set_bbox_to_anchor((left, 1 - (GAP_IN + self._title_in) / height_in))
+        from_left_in, from_top_in = legend_at_in or (RIGHT_IN, GAP_IN + self._title_in)
+        self._legend.set_bbox_to_anchor((from_left_in / self.width_in, 1 - from_top_in / height_in))
         for number, line in enumerate([*self._partial_lines, *self._lines]):
             self._figure.text(
                 left,
@@ -370,6 +384,14 @@ def widest_legend(figure: Figure, handles: list[Any], width_in: float) -> tuple[
             return legend, extent.height / figure.dpi
         legend.remove()
     raise AssertionError("unreachable: one column is always taken")
+
+
+def text_width_in(figure: Figure, text: str, size_pt: float) -> float:
+    """How wide `text` is drawn, in inches."""
+    probe = figure.text(0, 0, text, fontsize=size_pt)
+    width = probe.get_window_extent(_renderer(figure)).width / figure.dpi
+    probe.remove()
+    return float(width)
 
 
 def wrap_text(figure: Figure, text: str, width_in: float, size_pt: float) -> list[str]:

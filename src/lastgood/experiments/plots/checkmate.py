@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ from lastgood.experiments.plots.canvas import (
     plot_style,
     read_whole,
     save_figure,
+    text_width_in,
 )
 from lastgood.experiments.plots.captions import checkmate_caption
 from lastgood.experiments.plots.checkmate_numbers import (
@@ -55,19 +57,27 @@ _HATCH_WRONG: Final = "xxxx"
 _HATCH_UNPROVED: Final = "...."
 _PAPER: Final[dict[str, Any]] = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9, "linestyle": (0, (2, 1.2))}
 _PAPER_PLACE: Final = "paper"
+_HATCH_OPEN: Final = "\\\\"
+"""Of a bar that ends only where the measurement did."""
+_NAME_PT: Final = LABEL_PT
+_NAME_DEGREES: Final = 35.0
+_NUMBERS_PT: Final = 8.5
+"""A line of numbers between the axis and the names."""
 
 
-def plot_checkmate(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_checkmate(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw Checkmate's figure of one model from `csv` into `out_stem` + .pdf, .png and .svg.
 
     With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused. A CSV of a shadow's
     updates is drawn as that.
     """
     if _is_updates(csv):
-        return plot_optimizer(csv, out_stem, width=width, partial=partial)
+        return plot_optimizer(csv, out_stem, width=width, partial=partial, caption=caption)
     frame = read_whole(csv, partial=partial)
     with plot_style():
-        return save_figure(draw_checkmate(frame, width), out_stem)
+        return save_figure(draw_checkmate(frame, width, caption=caption), out_stem)
 
 
 def _is_updates(csv: Path) -> bool:
@@ -79,7 +89,7 @@ def _is_updates(csv: Path) -> bool:
         return False
 
 
-def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_checkmate(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """Five small panels, a bar for each system in each, from a tidy frame of one model.
 
     Hollow dashed boxes are the paper's ranges, which were measured on other machines.
@@ -91,10 +101,7 @@ def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:
         subject = subject_of(frame)
         figure = Figure()
         panels = [figure.add_subplot() for _ in range(5)]
-        handles: list[Any] = [
-            Patch(facecolor=style.colour, edgecolor=INK, linewidth=0.5, label=style.label) for style in styles.values()
-        ]
-        handles += _throughput(panels[0], frame, styles, ranges.get("throughput_gain"))
+        handles: list[Any] = _throughput(panels[0], frame, styles, ranges.get("throughput_gain"))
         _frequency(panels[1], subject, reaches(frame), styles, ranges.get("frequency_gain"))
         _lost(panels[2], subject, lost_work(frame), styles, ranges.get("repeated_work_less"))
         found = costs(frame)
@@ -108,21 +115,39 @@ def draw_checkmate(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=panel_title(str(frame["figure"].iloc[0]).capitalize(), str(frame["workload"].iloc[0])),
-            caption=checkmate_caption(frame),
+            caption=checkmate_caption(frame) if caption else "",
             partial=partial_text(frame),
+            below_in=_below_in(figure, [*(style.label for style in styles.values()), _PAPER_PLACE]),
         )
     return figure
 
 
-def _places(axes: Axes, styles: dict[str, SystemStyle], title: str, unit: str, more: Sequence[str] = ()) -> None:
-    """Numbers of the systems below the bars: their names are in the legend, whose order is theirs."""
+def _below_in(figure: Figure, names: Sequence[str]) -> float:
+    """Numbers, and the longest of `names`, under a panel."""
+    longest_in = max(text_width_in(figure, name, _NAME_PT) for name in names)
+    turned_in = (
+        math.sin(math.radians(_NAME_DEGREES)) * longest_in + math.cos(math.radians(_NAME_DEGREES)) * _NAME_PT / 72
+    )
+    return (2 * _NUMBERS_PT + 4) / 72 + turned_in + 0.08
+
+
+def _places(
+    axes: Axes,
+    styles: dict[str, SystemStyle],
+    title: str,
+    unit: str,
+    more: Sequence[str] = (),
+    *,
+    lines: int = 1,
+) -> None:
+    """Systems' names below the bars, under `lines` lines of their numbers."""
     axes.set_title(title, loc="left", fontsize=LABEL_PT + 0.5)
     axes.set_ylabel(unit)
     axes.set_xlim(-0.6, len(styles) + len(more) - 0.4)
-    axes.set_xticks(range(len(styles) + len(more)), [""] * (len(styles) + len(more)))
-    for place, name in enumerate(more, len(styles)):
-        _below(axes, place, f"\n{name}")  # a line lower: beside it there are numbers as wide as a bar
-    axes.tick_params(axis="x", length=0)
+    names = [*(style.label for style in styles.values()), *more]
+    turned: Any = {"rotation": _NAME_DEGREES, "ha": "right", "va": "top", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(names)), names, fontsize=_NAME_PT, **turned)
+    axes.tick_params(axis="x", length=0, pad=lines * _NUMBERS_PT + 4)
     draw_grid(axes)
 
 
@@ -134,7 +159,7 @@ def _below(axes: Axes, x: float, text: str) -> None:
         textcoords="offset points",
         ha="center",
         va="top",
-        fontsize=LABEL_PT - 0.5,
+        fontsize=LABEL_PT,
         xycoords=("data", "axes fraction"),
     )
 
@@ -217,6 +242,15 @@ def _frequency(
         elif reach.interval_steps is None:
             # Not reached: an open bar as far as was measured.
             axes.bar(place, reach.longest_steps, _BAR, color=style.colour, alpha=0.25, linewidth=0)
+            axes.bar(
+                place,
+                reach.longest_steps,
+                _BAR,
+                fill=False,
+                edgecolor=style.line_colour,
+                linewidth=0.5,
+                hatch=_HATCH_OPEN,
+            )
             axes.plot([place], [reach.longest_steps], marker="^", color=INK, markersize=4, clip_on=False)
             _below(axes, place, f">{reach.longest_steps}")
         else:
@@ -235,7 +269,9 @@ def _lost(
     styles: dict[str, SystemStyle],
     published: tuple[float, float] | None,
 ) -> None:
-    _places(axes, styles, "(c) lost by a failure", "iterations done again", [_PAPER_PLACE] if published else [])
+    _places(
+        axes, styles, "(c) lost by a failure", "iterations done again", [_PAPER_PLACE] if published else [], lines=2
+    )
     for place, (system, style) in enumerate(styles.items()):
         lost = found.get(system)
         if lost is None:

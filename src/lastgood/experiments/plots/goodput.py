@@ -43,7 +43,9 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _HATCH_FAULT = "xxxx"
 
 
-def plot_goodput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_goodput(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw goodput from `csv` into `out_stem` + .pdf, .png and .svg.
 
     With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
@@ -53,7 +55,7 @@ def plot_goodput(csv: Path, out_stem: Path, *, width: Width = "double", partial:
     if lacking and not partial:
         raise LastgoodError(f"{csv}: {lacking}; run what is missing, or use --partial")
     with plot_style():
-        return save_figure(draw_goodput(frame, width), out_stem)
+        return save_figure(draw_goodput(frame, width, caption=caption), out_stem)
 
 
 def read_goodput(path: Path) -> pd.DataFrame:
@@ -67,7 +69,7 @@ def read_goodput(path: Path) -> pd.DataFrame:
     return frame
 
 
-def draw_goodput(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_goodput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """Bars are measured (the solid part: what was durable), lines and markers are the formula; from one panel's frame.
 
     The black line is Ideal, whose checkpoints cost nothing; the short lines are the bound.
@@ -90,7 +92,7 @@ def draw_goodput(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
-            caption=goodput_caption(frame),
+            caption=goodput_caption(frame) if caption else "",
             partial=_partial_text(frame),
         )
     return figure

@@ -30,14 +30,16 @@ __all__ = ["draw_optimizer", "plot_optimizer", "read_updates"]
 _ASIDE = 0.06
 
 
-def plot_optimizer(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_optimizer(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw the panel from `csv` into `out_stem` + .pdf, .png and .svg; `partial` as for all figures."""
     frame = read_updates(csv)
     runs = frame["record"].nunique()
     if runs < int(frame["runs_expected"].max()) and not partial:
         raise LastgoodError(f"{csv}: {_partial_text(frame)}; run what is missing, or use --partial")
     with plot_style():
-        return save_figure(draw_optimizer(frame, width), out_stem)
+        return save_figure(draw_optimizer(frame, width, caption=caption), out_stem)
 
 
 def read_updates(path: Path) -> pd.DataFrame:
@@ -49,7 +51,7 @@ def read_updates(path: Path) -> pd.DataFrame:
     return frame
 
 
-def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_optimizer(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """Markers are medians over a run's updates, circles the runs' medians if there are several."""
     with plot_style():
         figure, axes = new_picture(width)
@@ -87,7 +89,7 @@ def draw_optimizer(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=f"Checkmate: a shadow's update, {first['model']} by {first['optimizer']}",
-            caption=optimizer_caption(frame),
+            caption=optimizer_caption(frame) if caption else "",
             partial=_partial_text(frame),
         )
     return figure

@@ -40,17 +40,19 @@ _MOST_ASIDE = 0.02
 """How far from its size a point may stand, as a share of the axis: beside the other systems, and still at its value."""
 
 
-def plot_persist(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_persist(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw persist times from `csv` into `out_stem` + .pdf, .png and .svg.
 
     With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
     """
     frame = read_whole(csv, partial=partial)
     with plot_style():
-        return save_figure(draw_persist(frame, width), out_stem)
+        return save_figure(draw_persist(frame, width, caption=caption), out_stem)
 
 
-def draw_persist(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_persist(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """A line for each system over logarithmic axes, from a tidy frame of one panel; the bound is size over disk rate.
 
     A marker is the median over runs of each run's median; circles are the runs, whiskers go from the fastest to the
@@ -76,7 +78,7 @@ def draw_persist(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=panel_title(str(frame["figure"].iloc[0]), "", "time until one checkpoint is durable"),
-            caption=persist_caption(frame),
+            caption=persist_caption(frame) if caption else "",
             partial=partial_text(frame),
         )
     return figure

@@ -23,7 +23,7 @@ RC_PARAMS: Any = {
     "axes.linewidth": 0.6,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
-    "hatch.linewidth": 0.6,
+    "hatch.linewidth": 0.45,
     "axes.spines.top": False,
     "axes.spines.right": False,
     # TrueType in PDF, as publishers ask; outlines in SVG, so that it looks the same without the font.

@@ -80,17 +80,19 @@ _WORDS = {
 }
 
 
-def plot_sweep(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_sweep(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw slowdowns from `csv` into `out_stem` + .pdf, .png and .svg.
 
     With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
     """
     frame = read_whole(csv, partial=partial)
     with plot_style():
-        return save_figure(draw_sweep(frame, width), out_stem)
+        return save_figure(draw_sweep(frame, width, caption=caption), out_stem)
 
 
-def draw_sweep(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_sweep(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """A marker for each cell, joined by a line for each series, from a tidy frame of one panel.
 
     Whiskers and circles are the repetitions. The black line at 1 is training without checkpoints, its band the range of
@@ -117,7 +119,7 @@ def draw_sweep(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0]), words.topic),
-            caption=sweep_caption(frame),
+            caption=sweep_caption(frame) if caption else "",
             partial=partial_text(frame),
         )
     return figure

@@ -65,17 +65,19 @@ class _Cell:
     """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
 
 
-def plot_throughput(csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False) -> list[Path]:
+def plot_throughput(
+    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+) -> list[Path]:
     """Draw throughput against the checkpoint interval from `csv` into `out_stem` + .pdf, .png and .svg.
 
     With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
     """
     frame = read_whole(csv, partial=partial)
     with plot_style():
-        return save_figure(draw_throughput(frame, width), out_stem)
+        return save_figure(draw_throughput(frame, width, caption=caption), out_stem)
 
 
-def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
+def draw_throughput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """Grouped bars, one group per interval and one bar per system, from a tidy frame of one panel.
 
     A bar's solid part is the durable throughput, its pale top what the drain takes off; whiskers and circles are the
@@ -108,7 +110,7 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double") -> Figure:
             handles,
             width,
             title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
-            caption=throughput_caption(frame),
+            caption=throughput_caption(frame) if caption else "",
             partial=partial_text(frame),
             more_below_in=(LABEL_PT + 2) / 72 if any(cell.pairs for cell in cells.values()) else 0.0,
         )
