@@ -24,13 +24,17 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
 from lastgood.experiments.claims.judge import judge_claims, load_reference
+from lastgood.experiments.plots.canvas import read_tidy
+from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.report import page as report
 from lastgood.experiments.report.page import build_report, picture_of
 from lastgood.experiments.report.table import Cell, Row, cells_table
 from lastgood.experiments.tables.files import find_csvs, load_csvs
+from lastgood.experiments.tables.marked import all_marks
 from lastgood.experiments.tables.optimizer import collect_updates_files
 from tests.experiments.support.checkmate_records import csv_of, panel
 from tests.experiments.support.optimizer_records import record_of, written
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings
 from tests.experiments.support.tidy_csvs import STATE_BYTES, none, runs, write_panel
 
@@ -107,6 +111,57 @@ def test_known_runs_give_known_cells(tmp_path: Path) -> None:
     assert (cells["proof"].text, cells["proof"].tone) == ("equal", "good")
     assert "goodput_measured" not in cells
     assert row.flags == []
+
+
+SLOWER = "training without checkpoints was slower beside it, or a ceiling is higher than measured"
+
+
+def test_more_than_training_without_checkpoints_is_not_credible(tmp_path: Path) -> None:
+    cells_of = {1: [21.3, 21.3], 10: [9.9, 10.6], 25: [10.5, 10.9], 50: [10.4]}
+    write_panel(tmp_path, [*none([10.0, 10.0]), *runs("pccheck", cells_of, proof=True)])
+    row, cells = row_of(tmp_path, "PCcheck", 1)
+    assert (cells["of_none"].text, cells["of_none"].detail, cells["of_none"].tone) == ("213", "not credible", "bad")
+    assert row.flags[0] == f"213% of training without checkpoints is not credible: {SLOWER}"
+    # Repetitions on both sides are noise; both above are not; a single run may be a twentieth above.
+    for interval, tone in ((10, ""), (25, "bad"), (50, "")):
+        row, cells = row_of(tmp_path, "PCcheck", interval)
+        assert (cells["of_none"].tone, bool(row.flags)) == (tone, bool(tone)), interval
+    page = Tags(page_of(tmp_path)).text
+    words = " ".join(page.split())
+    assert re.search(r"\b2 ?ratios above training without checkpoints, not credible", words)
+    assert f"PCcheck 1: 213% of training without checkpoints is not credible: {SLOWER} (" in words
+
+
+def test_skipped_checkpoints_are_the_reason_if_there_are_any(tmp_path: Path) -> None:
+    write_panel(tmp_path, [*none([10.0]), *runs("pccheck", {10: [12.0]}, skipped=3)])
+    row, _ = row_of(tmp_path, "PCcheck", 10)
+    assert row.flags[0].endswith("is not credible: 3 checkpoints were skipped")
+
+
+def test_notes_say_what_pictures_mark(tmp_path: Path) -> None:
+    records = [
+        make_paired("none", 0),
+        make_paired("sync", 10, (0.9, 0.9, 0.9), durable=1, proof=True),
+        make_paired("checkfreq", 10, (0.5, 0.5, 0.8), ended_by="budget", disturbed=[2], proof=False),
+        make_paired("pccheck", 10, (1.6, 1.6, 1.6)),
+    ]
+    write_panel(tmp_path, records)
+    frame = load_csvs(find_csvs(tmp_path))[0].frame
+    assert all_marks(frame) == [
+        "RESTORE DIFFERS: CheckFreq 10",
+        "restore not proved: PCcheck 10",
+        "fewer than 2 checkpoints in a run: sync 10",
+        f"PCcheck 10: 160% of training without checkpoints is not credible: {SLOWER}",
+        f"above its bound: PCcheck 10: {SLOWER}",
+        "the time was used up before the interval was narrow: CheckFreq 10",
+        "1 disturbed pair is not counted",
+    ]
+    words = " ".join(Tags(page_of(tmp_path)).text.split())
+    for mark in all_marks(frame):
+        assert f"{mark} (" in words, mark
+    # The picture's caption has the same reason.
+    assert SLOWER in throughput_caption(read_tidy(tmp_path / "fig8_vgg16.csv"))
+    assert all_marks(frame[frame["system"] == "none"]) == []
 
 
 def test_the_runs_without_checkpoints_have_no_stall_and_no_proof(tmp_path: Path) -> None:

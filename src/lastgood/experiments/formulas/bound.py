@@ -18,7 +18,7 @@ from typing import Literal
 
 from lastgood.sinks import Sink
 
-__all__ = ["Binds", "Bound", "bound_iterations_per_s", "throughput_bound"]
+__all__ = ["IN_INTERVAL", "Binds", "Bound", "bound_iterations_per_s", "throughput_bound", "why_above"]
 
 Binds = Sink | Literal["training", "copy"]
 
@@ -89,3 +89,21 @@ def bound_iterations_per_s(
         persist_bytes_per_s=persist_bytes_per_s,
         hide_s=hide_s,
     ).iterations_per_s
+
+
+IN_INTERVAL = "the bound lies in its interval"
+"""Above a bound by no more than is known."""
+
+
+def why_above(value: float, low: float, bound: float, skipped: int) -> str | None:
+    """Why a ratio is above its bound, in words; None if it is not. `low` is the lower end of what it may be.
+
+    The bound of a ratio to training without checkpoints is 1, or less. `skipped` checkpoints cost nothing.
+    """
+    if value <= bound:
+        return None
+    if low <= bound:
+        return IN_INTERVAL
+    if skipped:
+        return f"{skipped} checkpoints were skipped"
+    return "training without checkpoints was slower beside it, or a ceiling is higher than measured"

@@ -23,6 +23,7 @@ from lastgood.experiments.claims.judge import VERDICTS, ClaimRow
 from lastgood.experiments.report.table import Table, cells_table
 from lastgood.experiments.systems.labels import system_label, system_rank, workload_label
 from lastgood.experiments.tables.files import FigureCsv
+from lastgood.experiments.tables.marked import all_marks
 from lastgood.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["MOST_PAGE_BYTES", "build_report", "picture_of"]
@@ -248,6 +249,9 @@ def _summary(csvs: Sequence[FigureCsv], table: Table, claims: Sequence[ClaimRow]
         (str(sum(len(one.frame) for one in csvs)), f"rows of numbers in {len(csvs)} panels", ""),
         (f"{equal} of {cells}", words, "bad" if wrong else "good" if cells and equal == cells else "weak"),
     ]
+    doubted = sum(bool(cell.tone) for cell in table.cells_of("of_none"))
+    if doubted:
+        counts.append((str(doubted), "ratios above training without checkpoints, not credible", "bad"))
     if claims is not None:
         verdicts = Counter(row.verdict for row in claims)
         reproduced, refuted, untested = (verdicts[verdict] for verdict in VERDICTS)
@@ -260,10 +264,11 @@ def _summary(csvs: Sequence[FigureCsv], table: Table, claims: Sequence[ClaimRow]
 
 
 def _warnings(csvs: Sequence[FigureCsv]) -> list[str]:
-    """Notes of the rows, each once, with the panels that it is about."""
+    """Notes of the rows and what their pictures mark, each once, with the panels that it is about."""
     notes: dict[str, list[str]] = {}
     for one in csvs:
         texts = list(one.frame["notes"].dropna()) if "notes" in one.frame.columns else []
-        for note in sorted({part.strip() for text in texts for part in str(text).split(";") if part.strip()}):
+        noted = sorted({part.strip() for text in texts for part in str(text).split(";") if part.strip()})
+        for note in [*noted, *all_marks(one.frame)]:
             notes.setdefault(note, []).append(one.title)
     return [f"{note} ({', '.join(titles)})" for note, titles in notes.items()]

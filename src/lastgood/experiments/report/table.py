@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -13,6 +13,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.claims.evidence import GOODPUT_COLUMNS
 from lastgood.experiments.systems.labels import system_label, system_rank, system_styles, workload_label
 from lastgood.experiments.tables.files import FigureCsv, only_figure, run_rows
+from lastgood.experiments.tables.marked import above_bound, not_credible
 
 __all__ = ["Cell", "Column", "Row", "Table", "cells_table"]
 
@@ -158,10 +159,15 @@ def _of_runs(runs: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Cell]:
     durable = _numbers(chosen, "durable_iterations_per_s")
     of_none = durable / _numbers(chosen, "none_iterations_per_s")
     started = _numbers(chosen, "checkpoints_started")
+    doubt = not_credible(chosen)
     stalls = _numbers(chosen, "stall_save_s") + _numbers(chosen, "stall_update_s")
     found = {
         "throughput": _cell(durable.median(), _significant, detail=_spread(durable)),
-        "of_none": _cell(of_none.median(), _percent, share=True),
+        "of_none": replace(
+            _cell(of_none.median(), _percent, share=True),
+            detail="not credible" if doubt else "",
+            tone="bad" if doubt else "",
+        ),
         "of_bound": _cell(_numbers(chosen, "ratio_to_bound").median(), _percent, share=True),
         "proof": _proof(chosen),
     }
@@ -212,7 +218,8 @@ def _proof(chosen: pd.DataFrame) -> Cell:
 
 def _flags(chosen: pd.DataFrame) -> list[str]:
     """What takes the worth from a cell's numbers."""
-    flags = []
+    reasons = [not_credible(chosen), above_bound(chosen, named=False)]
+    flags = [reasons[0]] if reasons[0] else [f"above its bound: {reasons[1]}"] if reasons[1] else []
     if "enough_checkpoints" in chosen.columns and (chosen["enough_checkpoints"].astype(str) == "False").any():
         flags.append("fewer than 2 checkpoints in a run")
     failed = int(_numbers(chosen, "checkpoints_failed").sum())

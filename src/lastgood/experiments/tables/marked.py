@@ -5,9 +5,14 @@ from __future__ import annotations
 import pandas as pd
 
 from lastgood.checkpointers.registry import BASELINE
+from lastgood.experiments.formulas.bound import IN_INTERVAL, why_above
 from lastgood.experiments.systems.labels import system_label, system_rank
+from lastgood.experiments.tables.intervals import pair_interval
 
-__all__ = ["above_bound", "all_marks", "cells_named", "disturbed_pairs", "noisy_cells"]
+__all__ = ["above_bound", "all_marks", "cells_named", "disturbed_pairs", "noisy_cells", "not_credible"]
+
+_OF_ONE_RUN = 1.05
+"""How far a single run may be above for nothing."""
 
 
 def cells_named(rows: pd.DataFrame) -> str:
@@ -33,12 +38,36 @@ def noisy_cells(frame: pd.DataFrame) -> str:
     return cells_named(frame[frame["rounds_ended_by"] == "budget"]) if "rounds_ended_by" in frame.columns else ""
 
 
-def above_bound(frame: pd.DataFrame) -> str:
-    """Cells above their bound, and why."""
+def above_bound(frame: pd.DataFrame, *, named: bool = True) -> str:
+    """Cells above their bound, and why; without their names, if the rows are of one cell."""
     if "above_bound" not in frame.columns:
         return ""
     above = frame[frame["above_bound"].notna()]
-    return "; ".join(f"{cells_named(cells)}: {reason}" for reason, cells in above.groupby("above_bound"))
+    reasons = above.groupby("above_bound")
+    return "; ".join(f"{cells_named(cells)}: {reason}" if named else str(reason) for reason, cells in reasons)
+
+
+def not_credible(cell: pd.DataFrame) -> str:
+    """Why the rows of a cell with checkpoints cannot be faster than training without; nothing if they are not.
+
+    What repetitions or the interval of pairs leave open is noise, and so is a twentieth of a single run.
+    """
+    if not {"durable_iterations_per_s", "none_iterations_per_s", "system"} <= set(cell.columns) or cell.empty:
+        return ""
+    if (cell["system"] == BASELINE).any():
+        return ""
+    shares = (_numbers(cell, "durable_iterations_per_s") / _numbers(cell, "none_iterations_per_s")).dropna()
+    if shares.empty:
+        return ""
+    measured, share = pair_interval(cell), float(shares.median())
+    low = measured.low if measured else float(shares.min()) if len(shares) > 1 else share / _OF_ONE_RUN
+    skipped = int(_numbers(cell, "checkpoints_skipped").sum()) if "checkpoints_skipped" in cell.columns else 0
+    reason = why_above(share, low, 1.0, skipped)
+    return (
+        ""
+        if reason in (None, IN_INTERVAL)
+        else f"{share:.0%} of training without checkpoints is not credible: {reason}"
+    )
 
 
 def all_marks(frame: pd.DataFrame) -> list[str]:
@@ -48,6 +77,7 @@ def all_marks(frame: pd.DataFrame) -> list[str]:
         text
         for text in (
             *_proofs(frame),
+            *_not_credible_cells(frame),
             f"above its bound: {above}" if above else "",
             f"the time was used up before the interval was narrow: {noisy}" if noisy else "",
             disturbed_pairs(frame),
@@ -72,3 +102,15 @@ def _proofs(frame: pd.DataFrame) -> list[str]:
         f"restore not proved: {unproved}" if unproved else "",
         f"fewer than 2 checkpoints in a run: {few}" if few else "",
     ]
+
+
+def _not_credible_cells(frame: pd.DataFrame) -> list[str]:
+    keys = [name for name in ("workload", "system", "interval_steps", "axis_value") if name in frame.columns]
+    if not {"system", "interval_steps"} <= set(keys):
+        return []
+    cells = [cell for _, cell in frame.groupby(keys, dropna=False)]
+    return [f"{cells_named(cell)}: {reason}" for cell in cells if (reason := not_credible(cell))]
+
+
+def _numbers(frame: pd.DataFrame, name: str) -> pd.Series:
+    return pd.to_numeric(frame[name], errors="coerce")

@@ -15,8 +15,8 @@ from typing import Any
 from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.figures.axes import FigureAxes
-from lastgood.experiments.formulas.bound import throughput_bound
-from lastgood.experiments.formulas.pairs import PairEstimate, estimate_pairs
+from lastgood.experiments.formulas.bound import throughput_bound, why_above
+from lastgood.experiments.formulas.pairs import estimate_pairs
 from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import Counts, RunRecord, ShadowFacts
 from lastgood.experiments.records.spec import RunSpec
@@ -244,20 +244,9 @@ def _of_pairs(record: RunRecord, pairs: Pairs, panel: Baseline, ceilings: Ceilin
         found |= {
             "bound_iterations_per_s": allowed * scale,
             "ratio_to_bound": estimate.ratio / (allowed * own_s),
-            "above_bound": _above_bound(estimate, allowed * own_s, record.counts.skipped),
+            "above_bound": why_above(estimate.ratio, estimate.low, allowed * own_s, record.counts.skipped),
         }
     return found
-
-
-def _above_bound(estimate: PairEstimate, bound: float, skipped: int) -> str | None:
-    """Why a ratio is above its bound, in words; None if it is not. The bound takes the fastest disk that was seen."""
-    if estimate.ratio <= bound:
-        return None
-    if estimate.low <= bound:
-        return "the bound lies in its interval"
-    if skipped:
-        return f"{skipped} checkpoints were skipped"
-    return "training without checkpoints was slower beside it, or a ceiling is higher than measured"
 
 
 def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:
