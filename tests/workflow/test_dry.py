@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.locks import FileLock
-from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder
-
-
-def planned(output: str) -> dict[str, int]:
-    """Jobs by rule, from the table that a dry run prints."""
-    table = output.partition("Job stats:")[2].partition("total")[0]
-    return {name: int(count) for name, count in re.findall(r"^(\w+)\s+(\d+)$", table, re.MULTILINE)}
+from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder, planned
 
 
 def test_the_default_plan_is_whole(flow: WorkflowFolder) -> None:

@@ -12,8 +12,7 @@ from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.workflow_plan import has_record, plan_figure
 from lastgood.experiments.plan.load import parse_config
 from tests.experiments.support.records import make_record
-from tests.workflow.support.workflow_folder import TINY, WorkflowFolder
-from tests.workflow.test_dry import planned
+from tests.workflow.support.workflow_folder import TINY, WorkflowFolder, planned
 
 DAY_S = 86_400
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "tests" / "workflow" / "tiny.yaml"
+
+
+def planned(output: str) -> dict[str, int]:
+    """Jobs by rule, from the table that a dry run prints."""
+    table = output.partition("Job stats:")[2].partition("total")[0]
+    return {name: int(count) for name, count in re.findall(r"^(\w+)\s+(\d+)$", table, re.MULTILINE)}
 
 
 class WorkflowFolder:
