@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.patience import PATIENCE
+
+# Threads of torch that have nothing to do wait asleep, here and in all that tests start: by default they spin, which
+# takes the cores from the tests beside. OpenMP reads it when it is loaded, so it stands before any import of torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No property is about time: by default an example fails after 0.2 s, which a busy machine may need for any of them.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
