@@ -54,3 +54,13 @@ def test_every_system_has_its_row():
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_where_the_project_lives_is_one_placeholder_that_contributing_explains() -> None:
+    placeholder = "URL-OF-THIS-REPOSITORY"
+    readme, contributing, project = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
+    )
+    assert re.findall(r"git clone (\S+)", readme) == [placeholder]
+    assert f"| `{placeholder}` |" in contributing
+    assert placeholder not in project and "[project.urls]" not in project
