@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
@@ -30,6 +31,7 @@ __all__ = [
     "BOUND_DASHES",
     "FORMATS",
     "GAP_IN",
+    "HALO",
     "INK",
     "LABEL_PT",
     "LEFT_IN",
@@ -74,6 +76,8 @@ BOUND_DASHES: dict[str, Any] = {
     "copy": (0, (2.5, 1.0)),
     "training": (0, (0.8, 0.8)),
 }
+HALO = [withStroke(linewidth=2.2, foreground="white")]
+"""Round thin ink, so that it is seen on dark bars as well."""
 LABEL_PT = 7.0
 LEFT_IN, RIGHT_IN, GAP_IN = 0.5, 0.06, 0.07
 _PNG_DPI = 200
@@ -231,14 +235,14 @@ def draw_published(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: 
         "markeredgecolor": INK,
         "markeredgewidth": 1.0,
     }
-    axes.plot(xs, ys, zorder=8, **look)
+    axes.plot(xs, ys, zorder=8, path_effects=HALO, **look)
     return [Line2D([], [], label=label, **look)]
 
 
 def draw_repetitions(axes: Axes, xs: Sequence[float], values: Sequence[float], size_pt: float) -> None:
     """A whisker over the range of `values`, in the middle of `xs`, and a circle for each."""
     if len(values) > 1:
-        axes.vlines(sum(xs) / len(xs), min(values), max(values), color=INK, linewidth=0.8, zorder=5)
+        axes.vlines(sum(xs) / len(xs), min(values), max(values), color=INK, linewidth=0.8, path_effects=HALO, zorder=5)
     axes.plot(
         xs,
         values,

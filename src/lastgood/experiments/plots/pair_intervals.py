@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from lastgood.experiments.formulas.pairs import Interval
-from lastgood.experiments.plots.canvas import INK
+from lastgood.experiments.plots.canvas import HALO, INK
 from lastgood.experiments.tables.intervals import pair_interval
 
 __all__ = ["PairInterval", "draw_pair_interval", "of_pairs", "pair_handles"]
@@ -52,8 +52,9 @@ def draw_pair_interval(
     """
     worse, better = on_axis(found.ratio.low), on_axis(found.ratio.high)
     dashes = _NOISY_DASHES if found.noisy else "solid"
-    axes.vlines(x, worse, better, color=INK, linewidth=0.9, linestyle=dashes, zorder=8)
-    axes.hlines([worse, better], x - half_width, x + half_width, color=INK, linewidth=0.9, zorder=8)
+    look: dict[str, Any] = {"color": INK, "linewidth": 0.9, "path_effects": HALO, "zorder": 8}
+    axes.vlines(x, worse, better, linestyle=dashes, **look)
+    axes.hlines([worse, better], x - half_width, x + half_width, **look)
     if found.above_bound:
         marker = _UP if better >= worse else _DOWN
         axes.plot([x], [better], linestyle="none", clip_on=False, zorder=8, marker=marker, **_PASSES)
