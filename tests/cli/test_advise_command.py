@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError, LastgoodError
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record, place_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,21 @@ def test_json_holds_all_of_it(ceilings: list[str]) -> None:
     assert best["goodput"] == max(row["goodput"] for row in found["advice"])
     assert found["answer"].startswith(f"Use {best['system']} every {best['interval_steps']} iterations")
     assert len(found["costs_s_per_byte"]) == 5
+
+
+def test_what_blocks_leave_open_is_called_undecided(tmp_path: Path, ceilings: list[str]) -> None:
+    alike = {"sync": (0.78, 0.8, 0.83), "gpm": (0.79, 0.81, 0.82), "checkfreq": (0.3, 0.3, 0.31)}
+    for record in [
+        make_paired("none", 0, machine="box"),
+        *(make_paired(name, 10, ratios, proof=True, machine="box") for name, ratios in alike.items()),
+    ]:
+        place_record(record, tmp_path / "records")
+    asked = ["--state-gb", "0.1", "--iter-ms", "100", "--mtbf-h", "24", "--records", str(tmp_path / "records")]
+    first = advise(*asked, *ceilings, "--intervals", "10").splitlines()[0]
+    assert re.search(r"Undecided, the intervals of goodput overlap: gpm \(.* to .*\) and sync every 10 \(", first)
+    assert "checkfreq" not in first
+    found = json.loads(advise(*asked, *ceilings, "--intervals", "10", "--json"))["advice"]
+    assert all(len(row["goodput_interval"]) == 3 for row in found)
 
 
 def test_from_records_and_the_ceilings_that_they_carry() -> None:

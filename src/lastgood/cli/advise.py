@@ -290,8 +290,25 @@ def _sentence(found: list[Advice], question: Question, place: str, measured: Mea
         f"Use {best.system} every {best.interval_steps} iterations "
         f"(a checkpoint every {format_seconds(best.period_s)}): "
         f"goodput {best.goodput:.4f} of a training without failures and checkpoints, "
-        f"{best.useful_hours_per_day:.2f} useful hours a day; from {basis}."
+        f"{best.useful_hours_per_day:.2f} useful hours a day; from {basis}.{_rivals(found)}"
     )
+
+
+def _rivals(found: list[Advice]) -> str:
+    """A sentence on systems that may be as good, for all that was measured."""
+    from lastgood.experiments.advise.model import undecided
+
+    rivals = undecided(found)
+    if not rivals:
+        return ""
+    named = ", ".join(f"{row.system} every {row.interval_steps}{_span(row)}" for row in rivals)
+    return f" Undecided, the intervals of goodput overlap: {found[0].system}{_span(found[0])} and {named}."
+
+
+def _span(row: Advice) -> str:
+    """The interval of a goodput."""
+    interval = row.goodput_interval
+    return "" if interval is None else f" ({interval.low:.4f} to {interval.high:.4f})"
 
 
 def _show(found: list[Advice], costs: dict[str, Costs], question: Question, rates: Rates) -> None:
@@ -306,7 +323,7 @@ def _show(found: list[Advice], costs: dict[str, Costs], question: Question, rate
                 format_seconds(row.period_s),
                 f"{row.slowdown:.4f}",
                 format_seconds(row.lost_s),
-                f"{row.goodput:.4f}",
+                f"{row.goodput:.4f}{_span(row)}",
                 f"{row.useful_hours_per_day:.2f}",
                 row.source,
             )

@@ -23,10 +23,12 @@ from lastgood.experiments.advise.model import (
     goodput_fraction,
     iteration_with_s,
     model_costs,
+    undecided,
 )
 from lastgood.experiments.advise.score import score, summary
 from lastgood.experiments.tables.runs import collect
 from tests.experiments.support.goodput_records import make_goodput
+from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record, place_record
 
 GB = 1e9
@@ -243,6 +245,25 @@ def test_intervals_beyond_the_measured_say_so() -> None:
     }
 
 
+@pytest.mark.parametrize(("spread", "rivals"), [(0.15, ["sync"]), (0.01, [])])
+def test_systems_whose_intervals_overlap_are_undecided(spread: float, rivals: list[str]) -> None:
+    # 1 and 1.25 s a GB of stall: about 5 % of goodput between them at these intervals.
+    cells = [*cells_of("gpm", 1.0, 0.0), *cells_of("sync", 1.25, 0.0)]
+    known = [replace(one, ends=((1 - spread) * one.ratio, (1 + spread) * one.ratio)) for one in cells]
+    costs = fit_costs(known, RATES, QUESTION)
+    found = advise(QUESTION, costs, RATES, [30])
+    assert [row.system for row in found] == ["gpm", "sync"]
+    best = found[0].goodput_interval
+    assert best is not None and best.low < best.middle == found[0].goodput <= best.high
+    assert [row.system for row in undecided(found)] == rivals
+    # Without intervals nothing is said of them.
+    plain = advise(QUESTION, fit_costs(cells, RATES, QUESTION), RATES, [30])
+    assert [row.goodput for row in plain] == [row.goodput for row in found]
+    assert undecided(plain) == [] and plain[0].goodput_interval is None
+    mixed = fit_costs([*known[:-1], cells[-1]], RATES, QUESTION)
+    assert mixed["gpm"].ends is not None and mixed["sync"].ends is None
+
+
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +337,16 @@ def test_a_csv_says_what_its_records_say(tmp_path: Path) -> None:
     assert [numbers(cell) for cell in read_cells(tmp_path).cells] == [
         list(vars(cell).values()) for cell in from_csv.cells
     ]
+
+
+def test_cells_in_pairs_have_the_interval_of_their_blocks(tmp_path: Path) -> None:
+    records = [make_paired("none", 0), make_paired("pccheck", 10, (0.8, 0.5, 0.8), proof=True, none_step_s=0.1)]
+    for record in records:
+        place_record(record, tmp_path / "records")
+    write_csv(tmp_path / "csv", "vgg16", records)
+    for folder in ("records", "csv"):
+        (found,) = read_cells(tmp_path / folder).cells
+        assert (found.ratio, found.ends) == (pytest.approx(1 / 0.8), pytest.approx((1 / 0.8, 1 / 0.5)))
 
 
 def test_runs_that_say_nothing_are_left_out_and_named(tmp_path: Path) -> None:

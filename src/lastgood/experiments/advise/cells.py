@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.experiments.advise.model import Cell, Rates
 from lastgood.experiments.ceilings.record import CeilingsRecord
+from lastgood.experiments.formulas.pairs import Interval, PairEstimate, estimate_pairs
 from lastgood.experiments.records.kinds import RUN, kind_of_file
 from lastgood.experiments.records.run import RunRecord
 from lastgood.text import is_whole, parse_csv, parse_json, parse_number, read_bytes
@@ -62,6 +63,8 @@ class _Run:
     state_bytes: float
     per_s: float
     durable_per_s: float
+    pairs: Interval | None
+    """Throughput with checkpoints over that without, if it was measured in pairs of blocks."""
     hide_s: float
     durable_s: float | None
     load_s: float | None
@@ -154,9 +157,11 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
             groups[run.workload, run.setting, run.system, run.interval_steps].append(run)
     cells = []
     for (workload, setting, system, interval), found in sorted(groups.items()):
-        # Ratios within a repetition: its runs were made close together.
+        # Ratios within a run if it has pairs, else within a repetition: its runs were made close together.
         ratios = [
-            none[setting][run.repetition].per_s / run.durable_per_s for run in found if run.repetition in none[setting]
+            none[setting][run.repetition].per_s / run.durable_per_s if run.pairs is None else 1 / run.pairs.middle
+            for run in found
+            if run.repetition in none[setting]
         ]
         if not ratios:
             notes.append(f"{workload} {system} f{interval}: no `none` run of its repetitions")
@@ -174,12 +179,21 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
                 iteration_s=statistics.median(1 / run.per_s for run in baseline),
                 hide_s=statistics.median(run.hide_s for run in baseline),
                 ratio=statistics.median(ratios),
+                ends=_ends([run.pairs for run in found]),
                 durable_s=statistics.median(durable) if durable else None,
                 load_s=statistics.median(loads) if loads else None,
                 max_in_flight=found[0].max_in_flight,
             )
         )
     return cells
+
+
+def _ends(pairs: Sequence[Interval | None]) -> tuple[float, float] | None:
+    """The widest interval of t_c / t over repetitions; None if one of them has none."""
+    known = [one for one in pairs if one is not None]
+    if len(known) < len(pairs):
+        return None
+    return 1 / max(one.high for one in known), 1 / min(one.low for one in known)
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -211,6 +225,7 @@ def _from_records(folder: Path) -> Iterator[_Run]:
             state_bytes=record.workload.state_bytes,
             per_s=clocks.iterations_per_s,
             durable_per_s=clocks.durable_iterations_per_s,
+            pairs=None if record.pairs is None else _interval(estimate_pairs(record.pairs.blocks)),
             hide_s=clocks.hide_s,
             durable_s=statistics.median(clocks.persist_s) if clocks.persist_s else None,
             load_s=record.proof.restore_s if record.proof else None,
@@ -272,6 +287,7 @@ def _csv_run(source: str, row: dict[str, str]) -> _Run:
         state_bytes=_number(row["state_bytes"]),
         per_s=per_s,
         durable_per_s=durable_per_s,
+        pairs=_csv_interval(row),
         # The column repeats the `none` runs' median on every row of the panel.
         hide_s=_number(row["hide_s"]) if none else 0.0,
         durable_s=_number(row["persist_p50_s"]) if row["persist_p50_s"] else None,
@@ -287,6 +303,20 @@ def _csv_run(source: str, row: dict[str, str]) -> _Run:
         if row["copy_ceiling_bytes_per_s"]
         else None,
     )
+
+
+def _interval(found: PairEstimate | None) -> Interval | None:
+    return None if found is None else Interval(found.low, found.ratio, found.high)
+
+
+def _csv_interval(row: dict[str, str]) -> Interval | None:
+    names = ("ratio_low", "ratio_to_none", "ratio_high")
+    if not all(row.get(name) for name in names):
+        return None
+    found = Interval(*(_number(row[name]) for name in names))
+    if not found.low > 0:
+        raise ValueError("ratios must be above 0")
+    return found
 
 
 def _number(text: str) -> float:

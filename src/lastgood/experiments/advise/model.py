@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ import numpy as np
 from lastgood.checkpointers.registry import BASELINE, all_traits, system_traits
 from lastgood.errors import ConfigError
 from lastgood.experiments.formulas.goodput import goodput, lost_s
+from lastgood.experiments.formulas.pairs import Interval
 from lastgood.sinks import Sink
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "hide_share",
     "iteration_with_s",
     "model_costs",
+    "undecided",
 ]
 
 HIDE_SHARE = 0.85
@@ -136,6 +138,8 @@ class Costs:
     """``model``, or ``records`` with how many cells."""
     measured: tuple[int, int] | None = None
     """The shortest and the longest interval that was measured; None for the model."""
+    ends: tuple[Costs, Costs] | None = None
+    """Costs fitted to the ends of the cells' intervals, the lower ones first; None if a cell has none."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,8 @@ class Cell:
     durable_s: float | None
     load_s: float | None
     max_in_flight: int
+    ends: tuple[float, float] | None = None
+    """Ends of the interval of `ratio`, if it was measured in pairs of blocks."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,21 @@ class Advice:
     """Useful iterations over those of a training without failures and checkpoints, 0 to 1."""
     useful_hours_per_day: float
     source: str
+    goodput_interval: Interval | None = None
+    """What `goodput` is if the measured ratios are at the ends of their intervals; None if there are none."""
+
+
+def undecided(found: Sequence[Advice]) -> list[Advice]:
+    """Of other systems, those of which nothing says that the first of `found` is better: their intervals overlap."""
+    best = found[0]
+    return [
+        row
+        for row in found
+        if row.system != best.system
+        and best.goodput_interval is not None
+        and row.goodput_interval is not None
+        and row.goodput_interval.overlaps(best.goodput_interval)
+    ]
 
 
 def hide_share(cells: Sequence[Cell]) -> float:
@@ -243,6 +264,11 @@ def fit_costs(cells: Sequence[Cell], rates: Rates, question: Question) -> dict[s
             f"records, {len(own)} cells",
             (min(intervals), max(intervals)),
         )
+        low, high = ([replace(cell, ratio=cell.ends[end]) for cell in own if cell.ends] for end in (0, 1))
+        if len(low) == len(own):
+            fitted = [_fit(cells, rates, (floor.stall, floor.busy) if floor else (0.0, 0.0)) for cells in (low, high)]
+            better, worse = (replace(found[system], stall=stall, busy=busy) for stall, busy in fitted)
+            found[system] = replace(found[system], ends=(better, worse))
     return found
 
 
@@ -362,6 +388,7 @@ def _advice(system: str, interval_steps: int, question: Question, costs: Costs, 
         load_s=costs.load * question.state_bytes,
         max_in_flight=costs.max_in_flight,
     )
+    shares = [_advice(system, interval_steps, question, end, rates).goodput for end in costs.ends or ()]
     outside = costs.measured is not None and not costs.measured[0] <= interval_steps <= costs.measured[1]
     return Advice(
         system,
@@ -372,6 +399,7 @@ def _advice(system: str, interval_steps: int, question: Question, costs: Costs, 
         share,
         24 * share,
         f"{costs.source}, extrapolated" if outside else costs.source,
+        Interval(min(share, *shares), share, max(share, *shares)) if shares else None,
     )
 
 
