@@ -16,13 +16,10 @@ from lastgood.experiments.records.blocks import Disturbance
 BURNT_S = 0.6
 
 
-def burn(cpu_s):
-    while time.process_time() < cpu_s:
-        pass
-
-
 def burn_and_say(cpu_s, pipe):
-    burn(cpu_s)
+    end_s = time.process_time() + cpu_s  # of this process: a fork begins at 0
+    while time.process_time() < end_s:
+        pass
     pipe.send(None)
     pipe.recv()
 
@@ -31,9 +28,7 @@ def burn_and_say(cpu_s, pipe):
 def burner():
     """Burns in a child that stays until the test has looked."""
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(
-        target=burn_and_say, args=(time.process_time() + BURNT_S, theirs)
-    )
+    child = multiprocessing.get_context("fork").Process(target=burn_and_say, args=(BURNT_S, theirs))
 
     def run():
         child.start()
