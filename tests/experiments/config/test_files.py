@@ -113,7 +113,7 @@ def refusal(path: Path) -> str:
 
 
 def test_a_fault_is_blamed_on_the_file_that_holds_it(tmp_path: Path) -> None:
-    text = (CONFIG / "default.yaml").read_text().replace("repetitions: 2\niterations", "repetitions: 0\niterations")
+    text = (CONFIG / "default.yaml").read_text().replace("\nrepetitions: 1 ", "\nrepetitions: 0 ")
     lower = write(tmp_path / "lower.yaml", text.replace("seed: 0\n", ""))
     upper = write(tmp_path / "upper.yaml", "base: lower.yaml\niterations: 0\nknobs: {sync: {keeep: 1}}\nfoo: 1\n")
     lines = refusal(upper).splitlines()

@@ -57,7 +57,7 @@ def test_the_laptop_file_is_the_planned_default() -> None:
     assert config.models == ["vgg16", "bert", "transformer_xl", "opt"]
     assert config.systems == ["none", "sync", "checkfreq", "gpm", "dcp", "pccheck"]
     assert config.intervals == [1, 10, 25]
-    assert config.repetitions == 2
+    assert (config.repetitions, config.pairs.rounds) == (1, 3)
     assert config.thread_count == 4
     assert config.scratch_folder == Path("scratch")
 
@@ -154,8 +154,8 @@ def test_data_paths_belong_to_the_models_that_read_them(tmp_path: Path) -> None:
         ("options={pccheck: {pressure: push}}", ["options.pccheck.pressure: 'push'", "'wait' or 'skip'"]),
         ("options={none: {keep: 1}}", ["options.none.keep: unknown key; known: no keys at all"]),
         ("simple={system: none}", ["simple.system: none takes no checkpoint"]),
-        ("simple={interval: 80}", ["--config: simple.interval: 100 iterations are less than twice the interval, 80"]),
-        ("simple={iterations: 99}", ["--config: simple.iterations: 99 iterations are less than twice"]),
+        ("simple={interval: 80}", ["--config: simple.interval: 20 iterations are less than twice the interval, 80"]),
+        ("simple={iterations: 19}", ["--config: simple.iterations: 19 iterations are less than twice"]),
         ("simple=3", ["--config: simple: 3"]),
     ],
 )

@@ -25,9 +25,15 @@ from tests.experiments.support.records import make_record
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def configure(*entries: str) -> Config:
-    few = [] if any(entry.startswith("systems=") for entry in entries) else ["systems=none,sync,checkfreq,pccheck"]
-    overrides = parse_overrides([*few, *entries, "machine=testbox"])
+ONE_STRETCH = ("pairs={rounds: 0}", "repetitions=2", *(f"fig{number}={{repetitions: 2}}" for number in (12, 13, 14)))
+"""Runs without pairs, which are repeated."""
+
+
+def configure(*entries: str, before: tuple[str, ...] = ONE_STRETCH) -> Config:
+    given = {entry.partition("=")[0] for entry in entries}
+    defaults = ["systems=none,sync,checkfreq,pccheck", *before]
+    kept = [entry for entry in defaults if entry.partition("=")[0] not in given]
+    overrides = parse_overrides([*kept, *entries, "machine=testbox"])
     return parse_config(ROOT / "config" / "laptop.yaml", overrides)[0]
 
 
@@ -47,6 +53,24 @@ def test_batches_follow_each_other_repetition_by_repetition() -> None:
     assert len(specs) == 3 * 2 * 7
     batches = [{(spec.workload, spec.repetition) for spec in specs[i : i + 7]} for i in range(0, len(specs), 7)]
     assert batches == [{(model, r)} for r in range(3) for model in ("vgg16", "bert")]
+
+
+def test_every_panel_s_first_picture_of_pairs_comes_first() -> None:
+    config = configure("models=vgg16,bert", "intervals=25,1,10", before=())
+    specs = plan_figure(config, "fig8")
+    assert all(spec.pairs is not None and spec.repetition == 0 for spec in specs)
+    first = [(model, *cell) for model in ("vgg16", "bert") for cell in [("none", 0), ("sync", 10), ("checkfreq", 10)]]
+    first += [(model, "pccheck", 10) for model in ("vgg16", "bert")]
+    places = [(spec.workload, spec.system, spec.interval_steps) for spec in specs]
+    assert sorted(places[:8]) == sorted(first)
+    # After it panel by panel.
+    assert [place[0] for place in places[8:]] == ["vgg16"] * 6 + ["bert"] * 6
+    # Other options of PCcheck at the same interval are no part of it, and change no place.
+    everything = [spec.record_path() for spec in plan_workflow(config).specs.values()]
+    assert [path for path in everything if path in {spec.record_path() for spec in specs}] == [
+        spec.record_path() for spec in specs
+    ]
+    assert set(everything[:8]) == {spec.record_path() for spec in specs[:8]}
 
 
 def test_batches_are_shuffled_by_the_seed_and_nothing_else() -> None:
@@ -118,8 +142,8 @@ def test_every_knob_is_resolved() -> None:
 
 def test_the_smoke_test() -> None:
     (spec,) = plan_figure(configure(), SIMPLE)
-    assert (spec.workload, spec.system, spec.interval_steps) == ("vgg16", "pccheck", 50)
-    assert (spec.measured_steps, spec.repetition, spec.proof) == (100, 0, True)
+    assert (spec.workload, spec.system, spec.interval_steps) == ("vgg16", "pccheck", 10)
+    assert (spec.measured_steps, spec.repetition, spec.proof) == (20, 0, True)
 
 
 def test_the_smoke_test_is_measured_anew_and_is_no_record_of_the_workflow() -> None:

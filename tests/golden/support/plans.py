@@ -14,6 +14,11 @@ CONFIGS = {name: ROOT / "config" / f"{name}.yaml" for name in ("laptop", "gpu", 
 CONFIGS["tiny"] = ROOT / "tests" / "workflow" / "tiny.yaml"
 PLANS = Path(__file__).resolve().parents[1] / "data" / "plans.json.xz"
 WITH_TABLE = ("tiny", "laptop")
+BEFORE_PAIRS = {
+    "laptop": ("repetitions=2", *(f"fig{number}={{repetitions: 2}}" for number in (12, 13, 14))),
+    "gpu": ("repetitions=2",),
+}
+"""What the configurations said when these plans were kept: one stretch of steps in each run, and more of them."""
 FIXED = ("machine=testbox", "threads=2", "results_dir=no-results", "scratch=no-scratch")
 
 
@@ -23,7 +28,7 @@ def planned(name: str, figure: str) -> list[str]:
     The table is asked for where plans are short; loading a configuration takes the longest. To be called in the
     checkout's folder.
     """
-    arguments = ("plan", figure, "--configfile", str(CONFIGS[name]), "--config", *FIXED)
+    arguments = ("plan", figure, "--configfile", str(CONFIGS[name]), "--config", *settings(name))
     with without_machine_checks():
         table = command(*arguments) if name in WITH_TABLE else ""
         found = json.loads(command(*arguments, "--json"))
@@ -35,6 +40,12 @@ def planned(name: str, figure: str) -> list[str]:
     return [*lines, *runs, json.dumps(found)]
 
 
+def settings(name: str) -> tuple[str, ...]:
+    """Overrides of a configuration, of which no machine and no later default has a part."""
+    simple = () if name == "tiny" else ("simple={interval: 50, iterations: 100}",)
+    return (*FIXED, "pairs={rounds: 0}", *simple, *BEFORE_PAIRS.get(name, ()))
+
+
 def kept_plans(part: str) -> dict[str, dict[str, list[str]]]:
     """Of ``plans`` or ``workflows``, by configuration and figure, the kept lines."""
     found: dict[str, dict[str, list[str]]] = json.loads(lzma.decompress(PLANS.read_bytes()))[part]
@@ -43,7 +54,7 @@ def kept_plans(part: str) -> dict[str, dict[str, list[str]]]:
 
 def workflow(name: str) -> dict[str, list[str]]:
     """All that the workflow measures: by figure and model, its records in order, each with its priority."""
-    plan = plan_workflow(configure(CONFIGS[name], list(FIXED)))
+    plan = plan_workflow(configure(CONFIGS[name], list(settings(name))))
     return {
         "_".join(place): [f"{record} {plan.priorities[record]} {plan.specs[record].proof}" for record in records]
         for place, records in plan.records.items()

@@ -93,9 +93,7 @@ def plan_workflow(config: Config) -> WorkflowPlan:
             records.setdefault((figure, spec.panel), []).append(record)
             if spec.over_ranks and section is not None:
                 hosts.setdefault(record, section)
-    specs = {
-        str(Path(config.results_dir, spec.record_path())): spec for spec in in_batches(specs.values(), config.seed)
-    }
+    specs = {str(Path(config.results_dir, spec.record_path())): spec for spec in in_batches(specs.values(), config)}
     priorities = {record: len(specs) - place for place, record in enumerate(specs)}
     return WorkflowPlan(specs, records, priorities, hosts)
 

@@ -57,21 +57,36 @@ _PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 _Spec = TypeVar("_Spec", bound=Spec)
 
 
-def in_batches(specs: Iterable[_Spec], seed: int) -> list[_Spec]:
+def in_batches(specs: Iterable[_Spec], config: Config) -> list[_Spec]:
     """Batch after batch. A batch is one repetition of a workload on so many ranks, with its `none`, of all figures.
 
     Its order is shuffled, so that a drift of the machine (heat, a filling disk) favours no system, and falls on a run
-    and on the `none` that it is compared with alike. A run's place comes from the seed and its record's path alone, so
-    that the runs of one figure have the same order among those of all figures.
+    and on the `none` that it is compared with alike. Runs in pairs bring their own `none` and need no neighbour: of
+    these, each panel's `none` and its systems at the middle interval come first, so that every panel is soon drawn. A
+    run's place comes from the configuration and its record's path alone, so that the runs of one figure have the same
+    order among those of all figures.
     """
     batches: dict[tuple[str, int, int], list[_Spec]] = {}
     for spec in specs:
-        batches.setdefault((spec.panel, spec.repetition, getattr(spec, "ranks", 1)), []).append(spec)
+        early = _is_early(spec, config)
+        batch = ("", -1, 1) if early else (spec.panel, spec.repetition, getattr(spec, "ranks", 1))
+        batches.setdefault(batch, []).append(spec)
+    ordered = [batches.pop(("", -1, 1), []), *batches.values()]
 
     def place(spec: _Spec) -> bytes:
-        return hashlib.sha256(f"{seed}/{spec.record_path()}".encode()).digest()
+        return hashlib.sha256(f"{config.seed}/{spec.record_path()}".encode()).digest()
 
-    return [spec for batch in batches.values() for spec in sorted(batch, key=place)]
+    return [spec for batch in ordered for spec in sorted(batch, key=place)]
+
+
+def _is_early(spec: Spec, config: Config) -> bool:
+    """Whether a first picture shows it: the first repetition of a system as configured, measured in pairs."""
+    if not isinstance(spec, RunSpec) or spec.pairs is None or spec.repetition or spec.system not in config.systems:
+        return False
+    middle = sorted(config.intervals)[len(config.intervals) // 2]
+    if spec.interval_steps not in (0, middle, system_traits(spec.system).only_interval):
+        return False
+    return spec.system_options == config.system_options(spec.system).model_dump(mode="json")
 
 
 def plan_throughput(config: Config) -> list[RunSpec]:
@@ -108,7 +123,7 @@ def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
                 for system in systems
                 for interval in _intervals_of(system, section.intervals)
             ]
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def plan_persist(config: Config) -> list[RunSpec]:
@@ -119,7 +134,7 @@ def plan_persist(config: Config) -> list[RunSpec]:
             spec = _spec(config, found, 1, repetition)
             changes = {"warmup_steps": 1, "measured_steps": config.fig11.checkpoints, "drain_each": True}
             specs.append(spec.model_copy(update=changes))
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def plan_concurrency(config: Config) -> list[RunSpec]:
@@ -153,7 +168,7 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
                 steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
                 spec = _spec(config, found, interval, repetition)
                 specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
@@ -178,7 +193,7 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
                     }
                     specs.append(spec.model_copy(update=own))
         specs.append(_optimizer_spec(config, repetition))
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def _optimizer_spec(config: Config, repetition: int) -> OptimizerSpec:
@@ -221,7 +236,7 @@ def _plan_models(
                 for found in variants(config, model)
                 for interval in _intervals_of(found.system, intervals)
             ]
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def _plan_sweep(
@@ -233,7 +248,7 @@ def _plan_sweep(
         specs += [
             _paired(config, _spec(config, found, interval, repetition)) for found in variants for interval in intervals
         ]
-    return in_batches(specs, config.seed)
+    return in_batches(specs, config)
 
 
 def _spec(config: Config, found: Variant, interval: int, repetition: int) -> RunSpec:
