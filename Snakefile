@@ -39,14 +39,17 @@ rule all:
 onstart:
     take_folder_lock()
     start_fork_server()
+    start_progress()
 
 
 onsuccess:
+    end_progress()
     end_fork_server()
     remove_outdated_partial_figures()
 
 
 onerror:
+    end_progress()
     end_fork_server()
     remove_outdated_partial_figures()
     draw_partial_figures()

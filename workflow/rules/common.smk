@@ -12,9 +12,11 @@ from snakemake.settings.types import RerunTrigger
 try:
     from lastgood.errors import LastgoodError
     from lastgood.experiments.config.yaml_file import parse_overrides
+    from lastgood.experiments.figures.progress import Progress
     from lastgood.experiments.figures.registry import figure_kind, figure_names
     from lastgood.experiments.machine.facts import machine_label
     from lastgood.experiments.figures.workflow_plan import SIMPLE, has_record, left_out, plan_figure, plan_workflow
+    from lastgood.experiments.plan.grid import load_grid
     from lastgood.experiments.plan.load import load_config, parse_config
     from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer
     from lastgood.locks import FileLock
@@ -200,30 +202,61 @@ def end_fork_server():
         server.close()
 
 
+def start_progress():
+    """Say how far the measurements are, and draw what there is of the panels that were asked for."""
+    jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "measure"]
+    specs = {str(job.output[0]): PLAN.specs[str(job.output[0])] for job in jobs}
+    panels = {panel: PLAN.records[panel] for panel in asked_panels()}
+    progress = Progress(specs, Path(RESULTS), load_grid(Path(workflow.basedir), "fig8"), panels, draw_partial_figure)
+    workflow.globals.update(PROGRESS=progress)
+    if not SUBMITS:
+        progress.start()
+
+
+def end_progress():
+    """Before the last lines of a call."""
+    progress = workflow.globals.get("PROGRESS")
+    if progress is not None:
+        progress.stop()
+
+
+def asked_panels():
+    """Figure and model of the panels that this call makes."""
+    wildcards = [job.wildcards for job in workflow.dag.jobs if job.rule.name == "collect"]
+    return sorted({(one.figure, one.model) for one in wildcards})
+
+
 def draw_partial_figures():
     """Draw what there is of every panel that was asked for and misses runs, under figures/partial/, and name those."""
-    wildcards = [job.wildcards for job in workflow.dag.jobs if job.rule.name == "collect"]
-    asked = {(one.figure, one.model) for one in wildcards}
-    for (figure, model), records in PLAN.records.items():
-        missing = missing_records(figure, model)
-        # Records of a panel that nobody asked for may be there since another figure shares them.
-        if (figure, model) not in asked or not missing or len(missing) == len(records):
+    # Records of a panel that nobody asked for may be there since another figure shares them.
+    for figure, model in asked_panels():
+        records, missing = records_of(figure, model), missing_records(figure, model)
+        if not missing or len(missing) == len(records):
             continue
-        stem = partial_stem(figure, model)
-        collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]
-        for reference in reference_of(figure):
-            collect += ["--reference", reference]
-        collect += ["--out-tidy", f"{stem}.csv", "--out-wide", f"{stem}_wide.csv", *records]
-        plot = ["lastgood", "plot", figure, f"{stem}.csv", "--out-stem", stem, "--partial"]
         names = ", ".join(PLAN.specs[record].title() for record in missing)
         logger.error(f"{figure} {model}: {len(records) - len(missing)} of {len(records)} runs; missing: {names}")
-        for command in (collect, plot):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                logger.error(f"no partial figure: {shlex.join(command[:4])} failed: {done.stderr.strip()}")
-                break
+        try:
+            draw_partial_figure(figure, model)
+        except LastgoodError as error:
+            logger.error(f"no partial figure: {error}")
         else:
-            logger.error(f"partial figure: {stem}.pdf; the next call makes the missing runs only")
+            logger.error(
+                f"partial figure: {partial_stem(figure, model)}.pdf; the next call makes the missing runs only"
+            )
+
+
+def draw_partial_figure(figure, model):
+    """Draw what there is of a panel under figures/partial/. Raises LastgoodError, with what the failing command says."""
+    stem = partial_stem(figure, model)
+    collect = ["lastgood", "collect", figure, model, "--partial", "--ceilings", CEILINGS]
+    for reference in reference_of(figure):
+        collect += ["--reference", reference]
+    collect += ["--out-tidy", f"{stem}.csv", "--out-wide", f"{stem}_wide.csv", *records_of(figure, model)]
+    plot = ["lastgood", "plot", figure, f"{stem}.csv", "--out-stem", stem, "--partial"]
+    for command in (collect, plot):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise LastgoodError(f"{shlex.join(command[:4])} failed: {done.stderr.strip()}")
 
 
 def remove_outdated_partial_figures():

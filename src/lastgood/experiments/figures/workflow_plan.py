@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,18 +122,34 @@ class PlannedRun:
 
 
 def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
-    """Say for each run whether it is done and how many seconds it takes."""
+    """Say for each run whether it is done and how many seconds it takes.
+
+    Records of its cell predict a run; else the grid's model does, corrected by how far it was from the records that
+    are there: of the same workload, or of all if there are none.
+    """
     found = []
+    errors: dict[str, list[tuple[float, float]]] = {}
     for spec in specs:
         path = results_dir / spec.record_path()
         cell = _records_of_cell(spec, path.parent)
         alike = [record.wall_s for record in cell if record.spec.proof == spec.proof]
         walls = alike or [record.wall_s for record in cell]
         done = any(record.spec.repetition == spec.repetition for record in cell)
-        modelled_s = kind_of_spec(spec).function("modelled_s")
-        seconds = statistics.median(walls) if walls else modelled_s(spec, grid.prediction[spec.scale])
+        modelled_s = kind_of_spec(spec).function("modelled_s")(spec, grid.prediction[spec.scale])
+        if alike and modelled_s > 0:
+            errors.setdefault(spec.panel, []).append((statistics.median(alike), modelled_s))
+        seconds = statistics.median(walls) if walls else modelled_s
         found.append(PlannedRun(spec, path, done, seconds, "records" if walls else "model"))
-    return found
+    known = [pair for pairs in errors.values() for pair in pairs]
+
+    def corrected(run: PlannedRun) -> PlannedRun:
+        pairs = errors.get(run.spec.panel, known)
+        if run.source == "records" or not pairs:
+            return run
+        taken, modelled = map(sum, zip(*pairs, strict=True))
+        return replace(run, seconds=run.seconds * taken / modelled)
+
+    return [corrected(run) for run in found]
 
 
 def predict_minutes(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> float:
