@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.units import format_seconds
+
+if TYPE_CHECKING:
+    from lastgood.experiments.config.schema import Config
+    from lastgood.experiments.plan.grid import Grid
+    from lastgood.experiments.records.base import Spec
 
 __all__ = ["plan"]
 
@@ -21,6 +27,13 @@ def plan(
     ] = None,
     config: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override one key of the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan to stdout as JSON.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            help="Where nothing was measured yet, look at this machine for up to 20 s, once, to predict times "
+            "[default: if the configuration names no other `machine`]."
+        ),
+    ] = True,
 ) -> None:
     """List the runs of FIGURE in the order in which `snakemake FIGURE` makes them, with predicted times.
 
@@ -38,7 +51,12 @@ def plan(
     settings = load_config(configfile or root / "config" / "laptop.yaml", overrides)
     for name, reason in left_out(settings).items():
         typer.echo(f"{name} is left out: {reason}", err=True)
-    runs = predict_runs(plan_figure(settings, figure), Path(settings.results_dir), load_prediction_grid(root, figure))
+    specs = plan_figure(settings, figure)
+    results = Path(settings.results_dir)
+    grid = load_prediction_grid(root, figure)
+    runs = predict_runs(specs, results, grid)
+    if probe and settings.machine is None and not any(run.source == "records" for run in runs):
+        runs = predict_runs(specs, results, _probed(grid, specs, settings))
     left = [run for run in runs if not run.done]
     minutes = sum(run.seconds for run in left) / 60
     if as_json:
@@ -79,3 +97,24 @@ def plan(
     done = len(runs) - len(left)
     rest = f", {len(left)} left: about {format_seconds(minutes * 60)}" if left else ": nothing is left to be measured"
     console.print(f"{len(runs)} runs, {done} done{rest}")
+
+
+def _probed(grid: Grid, specs: Sequence[Spec], settings: Config) -> Grid:
+    """`grid`, if nothing else is known of this machine, by a look at it, which is kept beside its records."""
+    from lastgood.errors import LastgoodError
+    from lastgood.experiments.machine.facts import machine_label
+    from lastgood.experiments.runs.probe import load_probe, probe_machine, with_probe
+
+    path = Path(settings.results_dir, machine_label(), settings.scale, "probe.json")
+
+    def report(text: str) -> None:
+        console.print(text, markup=False)
+
+    try:
+        found = load_probe(path, specs) or probe_machine(
+            specs, Path(settings.data_dir), settings.scratch_folder, path, report
+        )
+    except LastgoodError as error:
+        report(f"no probe of this machine: {error}")
+        return grid
+    return grid if found is None else with_probe(grid, found, settings.scale)

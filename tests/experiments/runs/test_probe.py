@@ -1,0 +1,107 @@
+"""A look at this machine for plans: what it finds, where it is kept, and when it is taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lastgood.experiments.machine.facts import machine_label
+from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.runs.probe import Probe, load_probe, with_probe
+from tests.experiments.support.run_specs import spec_of
+from tests.experiments.support.warm_runs import WarmRun
+from tests.support.patience import wait_until
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = "workloads={vgg16: {batch_size: 1, image_size: 32, classes: 10, classifier_width: 8}}"
+
+
+def plan(folder: Path, *more: str) -> tuple[str, float]:
+    """What it says, and its minutes."""
+    places = [f"results_dir={folder}/results", f"data_dir={folder}/data", f"scratch={folder}/scratch"]
+    few = ["models=vgg16", "systems=none,sync", "intervals=10", "threads=1", SMALL]
+    words = [
+        "plan",
+        "fig8",
+        "--configfile",
+        ROOT / "config" / "laptop.yaml",
+        "--json",
+        "--config",
+        *few,
+        *places,
+        *more,
+    ]
+    process = WarmRun(words)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    said, _, document = f"\n{output}".partition("\n{\n")
+    return said, json.loads("{" + document)["minutes_left"]
+
+
+def plan_in_turn(folder: Path) -> tuple[str, float]:
+    """The same when nobody measures on this machine."""
+    said = [("", 0.0)]
+
+    def looked() -> bool:
+        said[0] = plan(folder)
+        return "no probe of this machine" not in said[0][0]
+
+    wait_until(looked, "the machine's turn", 240)
+    return said[0]
+
+
+def test_a_machine_is_looked_at_once_and_predicts_by_what_was_found(tmp_path: Path) -> None:
+    kept = tmp_path / "results" / machine_label() / "laptop" / "probe.json"
+    said, _ = plan(tmp_path, "machine=another")
+    assert "probing" not in said
+    said, minutes = plan_in_turn(tmp_path)
+    assert "probing this machine: vgg16" in said
+    found = Probe.model_validate_json(kept.read_bytes())
+    assert found.step_s.keys() == {"vgg16"} and found.persist_bytes_per_s > 0
+    said, again = plan(tmp_path)
+    assert ("probing" in said, again) == (False, minutes)
+    # A machine that is ten times as slow.
+    slow = found.model_copy(update={"step_s": {"vgg16": 10 + found.step_s["vgg16"]}})
+    kept.write_text(slow.model_dump_json())
+    assert plan(tmp_path)[1] > minutes
+    kept.write_text('{"step_s": [')
+    assert "probing this machine" in plan_in_turn(tmp_path)[0]
+
+
+def test_a_busy_machine_is_not_looked_at(tmp_path: Path) -> None:
+    lock = machine_lock()
+    lock.acquire(240)
+    try:
+        said, minutes = plan(tmp_path)
+    finally:
+        lock.release()
+    assert "no probe of this machine: " in said and minutes > 0
+
+
+def test_other_options_of_a_workload_are_another_probe(tmp_path: Path) -> None:
+    spec = spec_of("none", interval=0)
+    other = {**spec.workload_options, "batch_size": 9}
+    probe = Probe(
+        options={"vgg16": spec.workload_options}, build_s={"vgg16": 1.0}, step_s={"vgg16": 0.5}, persist_bytes_per_s=1e9
+    )
+    path = tmp_path / "probe.json"
+    assert load_probe(path, [spec]) is None
+    path.write_text(probe.model_dump_json())
+    assert load_probe(path, [spec]) == probe
+    assert load_probe(path, [spec.model_copy(update={"workload_options": other})]) is None
+
+
+def test_what_was_not_looked_at_is_scaled_as_what_was() -> None:
+    grid = load_grid(ROOT, "fig8")
+    known = grid.prediction["laptop"]
+    step_s = 3 * known.step_s["vgg16"]
+    probe = Probe(options={}, build_s={"vgg16": 1.0}, step_s={"vgg16": step_s}, persist_bytes_per_s=5e8)
+    found = with_probe(grid, probe, "laptop").prediction["laptop"]
+    assert found.step_s["vgg16"] == step_s
+    assert found.step_s["opt"] == pytest.approx(3 * known.step_s["opt"])
+    assert found.other_step_s == pytest.approx(3 * known.other_step_s)
+    assert found.persist_bytes_per_s == 5e8
+    assert with_probe(grid, probe, "laptop").prediction["gpu"] == grid.prediction["gpu"]
