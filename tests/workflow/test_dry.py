@@ -19,10 +19,10 @@ from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder, planned
 def test_the_default_plan_is_whole(flow: WorkflowFolder) -> None:
     done = flow.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
-    # Figure 8: 4 models, 2 repetitions of `none` and of 5 systems at 3 intervals. Figure 11: 5 sizes and 5 systems.
-    # Figures 12 to 14, without what they share: 18, 8 and 12. Figure 9: figure 8's runs, those of Gemini as well, and 4
+    # Figure 8: 4 models, `none` and 5 systems at 3 intervals. Figure 11: 5 sizes and 5 systems.
+    # Figures 12 to 14, without what they share: 9, 4 and 6. Figure 9: figure 8's runs, those of Gemini as well, and 4
     # systems at one interval, measured, for each model. The target `all` is the default.
-    runs = 4 * 2 * (1 + 6 * 3) + 25 + 18 + 8 + 12 + 4 * 4
+    runs = 4 * (1 + 6 * 3) + 25 + 9 + 4 + 6 + 4 * 4
     expected = {"all": 1, "ceilings": 1, "collect": 12, "dataset": 3, "measure": runs, "plot": 12}
     assert planned(done.stdout) == expected
 
@@ -32,7 +32,7 @@ def test_the_whole_paper_is_planned_within_seconds(flow: WorkflowFolder) -> None
     before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = flow.call("paper", "-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
-    assert planned(done.stdout)["measure"] == 231
+    assert planned(done.stdout)["measure"] == 136
     assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 30
 
 
@@ -46,7 +46,7 @@ def test_the_whole_paper_is_planned_within_seconds(flow: WorkflowFolder) -> None
             2 * 3 * (1 + 5 * 2),
             marks=pytest.mark.slow,
         ),
-        pytest.param("fig8_bert", ["systems=none,sync", "intervals=5"], 4, marks=pytest.mark.slow),
+        pytest.param("fig8_bert", ["systems=none,sync", "intervals=5"], 2, marks=pytest.mark.slow),
         ("fig9_bert", ["systems=sync", "intervals=5", "fig9={intervals: [5, 7]}", "repetitions=1"], 1 + 5 * 2 + 8),
         ("fig11", ["systems=sync", "fig11={systems: null, sizes_mb: [10, 20]}"], 2),
         pytest.param(
@@ -55,11 +55,11 @@ def test_the_whole_paper_is_planned_within_seconds(flow: WorkflowFolder) -> None
         ("fig12_vgg16", ["fig12={in_flight: [1, 2], intervals: 5, repetitions: 1}"], 3),
         pytest.param("fig13", ["fig13={model: bert, intervals: 1, repetitions: 1}"], 5, marks=pytest.mark.slow),
         pytest.param("fig14", ["fig14={intervals: [1, 2], repetitions: 1}"], 9, marks=pytest.mark.slow),
-        ("report", ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"], 80 + 4),
+        ("report", ["models=bert", "systems=none,sync", "intervals=5"], 62),
         pytest.param(
             "claims",
-            ["models=bert", "systems=none,sync", "intervals=5", "repetitions=1"],
-            80 + 4,
+            ["models=bert", "systems=none,sync", "intervals=5"],
+            62,
             marks=pytest.mark.slow,
         ),
         ("test_simple", [], 0),
