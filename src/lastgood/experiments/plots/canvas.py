@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,8 +22,8 @@ from matplotlib.patheffects import withStroke
 from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.systems.labels import NONE_COLOUR
-from lastgood.experiments.tables.columns import LATER_COLUMNS, TIDY_COLUMNS, TidyRow
-from lastgood.experiments.tables.frames import read_frame
+from lastgood.experiments.tables.columns import LATER_COLUMNS, TidyRow
+from lastgood.experiments.tables.frames import read_panel
 from lastgood.files import write_result
 from lastgood.sinks import Sink
 
@@ -57,8 +57,8 @@ __all__ = [
     "partial_line",
     "partial_text",
     "plot_style",
+    "plotter",
     "read_tidy",
-    "read_whole",
     "save_figure",
     "text_width_in",
     "widest_legend",
@@ -106,25 +106,8 @@ def plot_style() -> Iterator[None]:
 
 
 def read_tidy(path: Path) -> pd.DataFrame:
-    """Read a figure's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    frame = read_frame(path, TidyRow)
-    for name, value in LATER_COLUMNS.items():
-        if name not in frame.columns:
-            frame[name] = value
-    lacking = [name for name in TIDY_COLUMNS if name not in frame.columns]
-    if lacking:
-        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")
-    if frame.empty:
-        raise LastgoodError(f"{path}: holds no run")
-    return frame
-
-
-def read_whole(csv: Path, *, partial: bool) -> pd.DataFrame:
-    """Read a figure's tidy CSV, and refuse one that lacks runs unless `partial`."""
-    frame = read_tidy(csv)
-    if len(frame) < int(frame["runs_expected"].max()) and not partial:
-        raise LastgoodError(f"{csv}: {partial_text(frame)}; run what is missing, or use --partial")
-    return frame
+    """Read a tidy CSV of runs. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
+    return read_panel(path, TidyRow, LATER_COLUMNS)
 
 
 def partial_text(frame: pd.DataFrame) -> str:
@@ -154,6 +137,30 @@ def save_figure(figure: Figure, out_stem: Path) -> list[Path]:
         write_result(path, buffer.getvalue())
         written.append(path)
     return written
+
+
+def plotter(
+    draw: Callable[..., Figure],
+    read: Callable[[Path], pd.DataFrame] = read_tidy,
+    missing_runs: Callable[[pd.DataFrame], str] = partial_text,
+) -> Callable[..., list[Path]]:
+    """The function that draws a figure from its CSV file into `out_stem` + .pdf, .png and .svg.
+
+    `draw` takes the frame, the width and whether there is a caption; `missing_runs` says what a frame lacks. With
+    `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
+    """
+
+    def plot(
+        csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
+    ) -> list[Path]:
+        frame = read(csv)
+        missing = missing_runs(frame)
+        if missing and not partial:
+            raise LastgoodError(f"{csv}: {missing}; run what is missing, or use --partial")
+        with plot_style():
+            return save_figure(draw(frame, width, caption=caption), out_stem)
+
+    return plot
 
 
 def is_true(value: object) -> bool:

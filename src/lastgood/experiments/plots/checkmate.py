@@ -29,8 +29,7 @@ from lastgood.experiments.plots.canvas import (
     is_true,
     partial_text,
     plot_style,
-    read_whole,
-    save_figure,
+    plotter,
     text_width_in,
 )
 from lastgood.experiments.plots.captions import checkmate_caption
@@ -68,16 +67,9 @@ _NUMBERS_PT: Final = 8.5
 def plot_checkmate(
     csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
 ) -> list[Path]:
-    """Draw Checkmate's figure of one model from `csv` into `out_stem` + .pdf, .png and .svg.
-
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused. A CSV of a shadow's
-    updates is drawn as that.
-    """
-    if _is_updates(csv):
-        return plot_optimizer(csv, out_stem, width=width, partial=partial, caption=caption)
-    frame = read_whole(csv, partial=partial)
-    with plot_style():
-        return save_figure(draw_checkmate(frame, width, caption=caption), out_stem)
+    """As every figure's; a CSV of a shadow's updates is drawn as that."""
+    plot = plot_optimizer if _is_updates(csv) else plotter(draw_checkmate)
+    return plot(csv, out_stem, width=width, partial=partial, caption=caption)
 
 
 def _is_updates(csv: Path) -> bool:

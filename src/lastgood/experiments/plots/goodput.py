@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lastgood.errors import LastgoodError
 from lastgood.experiments.formulas.goodput import IDEAL
 from lastgood.experiments.plots.canvas import (
     INK,
@@ -27,13 +26,13 @@ from lastgood.experiments.plots.canvas import (
     pale_handle,
     partial_line,
     plot_style,
-    save_figure,
+    plotter,
 )
 from lastgood.experiments.plots.captions import goodput_caption
 from lastgood.experiments.plots.style import BOUND_COLOUR
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
-from lastgood.experiments.tables.frames import read_frame
-from lastgood.experiments.tables.goodput import FORMULA, GOODPUT_COLUMNS, MEASURED, GoodputRow
+from lastgood.experiments.tables.frames import read_panel
+from lastgood.experiments.tables.goodput import FORMULA, MEASURED, GoodputRow
 
 __all__ = ["draw_goodput", "plot_goodput", "read_goodput"]
 
@@ -43,30 +42,9 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _HATCH_FAULT = "xxxx"
 
 
-def plot_goodput(
-    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
-) -> list[Path]:
-    """Draw goodput from `csv` into `out_stem` + .pdf, .png and .svg.
-
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
-    """
-    frame = read_goodput(csv)
-    lacking = _partial_text(frame)
-    if lacking and not partial:
-        raise LastgoodError(f"{csv}: {lacking}; run what is missing, or use --partial")
-    with plot_style():
-        return save_figure(draw_goodput(frame, width, caption=caption), out_stem)
-
-
 def read_goodput(path: Path) -> pd.DataFrame:
     """Read figure 9's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    frame = read_frame(path, GoodputRow)
-    lacking = [name for name in GOODPUT_COLUMNS if name not in frame.columns]
-    if lacking:
-        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")
-    if frame.empty:
-        raise LastgoodError(f"{path}: holds no run")
-    return frame
+    return read_panel(path, GoodputRow)
 
 
 def draw_goodput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
@@ -101,6 +79,9 @@ def draw_goodput(frame: pd.DataFrame, width: Width = "double", *, caption: bool 
 def _partial_text(frame: pd.DataFrame) -> str:
     there, expected = int(frame["runs_there"].max()), int(frame["runs_expected"].max())
     return partial_line(there, expected, frame["runs_missing"].dropna())
+
+
+plot_goodput = plotter(draw_goodput, read_goodput, _partial_text)
 
 
 def _set_axes(axes: Axes, intervals: Sequence[int], frame: pd.DataFrame) -> None:

@@ -9,7 +9,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.canvas import (
     Width,
     draw_grid,
@@ -18,37 +17,21 @@ from lastgood.experiments.plots.canvas import (
     new_picture,
     partial_line,
     plot_style,
-    save_figure,
+    plotter,
 )
 from lastgood.experiments.plots.captions import optimizer_caption
 from lastgood.experiments.plots.style import series_styles
-from lastgood.experiments.tables.frames import read_frame
-from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, UpdateRow
+from lastgood.experiments.tables.frames import read_panel
+from lastgood.experiments.tables.optimizer import UpdateRow
 
 __all__ = ["draw_optimizer", "plot_optimizer", "read_updates"]
 
 _ASIDE = 0.06
 
 
-def plot_optimizer(
-    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
-) -> list[Path]:
-    """Draw the panel from `csv` into `out_stem` + .pdf, .png and .svg; `partial` as for all figures."""
-    frame = read_updates(csv)
-    runs = frame["record"].nunique()
-    if runs < int(frame["runs_expected"].max()) and not partial:
-        raise LastgoodError(f"{csv}: {_partial_text(frame)}; run what is missing, or use --partial")
-    with plot_style():
-        return save_figure(draw_optimizer(frame, width, caption=caption), out_stem)
-
-
 def read_updates(path: Path) -> pd.DataFrame:
     """Read the panel's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    frame = read_frame(path, UpdateRow)
-    lacking = [name for name in OPTIMIZER_COLUMNS if name not in frame.columns]
-    if lacking or frame.empty:
-        raise LastgoodError(f"{path}: {'columns are missing: ' + ', '.join(lacking) if lacking else 'holds no run'}")
-    return frame
+    return read_panel(path, UpdateRow)
 
 
 def draw_optimizer(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
@@ -97,3 +80,6 @@ def draw_optimizer(frame: pd.DataFrame, width: Width = "double", *, caption: boo
 
 def _partial_text(frame: pd.DataFrame) -> str:
     return partial_line(frame["record"].nunique(), int(frame["runs_expected"].max()))
+
+
+plot_optimizer = plotter(draw_optimizer, read_updates, _partial_text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -27,8 +26,7 @@ from lastgood.experiments.plots.canvas import (
     new_picture,
     partial_text,
     plot_style,
-    read_whole,
-    save_figure,
+    plotter,
 )
 from lastgood.experiments.plots.captions import persist_caption
 from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
@@ -38,18 +36,6 @@ __all__ = ["draw_persist", "plot_persist"]
 
 _MOST_ASIDE = 0.02
 """How far from its size a point may stand, as a share of the axis: beside the other systems, and still at its value."""
-
-
-def plot_persist(
-    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
-) -> list[Path]:
-    """Draw persist times from `csv` into `out_stem` + .pdf, .png and .svg.
-
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
-    """
-    frame = read_whole(csv, partial=partial)
-    with plot_style():
-        return save_figure(draw_persist(frame, width, caption=caption), out_stem)
 
 
 def draw_persist(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
@@ -82,6 +68,9 @@ def draw_persist(frame: pd.DataFrame, width: Width = "double", *, caption: bool 
             partial=partial_text(frame),
         )
     return figure
+
+
+plot_persist = plotter(draw_persist)
 
 
 def _draw_systems(axes: Axes, timed: pd.DataFrame) -> tuple[list[Any], set[str]]:

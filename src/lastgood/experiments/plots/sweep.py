@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -34,8 +33,7 @@ from lastgood.experiments.plots.canvas import (
     new_picture,
     partial_text,
     plot_style,
-    read_whole,
-    save_figure,
+    plotter,
 )
 from lastgood.experiments.plots.captions import sweep_caption
 from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
@@ -80,18 +78,6 @@ _WORDS = {
 }
 
 
-def plot_sweep(
-    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
-) -> list[Path]:
-    """Draw slowdowns from `csv` into `out_stem` + .pdf, .png and .svg.
-
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
-    """
-    frame = read_whole(csv, partial=partial)
-    with plot_style():
-        return save_figure(draw_sweep(frame, width, caption=caption), out_stem)
-
-
 def draw_sweep(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """A marker for each cell, joined by a line for each series, from a tidy frame of one panel.
 
@@ -123,6 +109,9 @@ def draw_sweep(frame: pd.DataFrame, width: Width = "double", *, caption: bool = 
             partial=partial_text(frame),
         )
     return figure
+
+
+plot_sweep = plotter(draw_sweep)
 
 
 def _column(side: str) -> str:

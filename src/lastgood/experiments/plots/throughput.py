@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -32,8 +31,7 @@ from lastgood.experiments.plots.canvas import (
     pale_handle,
     partial_text,
     plot_style,
-    read_whole,
-    save_figure,
+    plotter,
 )
 from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
@@ -63,18 +61,6 @@ class _Cell:
     pairs: PairInterval | None
     none: float
     """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
-
-
-def plot_throughput(
-    csv: Path, out_stem: Path, *, width: Width = "double", partial: bool = False, caption: bool = True
-) -> list[Path]:
-    """Draw throughput against the checkpoint interval from `csv` into `out_stem` + .pdf, .png and .svg.
-
-    With `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
-    """
-    frame = read_whole(csv, partial=partial)
-    with plot_style():
-        return save_figure(draw_throughput(frame, width, caption=caption), out_stem)
 
 
 def draw_throughput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
@@ -115,6 +101,9 @@ def draw_throughput(frame: pd.DataFrame, width: Width = "double", *, caption: bo
             more_below_in=(LABEL_PT + 2) / 72 if any(cell.pairs for cell in cells.values()) else 0.0,
         )
     return figure
+
+
+plot_throughput = plotter(draw_throughput)
 
 
 def _cell(runs: pd.DataFrame) -> _Cell:

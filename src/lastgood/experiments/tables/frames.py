@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pandas as pd
 from lastgood.errors import LastgoodError
 from lastgood.text import read_bytes
 
-__all__ = ["read_frame"]
+__all__ = ["read_frame", "read_panel"]
 
 _MOST_BYTES = 64 << 20
 _MOST_COLUMNS = 1000
@@ -55,6 +56,23 @@ def read_frame(path: Path, *rows: type[Any]) -> pd.DataFrame:
     for name, kind in kinds.items():
         if name in frame.columns and "str" not in kind:
             _check_column(path, frame, name, kind)
+    return frame
+
+
+def read_panel(path: Path, row: type[Any], later: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    """Read a tidy CSV of rows of `row`, all of whose columns it must have but for those of `later`, given by value.
+
+    Raises LastgoodError, naming the file and what is wrong, if it is not one.
+    """
+    frame = read_frame(path, row)
+    for name, value in (later or {}).items():
+        if name not in frame.columns:
+            frame[name] = value
+    lacking = [field.name for field in fields(row) if field.name not in frame.columns]
+    if lacking:
+        raise LastgoodError(f"{path}: columns are missing: {', '.join(lacking)}; make it with `lastgood collect`")
+    if frame.empty:
+        raise LastgoodError(f"{path}: holds no run")
     return frame
 
 
