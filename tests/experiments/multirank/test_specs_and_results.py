@@ -17,7 +17,7 @@ from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import left_out, plan_figure, plan_workflow
 from lastgood.experiments.multirank.execute import execute_ranks
 from lastgood.experiments.multirank.results import (
-    ProofHalf,
+    LiveProof,
     RestoredRank,
     merge_clocks,
     merge_counts,
@@ -325,7 +325,7 @@ def test_a_proof_holds_only_where_every_ranks_does(wrong: dict[str, Any]) -> Non
 
 
 def test_ranks_at_unlike_steps_are_no_proof() -> None:
-    live = [ProofHalf(step=step, digest="d", next_losses=[1.0]) for step in (9, 8)]
+    live = [LiveProof(step=step, digest="d", next_losses=[1.0]) for step in (9, 8)]
     back = [restored(rank, step=step, digest="d", next_losses=[1.0]) for rank, step in ((0, 9), (1, 8))]
     proof, equal = merge_proofs(live, back)
     assert equal == [True, True] and not proof.equal

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lastgood.experiments.multirank.results import (
+    LiveProof,
     MeasuredRank,
-    ProofHalf,
 )
 from tests.experiments.support.records import make_record
 
@@ -25,5 +25,5 @@ def measured(
         counts=record.counts,
         storage={"group_size": 2},
         notes=[],
-        live=ProofHalf(step=9, digest=f"d{rank}", next_losses=[1.0 + rank]),
+        live=LiveProof(step=9, digest=f"d{rank}", next_losses=[1.0 + rank]),
     )

@@ -16,7 +16,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
-from lastgood.experiments.multirank.results import AfterKill, MeasuredRank, ProofHalf, RestoredRank
+from lastgood.experiments.multirank.results import AfterKill, MeasuredRank, RestoredRank
 from lastgood.files import PRIVATE, write_result
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_model
@@ -76,14 +76,7 @@ def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
     part = JoinedPart.join(spec, int(os.environ.get("LOCAL_RANK", "0")), restoring=order.phase != "measure")
     own = {"token": order.token, "rank": part.rank, "host": socket.gethostname(), "boot_id": boot_id()}
     if order.phase == "restore":
-        restored = prove_restore(spec, checkpoints, data_dir, _say, part)
-        return RestoredRank(
-            **own,
-            step=restored.step,
-            digest=restored.digest,
-            next_losses=restored.next_losses,
-            restore_s=restored.restore_s,
-        )
+        return RestoredRank(**own, **dict(prove_restore(spec, checkpoints, data_dir, _say, part)))
     if order.phase == "live":
         return _live(order, part, own)
     measured = train_and_measure(
@@ -93,7 +86,6 @@ def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
 
 
 def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
-    live = measured.proof
     return MeasuredRank(
         **own,
         workload=measured.workload,
@@ -103,7 +95,7 @@ def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
         storage=measured.storage,
         notes=measured.notes,
         **measured.service_facts,
-        live=None if live is None else ProofHalf(step=live.step, digest=live.digest, next_losses=live.next_losses),
+        live=measured.proof,
     )
 
 
@@ -126,7 +118,6 @@ def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
     folder = Path(order.folder)
     found = resume_after_kill(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
     last = order.kill_after_steps is None
-    live = live_proof(found.loop, part) if last and order.spec.proof else None
     result = AfterKill(
         **own,
         reached_step=found.reached_step,
@@ -134,7 +125,7 @@ def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
         restore_s=found.restore_s,
         losses_checked=found.losses_checked,
         losses_equal=found.losses_equal,
-        live=None if live is None else ProofHalf(step=live.step, digest=live.digest, next_losses=live.next_losses),
+        live=live_proof(found.loop, part) if last and order.spec.proof else None,
     )
     if not last:
         _leave(order, result)

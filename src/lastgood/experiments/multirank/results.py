@@ -17,10 +17,12 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.records.run import (
     Clocks,
     Counts,
+    LiveProof,
     Proof,
     RankFacts,
     RanksRun,
     Resources,
+    RestoredProof,
     ShadowFacts,
     WorkloadFacts,
 )
@@ -30,7 +32,6 @@ from lastgood.models import FrozenModel
 __all__ = [
     "AfterKill",
     "MeasuredRank",
-    "ProofHalf",
     "RestoredRank",
     "merge_clocks",
     "merge_counts",
@@ -52,14 +53,6 @@ class _Result(FrozenModel):
     """Of its kernel: hosts that share one share its disks."""
 
 
-class ProofHalf(FrozenModel):
-    """The live half of a rank's proof."""
-
-    step: int
-    digest: str
-    next_losses: list[float]
-
-
 class MeasuredRank(_Result):
     """What a rank hands back after the measurement."""
 
@@ -71,7 +64,7 @@ class MeasuredRank(_Result):
     notes: list[str]
     shadows: list[ShadowFacts] = Field(default_factory=list)
     """Rank 0's view of them; the others have none."""
-    live: ProofHalf | None
+    live: LiveProof | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:
         """Of one checkpoint; on a disk, without what alignment adds to it; to peers, what goes to other machines."""
@@ -93,17 +86,12 @@ class AfterKill(_Result):
     restore_s: float
     losses_checked: int
     losses_equal: bool
-    live: ProofHalf | None
+    live: LiveProof | None
     """Of the last incarnation, if the run also proves a restore."""
 
 
-class RestoredRank(_Result):
+class RestoredRank(_Result, RestoredProof):
     """What a rank hands back after a restore in a fresh process."""
-
-    step: int
-    digest: str
-    next_losses: list[float]
-    restore_s: float
 
 
 def merge_clocks(ranks: Sequence[Clocks]) -> Clocks:
@@ -174,7 +162,7 @@ def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
     )
 
 
-def merge_proofs(live: Sequence[ProofHalf], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
+def merge_proofs(live: Sequence[LiveProof], restored: Sequence[RestoredRank]) -> tuple[Proof, list[bool]]:
     """One proof, which holds only if every rank's does, and whether each rank's does."""
     equal = [
         (one.step, one.digest, one.next_losses) == (back.step, back.digest, back.next_losses)

@@ -102,6 +102,20 @@ class Proof(FrozenModel):
     """The same steps, trained on from the restored state."""
 
 
+class LiveProof(FrozenModel):
+    """The half of a proof that the training which took the checkpoint has seen."""
+
+    step: int
+    digest: str
+    next_losses: list[float]
+
+
+class RestoredProof(LiveProof):
+    """The half that a fresh process has seen which restored it."""
+
+    restore_s: float
+
+
 class RankFacts(FrozenModel):
     """What one rank of several saw."""
 

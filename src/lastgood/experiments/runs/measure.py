@@ -18,7 +18,7 @@ from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.records.blocks import Pairs
-from lastgood.experiments.records.run import Clocks, Counts, Resources, WorkloadFacts
+from lastgood.experiments.records.run import Clocks, Counts, LiveProof, Resources, RestoredProof, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.pairs import measure_pairs
 from lastgood.experiments.runs.part import Alone, Part
@@ -30,10 +30,8 @@ from lastgood.workloads.registry import build_workload, workload_options_class
 
 __all__ = [
     "AfterMeasurement",
-    "LiveProof",
     "Measurement",
     "Restored",
-    "RestoredProof",
     "build_planned",
     "drain_checked",
     "forget_cached_pages",
@@ -50,25 +48,6 @@ _PROOF_STEPS_AFTER = 2
 
 Report = Callable[[str], None]
 AfterMeasurement = Callable[[TrainingLoop, "Measurement"], NoReturn]
-
-
-@dataclass(frozen=True)
-class LiveProof:
-    """What the trainer saw of the checkpoint to prove."""
-
-    step: int
-    digest: str
-    next_losses: list[float]
-
-
-@dataclass(frozen=True)
-class RestoredProof:
-    """What the restorer saw of it."""
-
-    step: int
-    digest: str
-    next_losses: list[float]
-    restore_s: float
 
 
 @dataclass(frozen=True)
@@ -229,7 +208,7 @@ def prove_restore(
     losses = loop.train(_PROOF_STEPS_AFTER).losses
     part.barrier()
     loop.checkpointer.close()
-    return RestoredProof(found.step, digest, losses, found.restore_s)
+    return RestoredProof(step=found.step, digest=digest, next_losses=losses, restore_s=found.restore_s)
 
 
 def train_and_prove(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report) -> LiveProof:
@@ -280,7 +259,7 @@ def live_proof(loop: TrainingLoop, part: Part) -> LiveProof:
     loop.save()
     losses = loop.train(_PROOF_STEPS_AFTER).losses
     drain_checked(loop.checkpointer)
-    return LiveProof(step, digest, losses)
+    return LiveProof(step=step, digest=digest, next_losses=losses)
 
 
 def build_planned(spec: RunSpec, data_dir: Path) -> Workload:
