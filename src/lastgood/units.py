@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_rate", "format_seconds", "parse_bytes"]
+from lastgood.errors import ConfigError
+
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_rate", "format_seconds", "option_bytes", "parse_bytes"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -28,6 +30,14 @@ def parse_bytes(text: str | int) -> int:
         known = ", ".join(["B", "KiB", "MiB", "GiB", "TiB", "kB", "MB", "GB"])
         raise ValueError(f"not a size: {text!r} (a number and one of {known})")
     return int(float(match[1]) * _SUFFIXES[match[2].upper()])
+
+
+def option_bytes(option: str, text: str) -> int:
+    """As `parse_bytes`, of an option of a command. Raises ConfigError, naming the option."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def format_bytes(count: float) -> str:

@@ -12,7 +12,7 @@ import typer
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError
-from lastgood.units import format_bytes, format_rate, parse_bytes
+from lastgood.units import format_bytes, format_rate, option_bytes
 
 if TYPE_CHECKING:
     from lastgood.cluster.host_check.check import CheckReport
@@ -95,11 +95,11 @@ def check(
     options = CheckOptions(
         python=python,
         folder=folder,
-        min_free_bytes=_size("--min-free", min_free),
+        min_free_bytes=option_bytes("--min-free", min_free),
         ports=_ports(ports),
         clock_limit_s=clock_limit_ms / 1e3,
         bandwidth=bandwidth,
-        min_bytes_per_s=_size("--min-bandwidth", min_bandwidth),
+        min_bytes_per_s=option_bytes("--min-bandwidth", min_bandwidth),
     )
     hosts = read_hostfile(hostfile)
     remote = Remote(SshOptions.choose(ssh_config, user, connect_timeout_s=connect_timeout))
@@ -110,13 +110,6 @@ def check(
         _show(hosts, report)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
 
 
 def _ports(text: str) -> tuple[int, int]:

@@ -71,6 +71,7 @@ def serve(
     from lastgood.gradients.shadow.service import ShadowService
     from lastgood.gradients.shadow.settings import ShadowSettings
     from lastgood.tokens import read_token
+    from lastgood.units import option_bytes
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
     place = find_place(shadow, shadows, trainers, os.environ)
@@ -79,8 +80,8 @@ def serve(
         shadows=place.shadows,
         trainers=place.trainers,
         slots=slots,
-        limit_bytes=_bytes(memory, "--memory"),
-        side_limit_bytes=_bytes(side_memory, "--side-memory"),
+        limit_bytes=option_bytes("--memory", memory),
+        side_limit_bytes=option_bytes("--side-memory", side_memory),
         threads=threads,
         receive_threads=receive_threads,
         cpus=own_cpus(cpus, os.environ),
@@ -260,13 +261,3 @@ def _write(path: Path, described: dict[str, Any]) -> None:
         write_atomically(path, (json.dumps(described) + "\n").encode())
     except OSError as error:
         raise StorageError(f"{path}: the address cannot be written: {error.strerror or error}") from error
-
-
-def _bytes(text: str, flag: str) -> int:
-    from lastgood.errors import ConfigError
-    from lastgood.units import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from error

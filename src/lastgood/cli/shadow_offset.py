@@ -9,7 +9,7 @@ import typer
 
 from lastgood.cli._output import emit_json, emit_table
 from lastgood.errors import ConfigError
-from lastgood.units import format_bytes, parse_bytes
+from lastgood.units import format_bytes, option_bytes
 from lastgood.wire.ring import Cover
 
 __all__ = ["offset"]
@@ -41,10 +41,6 @@ def offset(
         raise ConfigError(f"lastgood shadow offset takes NELEM [ELEM_SIZE] NRANKS, not {len(numbers)} numbers")
     elements, ranks = numbers[0], numbers[-1]
     element_bytes = numbers[1] if len(numbers) == 3 else _DEFAULT_ELEMENT_BYTES
-    try:
-        buffer_bytes = parse_bytes(buffsize)
-    except ValueError as error:
-        raise ConfigError(f"--buffsize: {error}") from error
     layout = nccl_layout(
         elements,
         element_bytes,
@@ -52,7 +48,7 @@ def offset(
         channels=channels,
         version=nccl,
         protocol=protocol,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=option_bytes("--buffsize", buffsize),
     )
     sends = list(islice(layout.marked(cover), _MAX_ROWS + 1))
     if len(sends) > _MAX_ROWS:

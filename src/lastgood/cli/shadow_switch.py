@@ -110,12 +110,9 @@ def _until_signal(stop: threading.Event) -> None:
 
 
 def _queue_bytes(text: str) -> int:
-    from lastgood.units import parse_bytes
+    from lastgood.units import option_bytes
 
-    try:
-        nbytes = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--queue: {error}") from error
+    nbytes = option_bytes("--queue", text)
     if nbytes < _MIN_QUEUE_BYTES:
         raise ConfigError(f"--queue {text}: at least 1 MiB, or no record fits")
     return nbytes

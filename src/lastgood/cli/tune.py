@@ -10,7 +10,7 @@ import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import ConfigError
-from lastgood.units import format_bytes, format_seconds, parse_bytes
+from lastgood.units import format_bytes, format_seconds, option_bytes
 
 if TYPE_CHECKING:
     from lastgood.checkpointers.pccheck.tuning_file import Tuning
@@ -56,7 +56,7 @@ def tune(
     if end_with is not None:
         die_with_parent(end_with)
     _refuse_mixed(workload, configfile, config, iteration_s, state_bytes)
-    size = _size(state_bytes)
+    size = option_bytes("--state-bytes", state_bytes or "0")
 
     def report(text: str) -> None:
         console.print(f"tune: {text}", markup=False)
@@ -103,13 +103,6 @@ def _refuse_mixed(
         raise ConfigError("--iteration-s and --state-bytes belong together: give both")
     if numbers and (configfile is not None or config):
         raise ConfigError("--configfile and --config say how --workload trains; they mean nothing without it")
-
-
-def _size(text: str | None) -> int:
-    try:
-        return parse_bytes(text or "0")
-    except ValueError as error:
-        raise ConfigError(f"--state-bytes: {error}") from error
 
 
 def _memory_bytes() -> int:
