@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_kind, figure_names
-from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_minutes
+from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow, predict_runs
 from lastgood.experiments.plan import machine_checks as feasible
 from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plan.load import load_config, parse_config
@@ -26,6 +27,7 @@ from lastgood.experiments.plots.captions import persist_caption, sweep_caption
 from lastgood.experiments.plots.persist import draw_persist, plot_persist
 from lastgood.experiments.plots.style import series_styles
 from lastgood.experiments.plots.sweep import draw_sweep, plot_sweep
+from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.runs import collect
@@ -107,6 +109,10 @@ def test_cells_of_several_figures_are_measured_once() -> None:
     assert len(plan.specs) == sum(count.values()) + sum(map(len, others)) + 2 - shared
 
 
+def predicted_s(figure: str, specs: Sequence[Spec]) -> float:
+    return sum(run.seconds for run in predict_runs(specs, Path("nowhere"), load_grid(ROOT, figure)))
+
+
 def test_the_four_figures_take_at_most_a_quarter_of_an_hour_on_a_laptop() -> None:
     config = configure()
     seen = {spec.record_path() for spec in runs("fig8")}
@@ -114,15 +120,12 @@ def test_the_four_figures_take_at_most_a_quarter_of_an_hour_on_a_laptop() -> Non
     for figure in ("fig11", *SWEEPS):
         new = [spec for spec in plan_figure(config, figure) if spec.record_path() not in seen]
         seen |= {spec.record_path() for spec in new}
-        minutes += predict_minutes(new, Path("nowhere"), load_grid(ROOT, figure))
+        minutes += predicted_s(figure, new) / 60
     assert 2 < minutes < 15
 
 
 def test_larger_states_are_predicted_to_take_longer() -> None:
-    grid = load_grid(ROOT, "fig11")
-    small, large = (
-        predict_minutes(runs("fig11", f"fig11={{sizes_mb: {size}}}"), Path("nowhere"), grid) for size in (10, 1000)
-    )
+    small, large = (predicted_s("fig11", runs("fig11", f"fig11={{sizes_mb: {size}}}")) for size in (10, 1000))
     assert large > 1.5 * small
 
 

@@ -14,7 +14,6 @@ from lastgood.experiments.figures.workflow_plan import (
     plan_figure,
     plan_names,
     plan_workflow,
-    predict_minutes,
     predict_runs,
 )
 from lastgood.experiments.plan.grid import load_grid
@@ -208,7 +207,6 @@ def test_records_of_the_cell_predict_better_than_the_model(tmp_path: Path) -> No
         (True, 120.0, "records"),
         (False, 120.0, "records"),
     ]
-    assert predict_minutes(specs, tmp_path, grid) == pytest.approx(2.0)
 
 
 def test_a_broken_or_foreign_record_counts_as_not_done(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ __all__ = [
     "PREFIX",
     "RUN",
     "BedState",
-    "bed_names",
     "beds_lock",
     "check_bed_name",
     "choose_subnet",
@@ -115,11 +114,6 @@ def rate_text(bits_per_s: int) -> str:
 def beds_lock() -> FileLock:
     """One change to this machine's testbeds at a time: two at once could choose one subnet."""
     return FileLock(RUN / "lock", "this machine's testbeds", shared_with_forks=False)
-
-
-def bed_names() -> list[str]:
-    """Testbeds that have a record, or left one."""
-    return sorted(path.stem for path in RUN.glob("*.where"))
 
 
 def state_folder(name: str) -> Path | None:

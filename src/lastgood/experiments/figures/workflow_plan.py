@@ -28,7 +28,6 @@ __all__ = [
     "plan_figure",
     "plan_names",
     "plan_workflow",
-    "predict_minutes",
     "predict_runs",
 ]
 
@@ -150,11 +149,6 @@ def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> list[P
         return replace(run, seconds=run.seconds * taken / modelled)
 
     return [corrected(run) for run in found]
-
-
-def predict_minutes(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> float:
-    """Minutes that the runs without a record will take."""
-    return sum(run.seconds for run in predict_runs(specs, results_dir, grid) if not run.done) / 60
 
 
 def load_prediction_grid(root: Path, figure: str) -> Grid:
