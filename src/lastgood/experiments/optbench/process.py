@@ -1,7 +1,7 @@
-"""One shadow's process of an optimizer benchmark on several hosts: ``python -m lastgood.experiments.optbench.process``.
+"""One shadow's process of an optimizer benchmark: ``python -m lastgood.experiments.optbench.process``.
 
-Its arguments are the order, and the file to which rank 0 writes the result on its own host; a launcher has set RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Its arguments are the order, the file to which rank 0 writes the result on its own host, and, if no launcher sees to
+it, the process that it ends with. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from lastgood.errors import LastgoodError
 from lastgood.experiments.optbench.bench import BenchOrder, run_bench
 from lastgood.files import PRIVATE, write_result
+from lastgood.processes import die_with_parent
 from lastgood.text import parse_model
 from lastgood.units import MIB
 
@@ -24,7 +25,9 @@ def _say(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the order says. 0, or an error's exit code with its message on standard error."""
-    order, path = sys.argv[1:] if arguments is None else arguments
+    order, path, *parent = sys.argv[1:] if arguments is None else arguments
+    for number in parent:
+        die_with_parent(int(number))
     try:
         result = run_bench(parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB), _say)
     except LastgoodError as error:
