@@ -13,7 +13,8 @@ from rich.table import Table
 __all__ = ["console", "emit_json", "emit_table"]
 
 # Lines in a log stay whole: a path or a message cut at 80 columns cannot be searched for.
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+# Square brackets are what they are: paths and messages hold them.
+console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 _PIPE_WIDTH = 1000

@@ -120,7 +120,7 @@ def advise(
     typer.echo(sentence)
     _show(found, costs, question, rates)
     for note in notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 @app.command("score")
@@ -182,7 +182,7 @@ def score_command(
     )
     typer.echo(summary(scores))
     for note in measured.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def _evidence(

@@ -82,7 +82,7 @@ def ceilings(
 
 
 def _report(text: str) -> None:
-    console.print(f"ceilings: {text}", markup=False)
+    console.print(f"ceilings: {text}")
 
 
 def _show(record: CeilingsRecord) -> None:

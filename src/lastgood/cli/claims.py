@@ -35,4 +35,4 @@ def claims(
         write_result(markdown, claims_markdown(rows).encode())
     write_result(out, claims_csv(rows))
     counts = Counter(row.verdict for row in rows)
-    console.print(f"claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}; {out}", markup=False)
+    console.print(f"claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}; {out}")

@@ -39,5 +39,5 @@ def collect(
     )
     found.write(out_tidy, out_wide)
     for warning in dict.fromkeys(found.warnings):
-        console.print(f"warning: {warning}", markup=False)
-    console.print(f"{figure} {panel}: {found.summary()} in {out_tidy}", markup=False)
+        console.print(f"warning: {warning}")
+    console.print(f"{figure} {panel}: {found.summary()} in {out_tidy}")

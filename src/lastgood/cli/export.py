@@ -77,7 +77,7 @@ def export(
         f"{format_seconds(done.seconds)}"
     )
     for alias, name in done.aliases.items():
-        console.print(f"  {alias} is {name}: written once, and noted in the metadata", markup=False)
+        console.print(f"  {alias} is {name}: written once, and noted in the metadata")
 
 
 def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int) -> Exported:

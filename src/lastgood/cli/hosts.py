@@ -45,7 +45,7 @@ def make(
     if out.exists() and not force and read_hostfile(out).hosts != wanted:
         raise ConfigError(f"{out}: there are other hosts in it; choose another --out, or replace it with --force")
     made = write_hostfile(out, wanted, f"written by lastgood hosts make; {slots} slots a host")
-    console.print(f"{out}: {len(made.hosts)} hosts, {made.slots} slots", markup=False)
+    console.print(f"{out}: {len(made.hosts)} hosts, {made.slots} slots")
     sys.stdout.write(_steps(made, user, out))
 
 
@@ -103,7 +103,7 @@ def check(
     )
     hosts = read_hostfile(hostfile)
     remote = Remote(SshOptions.choose(ssh_config, user, connect_timeout_s=connect_timeout))
-    report = check_hosts(hosts, remote, options, lambda text: console.print(f"hosts: {text}", markup=False))
+    report = check_hosts(hosts, remote, options, lambda text: console.print(f"hosts: {text}"))
     if as_json:
         emit_json(report.as_json())
     else:
@@ -151,4 +151,4 @@ def _show(hostfile: Hostfile, report: CheckReport) -> None:
         faults = [(one.verdict, one.host, one.what, one.found, one.to_do) for one in report.findings]
         emit_table("What is not well", ("", "host", "what", "found", "to do"), faults)
     else:
-        console.print("all hosts are well", markup=False)
+        console.print("all hosts are well")

@@ -75,6 +75,6 @@ def launch(
         master_addr=master_addr,
         master_port=master_port,
         launcher_args=launcher_arg or [],
-        report=lambda text: console.print(f"launch: {text}", markup=False),
+        report=lambda text: console.print(f"launch: {text}"),
     )
-    console.print(f"launch: all {len(result.ranks)} ranks ended well after {result.wall_s:.1f} s", markup=False)
+    console.print(f"launch: all {len(result.ranks)} ranks ended well after {result.wall_s:.1f} s")

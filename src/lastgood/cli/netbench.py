@@ -84,7 +84,7 @@ def netbench(
 
 
 def _report(text: str) -> None:
-    console.print(f"netbench: {text}", markup=False)
+    console.print(f"netbench: {text}")
 
 
 def _plan(streams: str, messages: str, ways: list[Way], seconds: float, rounds: int) -> NetworkPlan:

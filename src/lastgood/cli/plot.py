@@ -43,4 +43,4 @@ def plot(
     draw = figure_kind(figure).drawer()
     chosen = "single" if width is ColumnWidth.SINGLE else "double"
     for path in draw(csv, out_stem, width=chosen, partial=partial, caption=caption is CaptionPlace.BELOW):
-        console.print(str(path), markup=False)
+        console.print(str(path))

@@ -92,7 +92,7 @@ def run(
         _print_reports(bundle, reports, check=check)
     rebooting = [report.host for report in reports if report.reboot_needed]
     if rebooting:
-        console.print(f"reboot {', '.join(rebooting)} for the driver, or call again with --reboot", markup=False)
+        console.print(f"reboot {', '.join(rebooting)} for the driver, or call again with --reboot")
     failed = [report for report in reports if report.failure is not None]
     if failed:
         told = "\n".join(f"  {report.host}: {_first_lines(report.failure)}" for report in failed)

@@ -38,4 +38,4 @@ def report(
         title=title,
     )
     write_result(out, page)
-    console.print(f"report: {format_bytes(len(page))}; {out}", markup=False)
+    console.print(f"report: {format_bytes(len(page))}; {out}")

@@ -105,14 +105,14 @@ def run(
 
     def report(text: str) -> None:
         # Plain lines, also at a terminal: a moving status line would be a thread, and the run forks.
-        console.print(f"{title}: {text}", markup=False)
+        console.print(f"{title}: {text}")
 
     record = kind.function("execute")(chosen, data_dir, scratch, logs_beside(out), report, **options)
     record.write(out)
     report(record.summary())
     for mark in record.marks():
         # Not a failure of the run: that a system cannot restore is a result, and every figure marks it.
-        console.print(f"{title}: {mark}", style="red", markup=False)
+        console.print(f"{title}: {mark}", style="red")
     if as_json:
         emit_json(record.model_dump(mode="json"))
     if check:
@@ -155,7 +155,7 @@ def _run_plan(plan: Path, data_dir: Path, scratch: Path) -> None:
     server = ForkServer()
     try:
         for number, (text, record, spec) in enumerate(left, start=1):
-            console.print(f"{number} of {len(left)}: {spec.title()}", markup=False)
+            console.print(f"{number} of {len(left)}: {spec.title()}")
             command = ["run", "--spec", text, "--out", str(record), "--data-dir", str(data_dir)]
             command += ["--scratch", str(scratch)]
             status = _run_in_fork(server.address, spec, command)
@@ -166,7 +166,7 @@ def _run_plan(plan: Path, data_dir: Path, scratch: Path) -> None:
     finally:
         server.close()
     if failed:
-        console.print(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}", style="red", markup=False)
+        console.print(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}", style="red")
         raise typer.Exit(1)
 
 

@@ -105,14 +105,14 @@ def serve(
         "shadows": place.shadows,
         "metrics": None if metrics is None else metrics.address,
     }
-    console.print(f"shadow {place.shadow} of {place.shadows} at {host}:{found}", markup=False)
+    console.print(f"shadow {place.shadow} of {place.shadows} at {host}:{found}")
     try:
         if rendezvous:
             # Kept until the end: others ask the store that may live in this process.
             meeting = Rendezvous(os.environ, place, timeout_s)
             own = socket.gethostname() if host in ("0.0.0.0", "::") else host
             described["all"] = meeting.exchange(place.shadow, f"{own}:{found}")
-            console.print(f"all shadows: {' '.join(described['all'])}", markup=False)
+            console.print(f"all shadows: {' '.join(described['all'])}")
         if address_file is not None:
             _write(address_file, described)
         service.run()
@@ -138,7 +138,7 @@ def status(
         )
     else:
         emit_table("Shadows", _COLUMNS, [_row(address, one) for address, one in zip(shadows, answers, strict=True)])
-        console.print(f"all shadows: {overall['why'] or _sentence(overall)}", markup=False)
+        console.print(f"all shadows: {overall['why'] or _sentence(overall)}")
     if overall["unreachable"]:
         raise typer.Exit(1)
 

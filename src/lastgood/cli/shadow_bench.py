@@ -51,7 +51,7 @@ def bench(
     order = _order(model, optimizer, implementation, arithmetic, threads, steps, bucket)
 
     def report(text: str) -> None:
-        console.print(f"shadow bench: {text}", markup=False)
+        console.print(f"shadow bench: {text}")
 
     if nodes is not None:
         result: BenchResult | None = _on_nodes(order, nodes, logs, ssh_config, report)

@@ -67,8 +67,8 @@ def switch(
         from lastgood.gradients.switch.check import answer_checks
 
         _until_signal(stop)
-        console.print(f"switch: answering tests on {answer}; end it with Ctrl-C", markup=False)
-        console.print(f"switch: {answer_checks(answer, token, stop, timeout)} tests were right", markup=False)
+        console.print(f"switch: answering tests on {answer}; end it with Ctrl-C")
+        console.print(f"switch: {answer_checks(answer, token, stop, timeout)} tests were right")
         return
     links = [parse_link(text) for text in link or []]
     shadows = list(shadow or [])
@@ -83,7 +83,7 @@ def switch(
     _until_signal(stop)
     with Switch(links, shadows, settings) as running:
         for one, address in zip(links, running.addresses, strict=True):
-            console.print(f"switch: {address} goes to {one.target}", markup=False)
+            console.print(f"switch: {address} goes to {one.target}")
         while not stop.wait(report or None):
             _print_line(running.counters())
     # Only now no copy is in progress any more.

@@ -46,11 +46,9 @@ def up(
     if hostfile is not None:
         write_hostfile(hostfile, bed.hostfile.hosts, f"testbed {name}")
     place = hostfile or bed.folder / "hostfile"
-    console.print(
-        f"testbed {name}: {', '.join(bed.node_names)} on {bed.settings.subnet}; hostfile {place}", markup=False
-    )
-    console.print(f"for Lastgood: export LASTGOOD_SSH_CONFIG={bed.ssh_config}", markup=False)
-    console.print(f"for ssh: ssh -F {bed.ssh_config} {bed.node_names[0]}", markup=False)
+    console.print(f"testbed {name}: {', '.join(bed.node_names)} on {bed.settings.subnet}; hostfile {place}")
+    console.print(f"for Lastgood: export LASTGOOD_SSH_CONFIG={bed.ssh_config}")
+    console.print(f"for ssh: ssh -F {bed.ssh_config} {bed.node_names[0]}")
 
 
 @app.command()
@@ -59,7 +57,7 @@ def down(name: Name = "main") -> None:
     from lastgood.cluster.testbed.testbed import Testbed
 
     found = Testbed.remove(name)
-    console.print(f"testbed {name}: {'removed' if found else 'there is none'}", markup=False)
+    console.print(f"testbed {name}: {'removed' if found else 'there is none'}")
 
 
 @app.command()
@@ -126,9 +124,7 @@ def execute(
     address = bed.address(node)
     (state,) = (one.state for one in bed.status() if one.name == node)
     if state != "up":
-        console.print(
-            f"testbed {name}: {node} is {state} and will not answer: heal, resume or restart it", markup=False
-        )
+        console.print(f"testbed {name}: {node} is {state} and will not answer: heal, resume or restart it")
     words = bed.remote().command(address, command)
     if sys.stdin.isatty() and sys.stdout.isatty():
         words[words.index("-T")] = "-t"
@@ -144,4 +140,4 @@ def _bed(name: str) -> Testbed:
 
 def _change(name: str, node: str, done: str, act: Callable[[Testbed], None]) -> None:
     act(_bed(name))
-    console.print(f"testbed {name}: {node} {done}", markup=False)
+    console.print(f"testbed {name}: {node} {done}")

@@ -60,7 +60,7 @@ def make(
     chosen = {name: given[name] for name in needs}
     trace = function(**chosen, hours=hours, period_s=period_s, gpus=gpus, seed=seed)
     trace.write(out)
-    console.print(f"{out}: {len(trace.gpus)} samples, {trace.failures} failures", markup=False)
+    console.print(f"{out}: {len(trace.gpus)} samples, {trace.failures} failures")
 
 
 @app.command()

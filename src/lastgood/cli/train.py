@@ -94,7 +94,7 @@ def train(
 
     def report(text: str) -> None:
         if place.rank == 0:
-            console.print(f"{model}: {text}", markup=False)
+            console.print(f"{model}: {text}")
 
     found = train_with_shadows(workload, checkpointer, place, steps, settings.device, report)
     leave_trainers()

@@ -59,7 +59,7 @@ def tune(
     size = option_bytes("--state-bytes", state_bytes or "0")
 
     def report(text: str) -> None:
-        console.print(f"tune: {text}", markup=False)
+        console.print(f"tune: {text}")
 
     lock = machine_lock()
     lock.acquire(_LOCK_TIMEOUT_S, on_wait=report)
@@ -81,7 +81,7 @@ def tune(
     else:
         _print(found)
     for warning in found.warnings:
-        console.print(f"warning: {warning}", markup=False)
+        console.print(f"warning: {warning}")
     if found.kept is False:
         report(f"nothing written to {path}")
         raise typer.Exit(1)

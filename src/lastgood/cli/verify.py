@@ -132,9 +132,9 @@ def _show_job(job: dict[str, Any]) -> None:
         listed = [
             f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in job["whole"]
         ]
-        console.print(f"whole on all ranks: {', '.join(listed) or 'none'}", markup=False)
+        console.print(f"whole on all ranks: {', '.join(listed) or 'none'}")
         for trouble in job["trouble"]:
-            console.print(trouble, markup=False)
+            console.print(trouble)
 
 
 def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
@@ -172,11 +172,11 @@ def _show(found: dict[str, Any]) -> None:
     marked = f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
     emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
-        console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}", markup=False)
+        console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}")
     if "restore" in found:
-        console.print(f"a restore takes step {found['restore']}", markup=False)
+        console.print(f"a restore takes step {found['restore']}")
     for trouble in found["trouble"]:
-        console.print(trouble, markup=False)
+        console.print(trouble)
 
 
 def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = None) -> dict[str, Any]:
