@@ -18,7 +18,9 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(bench, "model_shapes", lambda name: [(40, 5), (40,)])
-    monkeypatch.setattr(bench, "machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn"))
+    monkeypatch.setattr(
+        "lastgood.experiments.machine.lock.machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn")
+    )
 
 
 def test_json_holds_all_that_was_measured():

@@ -83,9 +83,8 @@ def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, arguments, part):
 
 
 def test_it_waits_for_its_turn(tmp_path, monkeypatch):
-    from lastgood.cli import tune as command
 
-    monkeypatch.setattr(command, "_LOCK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("lastgood.experiments.machine.lock.TURN_S", 1.0)
     with FileLock(tmp_path / "machine.lock", "another run"), pytest.raises(LockHeld, match="waited 1 s"):
         tune(tmp_path / "job", *NUMBERS)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["netbench"]
 
-_LOCK_TIMEOUT_S = 4 * 3600.0
 _MOST_SECONDS = 100.0
 
 
@@ -59,7 +58,7 @@ def netbench(
     """
     from lastgood.experiments.ceilings.network import measure_points
     from lastgood.experiments.ceilings.network_peer import parse_address
-    from lastgood.experiments.machine.lock import machine_lock
+    from lastgood.experiments.machine.lock import machine_turn
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
@@ -73,9 +72,7 @@ def netbench(
     token, address = "", None
     if peer is not None:
         token, address = needed_token(peer_token_file, peer, "--serve"), parse_address(peer)
-    lock = machine_lock()
-    lock.acquire(_LOCK_TIMEOUT_S, _report)
-    with lock:
+    with machine_turn(_report):
         points = measure_points((*address, token) if address else None, plan)
     if as_json:
         emit_json({"peer": peer, "points": [point.model_dump(mode="json") for point in points]})

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-_LOCK_TIMEOUT_S = 4 * 3600.0
-
 
 def tune(
     directory: Annotated[Path, typer.Argument(help="The job's checkpoint folder, or where it will be.")],
@@ -50,7 +48,7 @@ def tune(
     until no run is being timed.
     """
     from lastgood.experiments.machine.facts import machine_label, usable_cores
-    from lastgood.experiments.machine.lock import machine_lock
+    from lastgood.experiments.machine.lock import machine_turn
     from lastgood.processes import die_with_parent
 
     if end_with is not None:
@@ -61,9 +59,7 @@ def tune(
     def report(text: str) -> None:
         console.print(f"tune: {text}")
 
-    lock = machine_lock()
-    lock.acquire(_LOCK_TIMEOUT_S, on_wait=report)
-    with lock:
+    with machine_turn(report):
         from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, write_tuning
         from lastgood.training.tuning import Limits
         from lastgood.training.tuning import tune as tune_numbers

@@ -35,7 +35,9 @@ SMALL = DiskPlan(file_bytes=8 * MIB, jobs=(1, 2), block_bytes=(MIB,), repetition
 @pytest.fixture(autouse=True)
 def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests must neither wait for a measurement on this machine nor hold one up."""
-    monkeypatch.setattr(module, "machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn"))
+    monkeypatch.setattr(
+        "lastgood.experiments.machine.lock.machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn")
+    )
     monkeypatch.setattr(module, "cuda_devices", lambda: ())
 
 
@@ -67,7 +69,8 @@ def test_no_torch_is_imported_without_a_device(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; import lastgood.experiments.ceilings.measure as c\n"
         "c.cuda_devices = lambda: ()\n"
-        "from lastgood.locks import FileLock; c.machine_lock = lambda: FileLock(Path(sys.argv[1], 'lock'), 'test')\n"
+        "from lastgood.experiments.machine import lock; from lastgood.locks import FileLock\n"
+        "lock.machine_lock = lambda: FileLock(Path(sys.argv[1], 'lock'), 'test')\n"
         "c.measure_ceilings(Path(sys.argv[1]), 'box', quick=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, tmp_path], timeout=200, check=True)
@@ -153,7 +156,7 @@ def test_it_waits_for_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     clock.monotonic = lambda: clock.now_s
     clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     monkeypatch.setattr(locks, "time", clock)
-    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("lastgood.experiments.machine.lock.TURN_S", 2.0)
     told: list[str] = []
     with FileLock(tmp_path / "lock", "the test's turn"), pytest.raises(LastgoodError, match="held by"):
         measure_ceilings(tmp_path / "scratch", "box", quick=True, report=told.append)

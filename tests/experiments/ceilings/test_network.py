@@ -21,7 +21,6 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.errors import ConfigError, LastgoodError
-from lastgood.experiments.ceilings import measure as ceilings_module
 from lastgood.experiments.ceilings import network as network_ceilings
 from lastgood.experiments.ceilings import network_peer
 from lastgood.experiments.ceilings.measure import Peer, cached_or_measured
@@ -409,7 +408,7 @@ def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Fi
     def lock() -> FileLock:
         return FileLock(tmp_path / "lock", "the test's turn")
 
-    monkeypatch.setattr(ceilings_module, "machine_lock", lock)
+    monkeypatch.setattr("lastgood.experiments.machine.lock.machine_lock", lock)
     return lock
 
 

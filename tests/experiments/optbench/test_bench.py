@@ -33,7 +33,9 @@ def small(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(bench, "model_shapes", lambda name: SMALL)
-    monkeypatch.setattr(bench, "machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn"))
+    monkeypatch.setattr(
+        "lastgood.experiments.machine.lock.machine_lock", lambda: FileLock(tmp_path / "lock", "the test's turn")
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,12 +119,13 @@ def test_more_shards_than_buckets_are_refused(small, monkeypatch):
 RANK = """
 import sys
 from pathlib import Path
+from lastgood.experiments.machine import lock
 from lastgood.experiments.optbench import bench as optbench
 from lastgood.experiments.optbench import process as optbench_rank
 from lastgood.locks import FileLock
 from tests.suggestions.following import advice, follows, refusal
 optbench.model_shapes = lambda name: [(40, 5), (40,), (3, 40), (3,), (7,)]
-optbench.machine_lock = lambda: FileLock(Path(sys.argv[3]), "the test's turn")
+lock.machine_lock = lambda: FileLock(Path(sys.argv[3]), "the test's turn")
 sys.exit(optbench_rank.main(sys.argv[1:3]))
 """
 

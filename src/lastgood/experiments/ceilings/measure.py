@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,12 +25,11 @@ from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk, refuse_me
 from lastgood.experiments.ceilings.network import NetworkPlan, PeerCeilings, measure_loopback, measure_peer
 from lastgood.experiments.ceilings.record import CeilingsRecord, CopyCurve, load_ceilings
 from lastgood.experiments.machine.facts import cuda_devices, usable_cores, where_run
-from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.machine.lock import machine_turn
 from lastgood.units import MIB
 
 __all__ = ["Peer", "cached_or_measured", "measure_ceilings", "measure_device_copies", "measure_memory_copy"]
 
-_LOCK_TIMEOUT_S = 4 * 3600.0
 _COPY_BUDGET_S = 1.0
 
 
@@ -73,7 +71,7 @@ def cached_or_measured(
             if found.still_good(machine, where_run(scratch), quick):
                 if peer is None or any(known.address == peer.address for known in found.peers):
                     return found, False
-                with _our_turn(report):
+                with machine_turn(report):
                     measured = _measure_peer(peer, quick, report)
                 found = found.model_copy(update={"peers": [*found.peers, measured]})
                 found.write(path)
@@ -81,14 +79,6 @@ def cached_or_measured(
     record = measure_ceilings(scratch, machine, quick=quick, peer=peer, report=report)
     record.write(path)
     return record, True
-
-
-@contextmanager
-def _our_turn(report: Callable[[str], None]) -> Iterator[None]:
-    lock = machine_lock()
-    lock.acquire(_LOCK_TIMEOUT_S, report)
-    with lock:
-        yield
 
 
 def _measure_peer(peer: Peer, quick: bool, report: Callable[[str], None]) -> PeerCeilings:
@@ -111,7 +101,7 @@ def measure_ceilings(
     memory, StorageError if it is full or not writable, and LastgoodError if the peer does not answer.
     """
     refuse_memory_filesystem(scratch)
-    with _our_turn(report):
+    with machine_turn(report):
         begin = time.perf_counter()
         # First, so that a peer that does not answer is known before the rest has been measured.
         peers = [_measure_peer(peer, quick, report)] if peer is not None else []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lastgood.errors import ConfigError, LastgoodError, LockHeld
 from lastgood.experiments.machine.facts import is_tmpfs
-from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.machine.lock import machine_turn
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import local_path
 from lastgood.locks import FileLock
@@ -44,9 +44,7 @@ def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None
         raise ConfigError(
             f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
         )
-    lock = machine_lock()
-    lock.acquire(_LOCK_WAIT_S, on_wait=report)
-    try:
+    with machine_turn(report, _LOCK_WAIT_S):
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         began_s = time.monotonic()
         folder = Scratch(scratch, spec)
@@ -54,8 +52,6 @@ def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None
             yield ExclusiveRun(folder.path, started_at, began_s)
         finally:
             folder.remove()
-    finally:
-        lock.release()
 
 
 class Scratch:

@@ -8,7 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ from pydantic import Field
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.experiments.machine.facts import boot_id
-from lastgood.experiments.machine.lock import machine_lock
+from lastgood.experiments.machine.lock import TURN_S, machine_turn
 from lastgood.models import FrozenModel
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
@@ -30,8 +30,7 @@ __all__ = ["BenchOrder", "BenchResult", "BenchRow", "buckets_of", "needed_bytes"
 
 Report = Callable[[str], None]
 
-_LOCK_TIMEOUT_S: Final = 4 * 3600.0
-_MEETING_S: Final = _LOCK_TIMEOUT_S + 600.0  # ranks wait for the one that waits for its machine's turn
+_MEETING_S: Final = TURN_S + 600.0  # ranks wait for the one that waits for its machine's turn
 _TENSORS_PER_PARAMETER: Final = {"sgd": 3, "adam": 4, "adamw": 4}  # itself, its gradient, its state
 _FLOAT_BYTES: Final = 4
 
@@ -108,7 +107,9 @@ def run_bench(order: BenchOrder, report: Report) -> BenchResult | None:
         own = [shapes[place] for place in places]
         here = _everybody((boot_id(), socket.gethostname(), needed_bytes(own, order.optimizer)), world)
         _refuse_too_large(order, sum(size for boot, _, size in here if boot == here[rank][0]))
-        with _turn(rank, [boot for boot, _, _ in here], report):
+        boots = [boot for boot, _, _ in here]
+        # The first rank of each machine takes its turn.
+        with machine_turn(report) if boots.index(boots[rank]) == rank else nullcontext():
             # All have their turn before the first one measures.
             _everybody(None, world)
             rows = _measure(order, own, [len(bucket) for bucket in buckets[rank::world]], world)
@@ -154,18 +155,6 @@ def _everybody(value: Any, world: int) -> list[Any]:
         found = [None] * world
         torch.distributed.all_gather_object(found, value)
     return found
-
-
-@contextmanager
-def _turn(rank: int, boots: Sequence[str], report: Report) -> Iterator[None]:
-    """This machine's turn to measure, which the first of its ranks takes."""
-    if boots.index(boots[rank]) != rank:
-        yield
-        return
-    lock = machine_lock()
-    lock.acquire(_LOCK_TIMEOUT_S, on_wait=report)
-    with lock:
-        yield
 
 
 def _refuse_too_large(order: BenchOrder, needed: int) -> None:
