@@ -16,15 +16,13 @@ from lastgood.experiments.config.sections import CheckmateSection, NodesSection
 from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THROUGHPUT, FigureAxes
 from lastgood.experiments.plan.cells import (
     plan_checkmate,
-    plan_concurrency,
     plan_goodput,
-    plan_memory,
     plan_nodes,
     plan_persist,
-    plan_threads,
+    plan_sweep,
     plan_throughput,
 )
-from lastgood.experiments.plan.variants import BLOB
+from lastgood.experiments.plan.variants import BLOB, Variant, concurrency_variants, memory_variants, threads_variants
 from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.kinds import GOODPUT, RUN, MeasurementKind, load_function
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
@@ -98,6 +96,16 @@ def _over_nodes(figure: str) -> FigureKind:
     )
 
 
+def _sweep(figure: str, variants: Callable[[Config], list[Variant]], axes: FigureAxes) -> FigureKind:
+    """PCcheck with several values of one option, at several intervals."""
+    return FigureKind(
+        lambda config: plan_sweep(config, getattr(config, figure), variants(config)),
+        lambda config: [getattr(config, figure).model],
+        "lastgood.experiments.plots.sweep:plot_sweep",
+        axes,
+    )
+
+
 _FIGURES = {
     "fig8": FigureKind(
         plan_throughput,
@@ -112,18 +120,9 @@ _FIGURES = {
         shows=GOODPUT,
     ),
     "fig11": FigureKind(plan_persist, lambda _: [BLOB], "lastgood.experiments.plots.persist:plot_persist", PERSIST),
-    "fig12": FigureKind(
-        plan_concurrency,
-        lambda config: [config.fig12.model],
-        "lastgood.experiments.plots.sweep:plot_sweep",
-        CONCURRENCY,
-    ),
-    "fig13": FigureKind(
-        plan_threads, lambda config: [config.fig13.model], "lastgood.experiments.plots.sweep:plot_sweep", THREADS
-    ),
-    "fig14": FigureKind(
-        plan_memory, lambda config: [config.fig14.model], "lastgood.experiments.plots.sweep:plot_sweep", MEMORY
-    ),
+    "fig12": _sweep("fig12", concurrency_variants, CONCURRENCY),
+    "fig13": _sweep("fig13", threads_variants, THREADS),
+    "fig14": _sweep("fig14", memory_variants, MEMORY),
     "fig8e": _over_nodes("fig8e"),
     "fig8f": _over_nodes("fig8f"),
     "checkmate": FigureKind(

@@ -15,12 +15,9 @@ from lastgood.experiments.plan.grid import find_root
 from lastgood.experiments.plan.variants import (
     Variant,
     checkmate_variants,
-    concurrency_variants,
     goodput_variants,
-    memory_variants,
     nodes_variants,
     persist_variants,
-    threads_variants,
     throughput_variants,
     variant,
 )
@@ -32,7 +29,13 @@ from lastgood.experiments.traces.trace import load_trace
 from lastgood.workloads.registry import workload_options_class
 
 if TYPE_CHECKING:
-    from lastgood.experiments.config.sections import CheckmateSection, NodesSection
+    from lastgood.experiments.config.sections import (
+        CheckmateSection,
+        ConcurrencySection,
+        MemorySection,
+        NodesSection,
+        ThreadsSection,
+    )
     from lastgood.experiments.plan.grid import Prediction
 
 __all__ = [
@@ -41,13 +44,11 @@ __all__ = [
     "modelled_s",
     "optimizer_modelled_s",
     "plan_checkmate",
-    "plan_concurrency",
     "plan_goodput",
-    "plan_memory",
     "plan_nodes",
     "plan_persist",
     "plan_simple",
-    "plan_threads",
+    "plan_sweep",
     "plan_throughput",
 ]
 
@@ -137,22 +138,19 @@ def plan_persist(config: Config) -> list[RunSpec]:
     return in_batches(specs, config)
 
 
-def plan_concurrency(config: Config) -> list[RunSpec]:
-    """Figure 12: PCcheck's N at every interval, and `none`."""
-    section = config.fig12
-    return _plan_sweep(config, concurrency_variants(config), section.intervals, section.repetitions)
-
-
-def plan_threads(config: Config) -> list[RunSpec]:
-    """Figure 13: PCcheck's p at every interval, and `none`."""
-    section = config.fig13
-    return _plan_sweep(config, threads_variants(config), section.intervals, section.repetitions)
-
-
-def plan_memory(config: Config) -> list[RunSpec]:
-    """Figure 14: PCcheck's pool at every interval, and `none`."""
-    section = config.fig14
-    return _plan_sweep(config, memory_variants(config), section.intervals, section.repetitions)
+def plan_sweep(
+    config: Config, section: ConcurrencySection | ThreadsSection | MemorySection, variants: Sequence[Variant]
+) -> list[RunSpec]:
+    """Figures 12 to 14: PCcheck in all `variants` at every interval of `section`, and `none`."""
+    specs: list[RunSpec] = []
+    for repetition in range(section.repetitions):
+        specs.append(_paired(config, _spec(config, variant(config, section.model, BASELINE), 0, repetition)))
+        specs += [
+            _paired(config, _spec(config, found, interval, repetition))
+            for found in variants
+            for interval in section.intervals
+        ]
+    return in_batches(specs, config)
 
 
 def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSpec]:
@@ -236,18 +234,6 @@ def _plan_models(
                 for found in variants(config, model)
                 for interval in _intervals_of(found.system, intervals)
             ]
-    return in_batches(specs, config)
-
-
-def _plan_sweep(
-    config: Config, variants: Sequence[Variant], intervals: Sequence[int], repetitions: int
-) -> list[RunSpec]:
-    specs: list[RunSpec] = []
-    for repetition in range(repetitions):
-        specs.append(_paired(config, _spec(config, variant(config, variants[0].model, BASELINE), 0, repetition)))
-        specs += [
-            _paired(config, _spec(config, found, interval, repetition)) for found in variants for interval in intervals
-        ]
     return in_batches(specs, config)
 
 
