@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["die_with_parent"]
+__all__ = ["die_with_parent", "exit_on"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,3 +22,13 @@ def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal_number)
+
+
+def exit_on(*numbers: int) -> None:
+    """Let these signals raise SystemExit (128 and the signal's number), so that what was begun elsewhere is ended."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, stop)

@@ -46,6 +46,7 @@ def launch(
     from lastgood.cluster.launch.order import HOWS
     from lastgood.cluster.ssh.remote import Remote, SshOptions
     from lastgood.errors import ConfigError
+    from lastgood.processes import exit_on
 
     if how not in HOWS:
         raise ConfigError(f"--how {how}: unknown; known: {', '.join(HOWS)}")
@@ -56,11 +57,7 @@ def launch(
             raise ConfigError(f"--env {pair}: write NAME=VALUE")
         settings[name] = value
 
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    exit_on(signal.SIGTERM, signal.SIGHUP)
     result = run(
         program,
         read_hostfile(hostfile),

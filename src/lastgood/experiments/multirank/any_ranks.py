@@ -11,6 +11,7 @@ from lastgood.errors import ConfigError
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.execute import execute
+from lastgood.processes import exit_on
 
 if TYPE_CHECKING:
     from lastgood.experiments.services.place import RankHosts
@@ -38,13 +39,9 @@ def execute_run(
     if timeline is not None:
         raise ConfigError("--timeline is for runs of one rank")
 
-    def stop(number: int, _: object) -> None:
-        # As an exception, so that ranks on other hosts, and a testbed, end with this.
-        raise SystemExit(128 + number)
-
     from lastgood.experiments.multirank.execute import execute_ranks  # a run on one rank needs none of it
     from lastgood.experiments.services.place import RankHosts
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    # Ranks on other hosts, and a testbed, end with this.
+    exit_on(signal.SIGTERM, signal.SIGHUP)
     return execute_ranks(spec, data_dir, scratch, logs, report, hosts or RankHosts())
