@@ -13,35 +13,23 @@ from lastgood.files import local_path
 
 __all__ = ["App"]
 
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 class App(typer.Typer):
     """As `typer.Typer`. A path that is a URL is a ConfigError before the command begins: it would be a folder here."""
 
     # Typer's own arguments are passed on as they are, whatever they will be in its next version.
 
-    def command(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def command(self, *args: Any, **kwargs: Any) -> _Decorator:  # type: ignore[override]
         """As `Typer.command`."""
         register = super().command(*args, **kwargs)
+        return lambda function: register(_refusing_urls(function))
 
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            register(_refusing_urls(function))
-            return function
-
-        return decorate
-
-    def callback(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def callback(self, *args: Any, **kwargs: Any) -> _Decorator:  # type: ignore[override]
         """As `Typer.callback`."""
         register = super().callback(*args, **kwargs)
-
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            register(_refusing_urls(function))
-            return function
-
-        return decorate
+        return lambda function: register(_refusing_urls(function))
 
 
 def _refusing_urls(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,8 @@ def draw_sweep(frame: pd.DataFrame, width: Width = "double", *, caption: bool = 
         series = _values(swept, sides.rows)
         _set_x_axis(axes, places, words.place, sides)
         handles, marks = _draw_series(axes, swept, sides, places, series, words.series)
-        handles += _draw_none(axes, frame.loc[frame["system"] == BASELINE, "iterations_per_s"])
+        rates = frame.loc[frame["system"] == BASELINE, "iterations_per_s"]
+        handles += draw_none(axes, rates.median() / rates, middle=1.0, zorder=2)
         handles += _draw_bounds(axes, swept, sides, places, series)
         handles += mark_handles(marks)
         _set_y_axis(axes)
@@ -191,10 +192,6 @@ def _draw_series(
         axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=4)
         handles.append(Line2D([], [], label=label.format(f"{one:g}"), **line_look(style.colour, style.marker)))
     return handles + pair_handles(intervals, better_is_lower=True), marks
-
-
-def _draw_none(axes: Axes, rates: pd.Series) -> list[Any]:
-    return draw_none(axes, rates.median() / rates, middle=1.0, zorder=2)
 
 
 def _draw_bounds(

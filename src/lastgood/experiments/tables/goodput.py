@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from lastgood.errors import LastgoodError
@@ -199,9 +199,8 @@ def collect_goodput(
     if not rows:
         raise LastgoodError(f"{name}: no run with checkpoints is there; run what is missing")
     count = len(runs) + len(measured)
-    shared = {"runs_expected": max(count, runs_expected or 0), "runs_there": count}
-    missing = "; ".join(runs_missing)
-    rows = [_with(row, **shared, runs_missing=missing) for row in rows]
+    expected, missing = max(count, runs_expected or 0), "; ".join(runs_missing)
+    rows = [replace(row, runs_expected=expected, runs_there=count, runs_missing=missing) for row in rows]
     warnings = [warning.replace("fig8 ", f"{figure} ", 1) for warning in base.warnings]
     for record in measured:
         warnings += [f"{record.spec.title()}: {fault}" for fault in record.faults]
@@ -258,7 +257,7 @@ class _Panel:
                 cell = (row.workload, row.system, row.interval_steps)
                 if others and cell == (gain.workload, PCCHECK, gain.interval_steps):
                     value = gain.gain * statistics.median(others)
-                    found[number] = _with(row, paper_goodput_iterations_per_s=value, paper_source=gain.source)
+                    found[number] = replace(row, paper_goodput_iterations_per_s=value, paper_source=gain.source)
         return found
 
     def measured_rows(self, records: Iterable[GoodputRecord]) -> list[GoodputRow]:
@@ -353,10 +352,6 @@ class _Panel:
             "paper_source": None,
         }
         return GoodputRow(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def _with(row: GoodputRow, **changes: object) -> GoodputRow:
-    return GoodputRow(**{**row.__dict__, **changes})
 
 
 def _window_of(name: str, measured: Sequence[GoodputRecord], runs: Sequence[RunRecord]) -> GoodputSpec:
