@@ -167,7 +167,7 @@ def test_known_records_give_known_numbers():
         ["PCcheck (measured)", "5.0", ""],
         ["Ideal", *(repr(row_of(found, "ideal", at, "formula").goodput_formula_iterations_per_s) for at in (10, 20))],
     ]
-    assert "6 of 6 runs; formula over measurement: CheckFreq f10 +21.5%; PCcheck f10 +57.0%" in found.summary()
+    assert "6 of 6 runs; formula over measurement: CheckFreq f10 +21.5%; PCcheck f10 +57.0%" in found.summary
 
 
 def test_repetitions_count_by_their_median():

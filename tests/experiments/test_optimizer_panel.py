@@ -75,7 +75,7 @@ def test_every_point_is_a_row_with_its_median_and_range(tmp_path: Path) -> None:
     assert table[0] == ["shadows", "1", "2"]
     # Medians over repetitions: 2 and 6 seconds with one shadow and one thread.
     assert table[1] == ["1", "4.0", "2.0"]
-    assert found.summary() == "2 of 2 runs"
+    assert found.summary == "2 of 2 runs"
 
 
 def test_records_of_two_settings_do_not_mix() -> None:

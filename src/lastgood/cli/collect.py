@@ -40,4 +40,4 @@ def collect(
     found.write(out_tidy, out_wide)
     for warning in dict.fromkeys(found.warnings):
         console.print(f"warning: {warning}")
-    console.print(f"{figure} {panel}: {found.summary()} in {out_tidy}")
+    console.print(f"{figure} {panel}: {found.summary} in {out_tidy}")

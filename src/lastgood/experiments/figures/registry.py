@@ -41,6 +41,7 @@ class CollectedFigure(Protocol):
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both CSV files, each complete or not at all."""
 
+    @property
     def summary(self) -> str:
         """How many runs it holds, in a few words."""
 

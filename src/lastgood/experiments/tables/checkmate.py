@@ -10,9 +10,11 @@ from pathlib import Path
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
 from lastgood.experiments.systems.papers import CHECKMATE
-from lastgood.experiments.tables.optimizer import CollectedUpdates, collect_updates_files
+from lastgood.experiments.tables.columns import TidyRow
+from lastgood.experiments.tables.csv_text import Collected
+from lastgood.experiments.tables.optimizer import UpdateRow, collect_updates_files
 from lastgood.experiments.tables.published import load_ranges
-from lastgood.experiments.tables.runs import Collected, collect_files
+from lastgood.experiments.tables.runs import collect_files
 
 __all__ = ["collect_checkmate_files"]
 
@@ -26,7 +28,7 @@ def collect_checkmate_files(
     partial: bool = False,
     expected: int | None = None,
     reference: Path | None = None,
-) -> Collected | CollectedUpdates:
+) -> Collected[TidyRow] | Collected[UpdateRow]:
     """As `collect_files`; Checkmate's rows carry the published ranges, so that a picture needs no other file.
 
     The panel on a shadow's updates has columns of its own.

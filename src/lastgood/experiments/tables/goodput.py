@@ -22,7 +22,7 @@ from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.columns import TidyRow, same_named
-from lastgood.experiments.tables.csv_text import field_text, write_tables
+from lastgood.experiments.tables.csv_text import Collected, median_lines
 from lastgood.experiments.tables.published import PublishedGain, load_gains
 from lastgood.experiments.tables.runs import collect, records_there, run_name
 
@@ -30,7 +30,6 @@ __all__ = [
     "FORMULA",
     "GOODPUT_COLUMNS",
     "MEASURED",
-    "CollectedGoodput",
     "GoodputRow",
     "collect_goodput",
     "collect_goodput_files",
@@ -113,37 +112,6 @@ _OF_ITS_OWN = ("scratch_filesystem", "scratch_device", "git_revision", "git_dirt
 """Columns that say where the measured run itself ran."""
 
 
-@dataclass(frozen=True)
-class CollectedGoodput:
-    """Figure 9's numbers of one panel."""
-
-    tidy: list[GoodputRow]
-    wide: list[list[str]]
-    """Rows of text: the header first; a row per system and source, a column per interval, medians."""
-    warnings: list[str]
-
-    def summary(self) -> str:
-        """How many runs it holds, and how far formula and measurement are apart."""
-        first = self.tidy[0]
-        apart = "; ".join(
-            f"{system_label(system)} f{interval} {deviation:+.1%}" for system, interval, deviation in self.deviations()
-        )
-        text = f"{first.runs_there} of {first.runs_expected} runs"
-        return f"{text}; formula over measurement: {apart}" if apart else text
-
-    def deviations(self) -> list[tuple[str, int, float]]:
-        """System, interval and median deviation of the formula from the measurement, for each measured cell."""
-        found: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for row in self.tidy:
-            if row.deviation is not None:
-                found[row.system, row.interval_steps].append(row.deviation)
-        return [(*cell, statistics.median(values)) for cell, values in found.items()]
-
-    def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both files, each complete or not at all."""
-        write_tables(out_tidy, GOODPUT_COLUMNS, self.tidy, out_wide, self.wide)
-
-
 def collect_goodput_files(
     figure: str,
     panel: str,
@@ -153,7 +121,7 @@ def collect_goodput_files(
     partial: bool = False,
     expected: int | None = None,
     reference: Path | None = None,
-) -> CollectedGoodput:
+) -> Collected[GoodputRow]:
     """Load records of both kinds and ceilings from files and collect them.
 
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `reference` is
@@ -182,7 +150,7 @@ def collect_goodput(
     runs_expected: int | None = None,
     runs_missing: Sequence[str] = (),
     gains: Sequence[PublishedGain] = (),
-) -> CollectedGoodput:
+) -> Collected[GoodputRow]:
     """Put `runs`, from which the formula takes its terms, and `measured` runs of one panel together. Pure.
 
     Raises LastgoodError if records do not make one panel: several workloads, machines' windows or traces, or a run
@@ -204,7 +172,7 @@ def collect_goodput(
     warnings = [warning.replace("fig8 ", f"{figure} ", 1) for warning in base.warnings]
     for record in measured:
         warnings += [f"{record.spec.title()}: {fault}" for fault in record.faults]
-    return CollectedGoodput(rows, _wide(rows), warnings)
+    return Collected(rows, GOODPUT_COLUMNS, _wide(rows), warnings, f"{count} of {expected} runs{_deviations(rows)}")
 
 
 class _Panel:
@@ -388,18 +356,24 @@ def _name(path: Path) -> str:
     return f"goodput {run_name(path)}" if _is_goodput(path) else run_name(path)
 
 
+def _deviations(rows: Sequence[GoodputRow]) -> str:
+    """How far formula and measurement are apart: the median of each measured cell."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        if row.deviation is not None:
+            found[row.system, row.interval_steps].append(row.deviation)
+    apart = [f"{system_label(name)} f{at} {statistics.median(some):+.1%}" for (name, at), some in found.items()]
+    return f"; formula over measurement: {'; '.join(apart)}" if apart else ""
+
+
 def _wide(rows: Sequence[GoodputRow]) -> list[list[str]]:
     """Median goodput with a row per system and source, measured ones after the formula, and a column per interval."""
-    values: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    values: dict[tuple[tuple[str, str], int], list[float]] = defaultdict(list)
     for row in rows:
         for value in (row.goodput_formula_iterations_per_s, row.goodput_measured_iterations_per_s):
             if value is not None:
-                values[row.system, row.source, row.interval_steps].append(value)
-    intervals = sorted({interval for _, _, interval in values})
-    table = [["system", *map(str, intervals)]]
-    lines = {(system, source) for system, source, _ in values}
-    for system, source in sorted(lines, key=lambda line: (system_rank(line[0]), line[1])):
-        found = [values.get((system, source, interval)) for interval in intervals]
-        label = system_label(system) + (" (measured)" if source == MEASURED else "")
-        table.append([label, *(field_text(statistics.median(numbers) if numbers else None) for numbers in found)])
-    return table
+                values[(row.system, row.source), row.interval_steps].append(value)
+    intervals = sorted({interval for _, interval in values})
+    lines = sorted({line for line, _ in values}, key=lambda line: (system_rank(line[0]), line[1]))
+    names = {line: system_label(line[0]) + (" (measured)" if line[1] == MEASURED else "") for line in lines}
+    return [["system", *map(str, intervals)], *median_lines(names, intervals, values)]

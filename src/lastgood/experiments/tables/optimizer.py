@@ -12,10 +12,10 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.records.optimizer import OptimizerRecord
 from lastgood.experiments.systems.papers import CHECKMATE
 from lastgood.experiments.tables.columns import same_named
-from lastgood.experiments.tables.csv_text import field_text, write_tables
+from lastgood.experiments.tables.csv_text import Collected, median_lines
 from lastgood.experiments.tables.runs import records_there
 
-__all__ = ["OPTIMIZER_COLUMNS", "CollectedUpdates", "UpdateRow", "collect_updates", "collect_updates_files"]
+__all__ = ["OPTIMIZER_COLUMNS", "UpdateRow", "collect_updates", "collect_updates_files"]
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,14 @@ class UpdateRow:
 OPTIMIZER_COLUMNS = tuple(field.name for field in fields(UpdateRow))
 
 
-@dataclass(frozen=True)
-class CollectedUpdates:
-    """The panel's numbers."""
-
-    rows: list[UpdateRow]
-    warnings: list[str]
-
-    def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both CSV files, each complete or not at all."""
-        write_tables(out_tidy, OPTIMIZER_COLUMNS, self.rows, out_wide, self._wide())
-
-    def summary(self) -> str:
-        """How many runs it holds."""
-        runs = len({row.record for row in self.rows})
-        return f"{runs} of {self.rows[0].runs_expected} runs"
-
-    def _wide(self) -> list[list[str]]:
-        """Median seconds: a row for each number of shadows, a column for each number of threads."""
-        values: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for row in self.rows:
-            values[row.shadows, row.threads].append(row.update_s)
-        threads = sorted({key[1] for key in values})
-        table = [["shadows", *map(str, threads)]]
-        for shadows in sorted({key[0] for key in values}):
-            found = [values.get((shadows, count)) for count in threads]
-            line = [field_text(statistics.median(times) if times else None) for times in found]
-            table.append([str(shadows), *line])
-        return table
+def _wide(rows: Sequence[UpdateRow]) -> list[list[str]]:
+    """Median seconds: a row for each number of shadows, a column for each number of threads."""
+    values: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in rows:
+        values[row.shadows, row.threads].append(row.update_s)
+    threads = sorted({count for _, count in values})
+    names = {shadows: str(shadows) for shadows in sorted({shadows for shadows, _ in values})}
+    return [["shadows", *map(str, threads)], *median_lines(names, threads, values)]
 
 
 def collect_updates_files(
@@ -94,7 +74,7 @@ def collect_updates_files(
     partial: bool = False,
     expected: int | None = None,
     reference: Path | None = None,  # noqa: ARG001 - as for other kinds
-) -> CollectedUpdates:
+) -> Collected[UpdateRow]:
     """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
 
     Neither ceilings nor published numbers stand beside updates.
@@ -111,7 +91,7 @@ def collect_updates(
     *,
     runs_expected: int,
     runs_missing: Sequence[str] = (),
-) -> CollectedUpdates:
+) -> Collected[UpdateRow]:
     """Pure. Raises LastgoodError if records are of more than one cell: their points would mix."""
     cells = {record.spec.cell_hash for record in records}
     if len(cells) > 1:
@@ -142,4 +122,5 @@ def collect_updates(
             }
             rows.append(UpdateRow(**values))
     revisions = {(row.git_revision, row.git_dirty) for row in rows}
-    return CollectedUpdates(rows, [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else [])
+    warnings = [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else []
+    return Collected(rows, OPTIMIZER_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")

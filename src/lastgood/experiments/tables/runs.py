@@ -21,7 +21,7 @@ from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.columns import OF_PAIRS, TIDY_COLUMNS, TidyRow
-from lastgood.experiments.tables.csv_text import write_tables
+from lastgood.experiments.tables.csv_text import Collected
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
 from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_row
@@ -32,26 +32,6 @@ __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "
 
 _PATH_PARTS = 7
 """Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
-
-
-@dataclass(frozen=True)
-class Collected:
-    """A figure's numbers."""
-
-    tidy: list[TidyRow]
-    wide: list[list[str]]
-    """Rows of text: the header first."""
-    warnings: list[str]
-
-    def summary(self) -> str:
-        """``12 of 14 runs``."""
-        return f"{len(self.tidy)} of {self.tidy[0].runs_expected} runs"
-
-    def write(self, out_tidy: Path, out_wide: Path) -> None:
-        """Write both files, each complete or not at all."""
-        paired = any(row.rounds is not None for row in self.tidy)
-        names = [name for name in TIDY_COLUMNS if paired or name not in OF_PAIRS]
-        write_tables(out_tidy, names, self.tidy, out_wide, self.wide)
 
 
 def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
@@ -102,7 +82,7 @@ def collect_files(
     partial: bool = False,
     expected: int | None = None,
     reference: Path | None = None,
-) -> Collected:
+) -> Collected[TidyRow]:
     """Load records and ceilings from files, and published numbers if there are any, and collect them.
 
     With `partial`, files of `paths` that are not there are named as missing; without, they are an error. `expected` is
@@ -130,7 +110,7 @@ def collect(
     runs_expected: int | None = None,
     runs_missing: Sequence[str] = (),
     published: Sequence[Published] = (),
-) -> Collected:
+) -> Collected[TidyRow]:
     """Put `records` of one panel together with the ceilings of their machine. Pure; the order of records is no matter.
 
     Raises LastgoodError if records do not make one panel: several workloads or scales, a run given twice, runs
@@ -169,7 +149,9 @@ def collect(
                 published=published_slowdown(published, record.spec) if axes is THROUGHPUT else None,
             )
         )
-    return Collected(rows, wide_table(rows, axes), warnings)
+    paired = any(row.rounds is not None for row in rows)
+    columns = [name for name in TIDY_COLUMNS if paired or name not in OF_PAIRS]
+    return Collected(rows, columns, wide_table(rows, axes), warnings, f"{len(rows)} of {expected} runs")
 
 
 def _axes(figure: str) -> FigureAxes:

@@ -10,7 +10,7 @@ from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.figures.axes import FigureAxes
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.tables.columns import TidyRow
-from lastgood.experiments.tables.csv_text import field_text
+from lastgood.experiments.tables.csv_text import field_text, median_lines
 
 __all__ = ["wide_table"]
 
@@ -36,15 +36,14 @@ def wide_table(rows: Sequence[TidyRow], axes: FigureAxes) -> list[list[str]]:
         place = _place(row, axes)
         if value is not None and place is not None:
             values[name, place].append(value)
-    medians = {key: statistics.median(found) for key, found in values.items()}
     none = statistics.median(nones) if nones else None
     with_none = axes.columns == "interval" and none is not None
     places = sorted({place for _, place in values})
     table = [[_SIDE_NAMES.get(axes.rows, axes.axis), *(["0"] if with_none else []), *map(field_text, places)]]
     if not series and none is not None:
         return [*table, [system_label(BASELINE), field_text(none)]] if with_none else table
-    for name in sorted(series, key=lambda name: series[name]):
-        line = [field_text(medians.get((name, place))) for place in places]
+    names = {name: name for name in sorted(series, key=lambda name: series[name])}
+    for name, *line in median_lines(names, places, values):
         table.append([name, *([field_text(none)] if with_none else []), *line])
     return table
 
