@@ -35,6 +35,7 @@ __all__ = [
     "INK",
     "LABEL_PT",
     "LEFT_IN",
+    "OVER_WHISKERS",
     "RIGHT_IN",
     "PageText",
     "Width",
@@ -78,6 +79,8 @@ BOUND_DASHES: dict[str, Any] = {
 }
 HALO = [withStroke(linewidth=2.2, foreground="white")]
 """Round thin ink, so that it is seen on dark bars as well."""
+OVER_WHISKERS = 5.5
+"""Of markers: over whiskers (5), whose halo would cut them, and under the circles of single runs (6)."""
 LABEL_PT = 7.0
 LEFT_IN, RIGHT_IN, GAP_IN = 0.5, 0.06, 0.07
 _PNG_DPI = 200

@@ -44,7 +44,13 @@ def of_pairs(runs: pd.DataFrame) -> PairInterval | None:
 
 
 def draw_pair_interval(
-    axes: Axes, x: float, half_width: float, found: PairInterval, on_axis: Callable[[float], float]
+    axes: Axes,
+    x: float,
+    half_width: float,
+    found: PairInterval,
+    on_axis: Callable[[float], float],
+    *,
+    zorder: float = 8,
 ) -> None:
     """A whisker, in dashes if it is noisy; a triangle at its better end if the cell passes its bound.
 
@@ -52,7 +58,7 @@ def draw_pair_interval(
     """
     worse, better = on_axis(found.ratio.low), on_axis(found.ratio.high)
     dashes = _NOISY_DASHES if found.noisy else "solid"
-    look: dict[str, Any] = {"color": INK, "linewidth": 0.9, "path_effects": HALO, "zorder": 8}
+    look: dict[str, Any] = {"color": INK, "linewidth": 0.9, "path_effects": HALO, "zorder": zorder}
     axes.vlines(x, worse, better, linestyle=dashes, **look)
     axes.hlines([worse, better], x - half_width, x + half_width, **look)
     if found.above_bound:

@@ -16,6 +16,7 @@ from lastgood.experiments.figures.axes import PERSIST
 from lastgood.experiments.plots.canvas import (
     INK,
     LABEL_PT,
+    OVER_WHISKERS,
     Width,
     draw_grid,
     draw_repetitions,
@@ -99,7 +100,7 @@ def _draw_systems(axes: Axes, timed: pd.DataFrame) -> tuple[list[Any], set[str]]
                 marks.add(mark)
                 top = (x, 1000 * float(runs["persist_max_s"].max()))
                 axes.annotate(mark, top, (0, 3), textcoords="offset points", ha="center", fontsize=LABEL_PT)
-        axes.plot(xs, ys, zorder=4, **look)
+        axes.plot(xs, ys, zorder=OVER_WHISKERS, **look)
         handles.append(Line2D([], [], label=style.label, **look))
     return handles, marks
 

@@ -20,6 +20,7 @@ from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, THREADS, Figu
 from lastgood.experiments.plots.canvas import (
     BOUND_DASHES,
     LABEL_PT,
+    OVER_WHISKERS,
     Width,
     bound_handles,
     draw_grid,
@@ -173,7 +174,7 @@ def _draw_series(
             pairs = of_pairs(runs)
             intervals.append(pairs)
             if pairs is not None:
-                draw_pair_interval(axes, x, 0.008 * len(places), pairs, lambda ratio: 1 / ratio)
+                draw_pair_interval(axes, x, 0.008 * len(places), pairs, lambda ratio: 1 / ratio, zorder=5)
                 values.append(1 / pairs.ratio.low)
             elif len(values) > 1:
                 draw_repetitions(axes, [x] * len(values), values, 2.2)
@@ -189,7 +190,7 @@ def _draw_series(
                     fontsize=LABEL_PT,
                     annotation_clip=False,
                 )
-        axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=4)
+        axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=OVER_WHISKERS)
         handles.append(Line2D([], [], label=label.format(f"{one:g}"), **line_look(style.colour, style.marker)))
     return handles + pair_handles(intervals, better_is_lower=True), marks
 
