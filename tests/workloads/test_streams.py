@@ -47,7 +47,7 @@ def streams(data_dir: Path) -> dict[str, tuple[BatchStream, BatchStream]]:
 @pytest.mark.parametrize("kind", STREAMS)
 def test_batches_made_ahead_are_the_same_and_go_where_a_restore_goes(kind: str, data_dir: Path) -> None:
     plain, ahead = open_stream(kind, data_dir), open_stream(kind, data_dir)
-    ahead.prefetch()
+    ahead.prefetch(pinned=False)
     for _ in range(3):
         assert same(next(ahead), next(plain))
         assert ahead.state_dict() == plain.state_dict()
@@ -65,7 +65,7 @@ def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
             return {"number": torch.tensor(index)}
 
     stream = Short()
-    stream.prefetch()
+    stream.prefetch(pinned=False)
     assert [int(next(stream)["number"]), int(next(stream)["number"])] == [0, 1]
     for _ in range(2):
         with pytest.raises(DataError, match="no third batch"):

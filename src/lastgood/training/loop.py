@@ -88,7 +88,7 @@ class TrainingLoop:
         """Hand the state to the checkpointer; before the first step, after any restore, and after all forks."""
         self.workload.model.train()
         if self.device != "cpu":  # there the cores are idle while the device works
-            self.workload.data.prefetch()
+            self.workload.data.prefetch(pinned=torch.device(self.device).type == "cuda")
         self.checkpointer.start(self.state)
 
     def train(self, steps: int) -> Segment:

@@ -49,15 +49,24 @@ class BatchStream(ABC):
         self.consumed = 0
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Future[Batch]] | None = None
+        self._pinned = False
 
     @abstractmethod
     def batch(self, index: int) -> Batch:
         """Batch number `index` (from 0), on the CPU."""
 
-    def prefetch(self) -> None:
-        """From here on make each batch in a thread while the one before it is trained on. For after all forks."""
+    def prefetch(self, pinned: bool) -> None:
+        """From here on make each batch in a thread while the one before it is trained on. For after all forks.
+
+        `pinned` ones are copied to a CUDA device while the host goes on.
+        """
+        self._pinned = pinned
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "lastgood-batches")
+
+    def _make_ahead(self, index: int) -> Batch:
+        found = self.batch(index)
+        return {name: part.pin_memory() for name, part in found.items()} if self._pinned else found
 
     def __iter__(self) -> BatchStream:
         return self
@@ -73,7 +82,7 @@ class BatchStream(ABC):
             found = self.batch(self.consumed)
         self.consumed += 1
         if self._thread is not None:
-            self._ahead = self.consumed, self._thread.submit(self.batch, self.consumed)
+            self._ahead = self.consumed, self._thread.submit(self._make_ahead, self.consumed)
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,13 +42,13 @@ def test_steps_that_are_captured_and_replayed(tmp_path):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    checkpointer = PCcheck(tmp_path / "early", interval_steps=0)
+    checkpointer = PCcheck(tmp_path / "early", interval_steps=1)
     checkpointer.attach(model=model, optimizer=optimizer)
     call = advice(message, r"call (before_update\(\)) yourself")
-    for number in range(1, 6):
+    for _ in range(5):
         eval(f"checkpointer.{call}", {"checkpointer": checkpointer})
         graph.replay()
-        checkpointer.save(number)
+        checkpointer.step()
         inputs.mul_(1.1)
     kept = model.weight.detach().clone()
     eval(f"checkpointer.{call}", {"checkpointer": checkpointer})
@@ -57,7 +57,7 @@ def test_steps_that_are_captured_and_replayed(tmp_path):
     assert checkpointer.latest() == 5
     checkpointer.close()
     assert not torch.equal(model.weight, kept)
-    again = PCcheck(tmp_path / "early", interval_steps=0)
+    again = PCcheck(tmp_path / "early", interval_steps=1)
     assert again.attach(model=model, optimizer=optimizer) == 5
     assert torch.equal(model.weight, kept)
     again.close()
