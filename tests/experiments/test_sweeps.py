@@ -506,7 +506,7 @@ def test_intervals_of_pairs_are_drawn_as_slowdowns(tmp_path: Path) -> None:
         "marker the median of their slowdowns; whisker its 95 % bootstrap interval",
         "1 disturbed pair is not counted. Dashed whisker",
         "(PCcheck 10)",
-        "Triangle: above its bound (PCcheck 20: training without checkpoints was slower beside it",
+        "Triangle: better than its bound (PCcheck 20: training without checkpoints was slower beside it",
     ):
         assert part in caption, caption
 

@@ -112,7 +112,7 @@ def sweep_caption(frame: pd.DataFrame) -> str:
         _set_up(frame, points),
         _fixed_options(frame),
         reading,
-        _pairs(frame),
+        _pairs(frame, passes="better than"),
         _bound(frame),
         _revision(frame),
     ]
@@ -295,7 +295,7 @@ def _reading(frame: pd.DataFrame) -> str:
     )
 
 
-def _pairs(frame: pd.DataFrame) -> str:
+def _pairs(frame: pd.DataFrame, passes: str = "above") -> str:
     """Of a panel in pairs of blocks: what was disturbed, which cells stayed noisy, and what is above its bound, why."""
     if frame["ratio_low"].isna().all():
         return ""
@@ -303,7 +303,7 @@ def _pairs(frame: pd.DataFrame) -> str:
     sentences = [
         f"{left_out}." if left_out else "",
         f"Dashed whisker: the time was used up before the interval was narrow ({noisy})." if noisy else "",
-        f"Triangle: above its bound ({above})." if above else "",
+        f"Triangle: {passes} its bound ({above})." if above else "",
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
