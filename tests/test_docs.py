@@ -56,6 +56,29 @@ def test_links_lead_to_files(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+ELSEWHERE = {"mine.py", "train.py", "run_vision.py", "ds_to_universal.py", "zero_to_fp32.py"}
+"""A user's own files, and other projects'."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_pages_name_are_there(page):
+    files = {str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/*.py")}
+    text = page.read_text()
+    named = set(re.findall(r"`([\w./]+\.py)`", text)) - ELSEWHERE
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
+    for dotted in sorted(set(re.findall(r"\blastgood(?:\.\w+)+", text))):
+        path, *rest = [ROOT / "src" / "lastgood", *dotted.split(".")[1:]]
+        while rest and (path / rest[0]).is_dir():
+            path /= rest.pop(0)
+        if rest and path != ROOT / "src" / "lastgood":  # else a name of the package, or a file's name as lastgood.json
+            source = (path / f"{rest[0]}.py") if (path / f"{rest[0]}.py").exists() else path / "__init__.py"
+            name = rest[1] if source.name != "__init__.py" and len(rest) > 1 else None
+            known = source.read_text() + (path / "__init__.pyi").read_text() if (path / "__init__.pyi").exists() else ""
+            known = known or source.read_text()
+            assert source.name != "__init__.py" or re.search(rf"\b{rest[0]}\b", known), dotted
+            assert name is None or re.search(rf"\b{name}\b", source.read_text()), dotted
+
+
 def test_where_the_project_lives_is_one_placeholder_that_contributing_explains() -> None:
     placeholder = "URL-OF-THIS-REPOSITORY"
     readme, contributing, project = (
