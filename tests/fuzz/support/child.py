@@ -162,6 +162,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     load_decoders()
+    gc.freeze()  # what was imported stays, and is looked through by no collection
     signal.signal(signal.SIGPROF, _stop)
     if not SANITIZED:
         most = _status("VmSize") + (16 << 30)
