@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.gradients.shadow.launch_env import TrainerPlace, find_trainer
 from lastgood.ports import free_ports
-from lastgood.processes import die_with_parent
 from lastgood.state import seed_everything
 from lastgood.training.loop import configure_compute
 from lastgood.workloads.data.prepare import prepare_dataset
 from lastgood.workloads.registry import build_workload, workload_options_class
+from tests.experiments.support.warm_runs import WarmRun
 
-MAIN = [sys.executable, "-c", "from lastgood.cli import main; main()"]
 SIZE = {"batch_size": 2, "image_size": 32, "classes": 10}
 CPUS = sorted(os.sched_getaffinity(0))
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NUM_TRAINING")
@@ -53,7 +50,7 @@ class Job:
     def __init__(self, folder: Path, data_dir: Path) -> None:
         self.folder = folder
         self.data_dir = data_dir
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[WarmRun] = []
 
     def __enter__(self) -> Job:
         return self
@@ -62,25 +59,24 @@ class Job:
         for process in self.started:
             process.kill()
         for process in self.started:
-            process.communicate(timeout=60)
+            process.wait(timeout=60)
 
-    def start(self, words: list[str], **environment: object) -> subprocess.Popen[str]:
-        own = os.getpid()
+    def start(self, words: list[str], **environment: object) -> WarmRun:
+        """A process whose standard error goes to a file, which `said` reads."""
         kept = {name: value for name, value in os.environ.items() if name not in (*LAUNCHERS, "NUM_STORAGE")}
         given = {name: str(value) for name, value in environment.items()}
-        self.started.append(
-            subprocess.Popen(
-                [*MAIN, *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**kept, "OMP_NUM_THREADS": "1", "NUM_TRAINING": "2", "MASTER_ADDR": "127.0.0.1", **given},
-                preexec_fn=lambda: die_with_parent(own),
-            )
-        )
+        env = {**kept, "OMP_NUM_THREADS": "1", "NUM_TRAINING": "2", "MASTER_ADDR": "127.0.0.1", **given}
+        with self._errors(len(self.started)).open("wb") as errors:
+            self.started.append(WarmRun(words, stderr=errors, env=env))
         return self.started[-1]
 
-    def shadow(self, *words: str, **environment: object) -> tuple[subprocess.Popen[str], Path]:
+    def _errors(self, number: int) -> Path:
+        return self.folder / f"errors-{number}"
+
+    def said(self, process: WarmRun) -> str:
+        return self._errors(self.started.index(process)).read_text()
+
+    def shadow(self, *words: str, **environment: object) -> tuple[WarmRun, Path]:
         address = self.folder / "address.json"
         common = ["shadow", "serve", "--token-file", str(self.folder / "token"), "--rendezvous"]
         return self.start([*common, "--address-file", str(address), *words], **environment), address
@@ -101,13 +97,14 @@ class Job:
         ]
         found = []
         for process in reversed(processes):
-            out, err = process.communicate(timeout=200)
+            out, _ = process.communicate(timeout=200)
+            err = self.said(process)
             assert process.returncode == 0, err
             found.append({**json.loads(out), "said": err})
         return found
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+def wait_for(path: Path, process: WarmRun) -> dict[str, Any]:
     deadline = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, f"{path} did not come within 120 s"
