@@ -46,5 +46,5 @@ def test_the_figure_from_nothing(flow: WorkflowFolder) -> None:
     for panel in ("bert", "optimizer"):
         for ending in (".pdf", ".png", ".svg", "_wide.csv"):
             assert (flow.folder / "figures" / f"checkmate_{panel}{ending}").stat().st_size
-    again = flow.call("checkmate", "-n", "--quiet", "rules")
+    again = flow.plan("checkmate", "-n", "--quiet", "rules")
     assert "Nothing to be done" in again.stdout, again.stdout

@@ -17,7 +17,7 @@ from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder, planned
 
 
 def test_the_default_plan_is_whole(flow: WorkflowFolder) -> None:
-    done = flow.call("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
+    done = flow.plan("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout
     # Figure 8: 4 models, `none` and 5 systems at 3 intervals. Figure 11: 5 sizes and 5 systems.
     # Figures 12 to 14, without what they share: 9, 4 and 6. Figure 9: figure 8's runs, those of Gemini as well, and 4
@@ -67,14 +67,14 @@ def test_the_whole_paper_is_planned_within_seconds(flow: WorkflowFolder) -> None
     ],
 )
 def test_targets_and_overrides(flow: WorkflowFolder, target: str, overrides: list[str], runs: int) -> None:
-    done = flow.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+    done = flow.plan(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
     assert done.returncode == 0, done.stdout
     assert planned(done.stdout).get("measure", 0) == runs
 
 
 def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(flow: WorkflowFolder, tmp_path: Path) -> None:
     def plan(target: str, *overrides: str) -> dict[str, int]:
-        done = flow.call(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
+        done = flow.plan(target, "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides, configfile=None)
         assert done.returncode == 0, done.stdout
         return planned(done.stdout)
 
@@ -87,13 +87,13 @@ def test_figures_over_nodes_come_when_asked_for_or_with_a_hostfile(flow: Workflo
 
 
 def test_a_configfile_replaces_the_default_and_config_wins(flow: WorkflowFolder) -> None:
-    done = flow.call("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
+    done = flow.plan("fig8", "-n", "--quiet", "rules", "--config", "intervals=1,2,3")
     assert planned(done.stdout)["measure"] == 2 * (1 + 3)
     assert planned(done.stdout)["dataset"] == 2
 
 
 def test_the_workflow_passes_its_linter(flow: WorkflowFolder) -> None:
-    done = flow.call("--lint", configfile=None)
+    done = flow.plan("--lint", configfile=None)
     assert "Congratulations" in done.stdout
     assert done.returncode == 0
 
@@ -117,7 +117,7 @@ def test_the_workflow_passes_its_linter(flow: WorkflowFolder) -> None:
     ],
 )
 def test_bad_input_is_refused_before_any_job(flow: WorkflowFolder, overrides: list[str], message: str) -> None:
-    done = flow.call("fig8", "--config", *overrides)
+    done = flow.plan("fig8", "--config", *overrides)
     assert done.returncode == 1
     assert message in done.stdout
     assert "Traceback" not in done.stdout
@@ -126,14 +126,14 @@ def test_bad_input_is_refused_before_any_job(flow: WorkflowFolder, overrides: li
 
 def test_two_configfiles_are_refused(flow: WorkflowFolder) -> None:
     files = [str(ROOT / "config" / name) for name in ("laptop.yaml", "gpu.yaml")]
-    done = flow.call("fig8", "-n", "--configfile", *files, configfile=None)
+    done = flow.plan("fig8", "-n", "--configfile", *files, configfile=None)
     assert done.returncode == 1
     assert "--configfile takes one file, not 2: " in done.stdout
 
 
 def test_a_second_workflow_in_the_folder_is_refused(flow: WorkflowFolder) -> None:
     with FileLock(flow.folder / ".snakemake" / "lastgood.lock", "this folder's workflow"):
-        done = flow.call("fig8")
+        done = flow.plan("fig8")
     assert done.returncode == 1
     assert "this folder's workflow is held by process" in done.stdout
     assert "snakemake -d FOLDER" in done.stdout
@@ -171,7 +171,7 @@ def test_a_read_only_checkout(flow: WorkflowFolder, tmp_path: Path) -> None:
 
 
 def test_every_panel_has_one_target_per_model(flow: WorkflowFolder) -> None:
-    done = flow.call("--list-target-rules", configfile=None)
+    done = flow.plan("--list-target-rules", configfile=None)
     names = set(re.findall(r"^(\w+)", done.stdout, re.MULTILINE))
     wanted = {"all", "fig8", "fig8_vgg16", "fig8_bert", "fig8_transformer_xl", "fig8_opt", "datasets", "native"}
     wanted |= {"fig9", "fig9_vgg16", "fig9_opt"}

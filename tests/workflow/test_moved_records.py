@@ -29,7 +29,7 @@ def moved(flow: WorkflowFolder, tmp_path: Path) -> WorkflowFolder:
 
 
 def jobs(folder: WorkflowFolder, *overrides: str) -> dict[str, int]:
-    done = folder.call("fig8", "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides)
+    done = folder.plan("fig8", "-n", "--quiet", "rules", "--config", "machine=testbox", *overrides)
     assert done.returncode == 0, done.stdout
     return planned(done.stdout)
 
@@ -52,7 +52,7 @@ def test_data_that_is_newer_than_records_makes_none_again(moved: WorkflowFolder)
 
 def test_with_what_snakemake_noted_about_them_as_well(moved: WorkflowFolder) -> None:
     test_data_that_is_newer_than_records_makes_none_again(moved)
-    noted = moved.call("--touch", "--force", *(str(path.relative_to(moved.folder)) for path in moved.records()))
+    noted = moved.plan("--touch", "--force", *(str(path.relative_to(moved.folder)) for path in moved.records()))
     assert noted.returncode == 0, noted.stdout
     assert any((moved.folder / ".snakemake" / "metadata").iterdir())
     shutil.rmtree(moved.folder / "data")
@@ -67,7 +67,7 @@ def test_a_csv_is_made_again_if_it_is_to_hold_fewer_runs(moved: WorkflowFolder) 
         path.parent.mkdir(exist_ok=True)
         path.touch()
     csvs = [f"figures/{stem.name}.csv" for stem in figures]
-    noted = moved.call(*csvs, "--touch", "--forcerun", *csvs, "--config", "machine=testbox")
+    noted = moved.plan(*csvs, "--touch", "--forcerun", *csvs, "--config", "machine=testbox")
     assert noted.returncode == 0, noted.stdout
     assert "collect" not in jobs(moved)
     fewer = jobs(moved, "systems=none")

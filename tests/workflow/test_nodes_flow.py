@@ -59,5 +59,5 @@ def test_a_killed_workflow_leaves_no_testbed_and_the_next_one_makes_the_figure(f
         assert (flow.folder / "figures" / f"fig8e_bert{ending}").stat().st_size
     for record in flow.records():
         assert RunRecord.load(record).spec.nodes == 2
-    again = flow.call("fig8e", "-n", "--quiet", "rules")
+    again = flow.plan("fig8e", "-n", "--quiet", "rules")
     assert "Nothing to be done" in again.stdout, again.stdout

@@ -133,7 +133,7 @@ def test_a_further_interval_only_adds(flow: WorkflowFolder) -> None:
 
 
 def test_fewer_intervals_rebuild_the_figure_only(flow: WorkflowFolder) -> None:
-    done = flow.call("fig8_bert", "-n", "--quiet", "rules")
+    done = flow.plan("fig8_bert", "-n", "--quiet", "rules")
     assert re.search(r"^collect +1$", done.stdout, re.MULTILINE)
     assert not re.search(r"^measure +", done.stdout, re.MULTILINE)
 
