@@ -43,7 +43,11 @@ def planned(name: str, figure: str) -> list[str]:
 def settings(name: str) -> tuple[str, ...]:
     """Overrides of a configuration, of which no machine and no later default has a part."""
     simple = () if name == "tiny" else ("simple={interval: 50, iterations: 100}",)
-    return (*FIXED, "pairs={rounds: 0}", *simple, *BEFORE_PAIRS.get(name, ()))
+    batches = "vgg16: {batch_size: 4}, opt: {batch_size: 2}"
+    if name == "laptop":
+        batches += ", bert: {batch_size: 4}, transformer_xl: {batch_size: 4}"
+    sizes = (f"workloads={{{batches}}}",) if name in ("tiny", "laptop") else ()
+    return (*FIXED, "pairs={rounds: 0}", *sizes, *simple, *BEFORE_PAIRS.get(name, ()))
 
 
 def kept_plans(part: str) -> dict[str, dict[str, list[str]]]:

@@ -93,7 +93,7 @@ class PairsSection(Part):
     rounds: Annotated[CountOrZero, AfterValidator(_not_one)] = Field(
         default=0, description="pairs of blocks at least, from 2; 0: one stretch of steps each"
     )
-    steps: Count = Field(default=8, description="a whole number from 1: steps of a block with checkpoints, at least")
+    steps: Count = Field(default=5, description="a whole number from 1: steps of a block with checkpoints, at least")
     half_width: float = Field(
         default=0.03, gt=0, lt=1, description="a share of the ratio: half its interval, at which enough is known"
     )

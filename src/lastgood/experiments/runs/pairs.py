@@ -22,7 +22,7 @@ from lastgood.training.loop import Segment, TrainingLoop
 
 __all__ = ["PairedSegments", "block_orders", "measure_pairs", "rounds_are_enough"]
 
-_WITHOUT_S = 2.0
+_WITHOUT_S = 1.5
 """A block without checkpoints has no more steps than one with, and takes about this long."""
 _LEAST_STEPS = 5
 
