@@ -77,7 +77,8 @@ def received(parameters):
 
 @pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
 @pytest.mark.parametrize("kind", list(CLASSES))
-def test_equal_after_1000_steps_of_a_training(kind, implementation):
+@pytest.mark.parametrize("steps", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_equal_after_many_steps_of_a_training(kind, implementation, steps):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 1))
     parameters = list(model.parameters())
@@ -86,14 +87,14 @@ def test_equal_after_1000_steps_of_a_training(kind, implementation):
     groups = [{"params": decayed, "weight_decay": 0.03}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
     more = {"momentum": 0.9} if kind == "sgd" else {}
     optimizer = CLASSES[kind](groups, lr=0.01, **more, **IMPLEMENTATIONS[implementation])
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     spec = OptimizerSpec.from_data(OptimizerSpec.of(optimizer, parameters).to_data())
     assert (spec.kind, spec.implementation) == (kind, implementation)
     shadow = Shadow(spec, parameters, shards=2)
     # Gradients of a noisy bowl around `goal`: a training without the cost of one.
     goal = [torch.randn_like(p) for p in parameters]
     noise = [torch.randn(64, *p.shape) for p in parameters]
-    for step in range(1000):
+    for step in range(steps):
         for p, to, some in zip(parameters, goal, noise, strict=True):
             p.grad = (p.detach() - to) * 0.1 + some[step % 64]
             p.grad += some[(7 * step + 3) % 64]  # as a second batch adds to it
