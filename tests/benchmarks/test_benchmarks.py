@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.warm import WarmProcess
 from tests.workloads.tiny_options import TINY
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -43,14 +44,13 @@ def command(folder: Path, name: str, *arguments: str) -> list[str]:
 def run(
     folder: Path, name: str, *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, name, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
+    _, *words = command(folder, name, *arguments)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    errors = folder / "errors"
+    with errors.open("wb") as file:
+        process = WarmProcess(words, stderr=file, env=env)
+    output, _ = process.communicate(TIMEOUT_S)
+    return subprocess.CompletedProcess(words, process.wait(), output, errors.read_text())
 
 
 def results_of(folder: Path, done: subprocess.CompletedProcess[str], name: str) -> dict[str, Any]:
@@ -108,13 +108,14 @@ def test_checksums(disk: Path) -> None:
     assert len(item["our_values"]) == len(item["their_values"]) == 2
 
 
-def test_training_on_both_kinds_of_runs(disk: Path) -> None:
-    config = tiny_config(disk)
-    places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]
-    short = ["--quick", "--iterations", "4", "--rounds", "2"]
+def train(disk: Path, *arguments: str) -> dict[str, Any]:
+    places = ["--config", str(tiny_config(disk)), "--data-dir", str(disk / "data"), "--workload", "opt"]
+    done = run(disk, "training", "--quick", "--iterations", "4", "--threads", "1", *places, *arguments)
+    return results_of(disk, done, "training")
 
-    done = run(disk, "training", *short, *places, "--intervals", "1,3", "--max-saves", "3", "--pccheck", "keep=1")
-    found = results_of(disk, done, "training")
+
+def test_training_at_given_intervals(disk: Path) -> None:
+    found = train(disk, "--rounds", "2", "--intervals", "1,3", "--max-saves", "3", "--pccheck", "keep=1")
     opt = found["results"]["opt"]
     assert opt["knobs"]["keep"] == 1
     assert {(r["system"], r["interval"]): (r["steps"], r["saves"]) for r in opt["runs"]} == {
@@ -134,8 +135,10 @@ def test_training_on_both_kinds_of_runs(disk: Path) -> None:
     assert {item["goal"] for item in found["comparisons"]} == {None}
     assert opt["bounds"].keys() == {"1", "3"}
 
-    done = run(disk, "training", *short, *places, "--rounds", "3", "--minutes", "0.0001")
-    found = results_of(disk, done, "training")
+
+@pytest.mark.slow
+def test_training_for_some_minutes(disk: Path) -> None:
+    found = train(disk, "--rounds", "3", "--minutes", "0.0001")
     [interval] = {r["interval"] for r in found["results"]["opt"]["runs"] if r["system"] == "pccheck"}
     assert interval % 2 == 0
     assert {r["round"] for r in found["results"]["opt"]["runs"]} == {0}
