@@ -21,10 +21,11 @@ from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.progress import Board
 from lastgood.workloads.data.prepare import prepare_dataset
+from tests.experiments.support.warm_runs import WarmRun
 
-COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
+MAIN = [sys.executable, "-c", "from lastgood.cli import main; main()"]
 SYSTEMS = ("sync", "checkfreq", "gpm", "gemini", "pccheck")
-DRIVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "goodput_driver.py")]
+DRIVER = Path(__file__).parents[1] / "support" / "goodput_driver.py"
 
 
 def spec_of(system="pccheck", interval=3, window_s=2.0, failures_s=(0.6, 1.3), **changed):
@@ -102,13 +103,17 @@ class Job:
         self.scratch = folder / "scratch"
         self.data_dir = data_dir
 
-    def start(self, spec, *more):
-        arguments = ["--spec", spec.canonical_json(), "--out", str(self.out), "--data-dir", str(self.data_dir)]
-        command = [*COMMAND, *arguments, "--scratch", str(self.scratch), *more]
+    def arguments(self, spec):
+        places = ["--out", str(self.out), "--data-dir", str(self.data_dir), "--scratch", str(self.scratch)]
+        return ["run", "--spec", spec.canonical_json(), *places]
+
+    def start_child(self, spec):
+        """As a child of this process, with which it ends."""
+        command = [*MAIN, *self.arguments(spec), "--end-with", str(os.getpid())]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def finish(self, spec, *more):
-        process = self.start(spec, *more)
+    def finish(self, spec):
+        process = WarmRun(self.arguments(spec))
         output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
@@ -131,9 +136,9 @@ class Driven:
 
     def _drive(self, specs):
         jobs = json.dumps({str(self.folder / name): spec.model_dump(mode="json") for name, spec in specs.items()})
-        command = [*DRIVER, jobs, str(self.data_dir), str(self.folder / "scratch")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
+        driver = WarmRun([jobs, self.data_dir, self.folder / "scratch"], script=DRIVER)
+        output, _ = driver.communicate(timeout=600)
+        assert driver.returncode == 0, output
 
     def record(self, name, enough=each_life_trained):
         """Of the run itself, or of a longer one where it was not long enough."""
@@ -285,7 +290,7 @@ def test_a_life_that_fails_ends_the_run_without_a_record(driven):
 
 @pytest.mark.parametrize("signal_number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_run_leaves_no_process_no_lock_and_no_record(signal_number, job):
-    process = job.start(spec_of("sync", window_s=600.0, failures_s=[0.3]), "--end-with", str(os.getpid()))
+    process = job.start_child(spec_of("sync", window_s=600.0, failures_s=[0.3]))
     children = []
     try:
         said = ""
