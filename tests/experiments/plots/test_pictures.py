@@ -323,3 +323,18 @@ def test_pairs_of_blocks_are_drawn_with_their_intervals_and_marks(tmp_path: Path
     caption = " ".join(" ".join(texts).split())
     assert "2 to 3 pairs of blocks" in caption and "1 disturbed pair is not counted" in caption
     assert "(GPM 10)" in caption and "PCcheck 10: the bound lies in its interval" in caption
+
+
+def test_one_cell_that_nobody_could_measure_does_not_make_all_bars_small(tmp_path: Path) -> None:
+    records = [
+        make_paired("none", ratios=[1, 1, 1]),
+        make_paired("sync", 10, [0.5, 0.51, 0.52], proof=True),
+        make_paired("gpm", 10, [0.5, 1.2, 9.0], proof=True, ended_by="budget"),
+    ]
+    axes = draw_throughput(read_tidy(csv_of(tmp_path, records))).axes[0]
+    top = axes.get_ylim()[1]
+    assert top < 20  # of 10 it/s without checkpoints
+    (triangle,) = [line for line in axes.lines if line.get_marker() == 6 and len(line.get_xdata()) == 1]
+    assert triangle.get_ydata()[0] == top
+    ends = [y for lines in axes.collections if lines.get_zorder() == 8 for y in lines.get_segments()[0][:, 1]]
+    assert max(ends) > top  # the whisker leaves the picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -50,20 +51,24 @@ def draw_pair_interval(
     found: PairInterval,
     on_axis: Callable[[float], float],
     *,
+    limits: tuple[float, float] = (-math.inf, math.inf),
     zorder: float = 8,
 ) -> None:
     """A whisker, in dashes if it is noisy; a triangle at its better end if the cell passes its bound.
 
-    `on_axis` says where a ratio lies on the y axis.
+    `on_axis` says where a ratio lies on the y axis. A whisker that goes beyond the `limits` of that has no end there.
     """
     worse, better = on_axis(found.ratio.low), on_axis(found.ratio.high)
+    low, high = limits
     dashes = _NOISY_DASHES if found.noisy else "solid"
     look: dict[str, Any] = {"color": INK, "linewidth": 0.9, "path_effects": HALO, "zorder": zorder}
     axes.vlines(x, worse, better, linestyle=dashes, **look)
-    axes.hlines([worse, better], x - half_width, x + half_width, **look)
+    axes.hlines([end for end in (worse, better) if low <= end <= high], x - half_width, x + half_width, **look)
     if found.above_bound:
         marker = _UP if better >= worse else _DOWN
-        axes.plot([x], [better], linestyle="none", clip_on=False, zorder=8, marker=marker, **_PASSES)
+        axes.plot(
+            [x], [min(max(better, low), high)], linestyle="none", clip_on=False, zorder=8, marker=marker, **_PASSES
+        )
 
 
 def pair_handles(cells: Iterable[PairInterval | None], *, better_is_lower: bool = False) -> list[Any]:

@@ -47,6 +47,9 @@ _HATCH_FEW = "////"
 _HATCH_UNPROVED = "...."
 _HATCH_WRONG = "xxxx"
 
+_MOST_ROOM = 1.25
+"""For whiskers of intervals, of the room that bars and bounds need. Longer ones go out of the picture."""
+
 
 @dataclass(frozen=True)
 class _Cell:
@@ -141,8 +144,9 @@ def _set_x_axis(axes: Axes, intervals: Sequence[int], systems: int, axes_width_p
 
 def _set_y_axis(axes: Axes, frame: pd.DataFrame) -> None:
     intervals = (frame["ratio_high"] * frame["none_iterations_per_s"]).fillna(0)
-    top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max(), intervals.max())
-    axes.set_ylim(0, 1.13 * top)
+    top = max(frame["iterations_per_s"].max(), frame["bound_iterations_per_s"].fillna(0).max())
+    # One cell that nobody could measure must not make all bars small.
+    axes.set_ylim(0, 1.13 * max(top, min(intervals.max(), _MOST_ROOM * top)))
     axes.set_ylabel("throughput (iterations/s)")
     draw_grid(axes)
 
@@ -178,7 +182,7 @@ def _draw_cells(
             drawn = 0.9 * bar_width
             draw_bar(axes, x, drawn, cell.median, cell.durable, style.colour, cell.hatch)
             if cell.pairs is not None:
-                draw_pair_interval(axes, x, 0.2 * drawn, cell.pairs, cell.none.__mul__)
+                draw_pair_interval(axes, x, 0.2 * drawn, cell.pairs, cell.none.__mul__, limits=axes.get_ylim())
                 continue
             dodged = _dodged(x, drawn, len(cell.values))
             draw_repetitions(axes, dodged, cell.values, min(2.6, 0.25 * bar_pt))
