@@ -85,11 +85,9 @@ def test_figure_14_counts_the_pool_in_sizes_of_the_state() -> None:
 
 
 def test_cells_of_several_figures_are_measured_once() -> None:
-    plan = plan_workflow(
-        configure(
-            "models=vgg16", "intervals=1,10", "repetitions=2", "fig9={systems: [checkfreq, pccheck], intervals: [10]}"
-        )
-    )
+    twice = [f"{figure}={{repetitions: 2}}" for figure in SWEEPS]
+    fig9 = "fig9={systems: [checkfreq, pccheck], intervals: [10]}"
+    plan = plan_workflow(configure("models=vgg16", "intervals=1,10", "repetitions=2", fig9, *twice))
     count = {figure: len(plan.records[figure, "vgg16"]) for figure in ("fig8", *SWEEPS)}
     in_figure_8 = set(plan.records["fig8", "vgg16"])
     # `none` twice everywhere; two writer threads are figure 8's, and so is a pool of the state's size.
