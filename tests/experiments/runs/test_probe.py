@@ -58,7 +58,7 @@ def test_a_machine_is_looked_at_once_and_predicts_by_what_was_found(tmp_path: Pa
     said, _ = plan(tmp_path, "machine=another")
     assert "probing" not in said
     said, minutes = plan_in_turn(tmp_path)
-    assert "probing this machine: vgg16" in said
+    assert "probing this machine with vgg16" in said
     found = Probe.model_validate_json(kept.read_bytes())
     assert found.step_s.keys() == {"vgg16"} and found.persist_bytes_per_s > 0
     said, again = plan(tmp_path)

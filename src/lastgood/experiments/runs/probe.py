@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,12 @@ from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.plan.grid import Grid
 from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.runs.children import call_in_child, import_before_fork
 from lastgood.files import write_result
 from lastgood.models import FrozenModel
-from lastgood.text import parse_model, read_bytes
+from lastgood.processes import die_with_parent
+from lastgood.text import parse_json, parse_model, read_bytes
 from lastgood.units import MIB
-from lastgood.workloads.registry import workload_data_kind
+from lastgood.workloads.registry import workload_data_kind, workload_module
 
 __all__ = ["Probe", "load_probe", "probe_machine", "with_probe"]
 
@@ -29,6 +32,8 @@ Report = Callable[[str], None]
 
 _BUDGET_S = 12.0
 """No further workload is looked at after it; with what one takes, and the imports, it stays below 20 s."""
+_MOST_S = 120.0
+"""On a busy machine."""
 _STEPS = 3
 _BURSTS = 5
 
@@ -46,12 +51,6 @@ class Probe(FrozenModel):
         return all(self.options.get(spec.workload) in (None, spec.workload_options) for spec in _workloads(specs))
 
 
-@dataclass(frozen=True)
-class _Found:
-    build_s: float
-    step_s: float
-
-
 def load_probe(path: Path, specs: Iterable[Spec]) -> Probe | None:
     """The probe that was kept in a file. None if there is none that can be read, or if it is of other workloads."""
     try:
@@ -64,42 +63,30 @@ def load_probe(path: Path, specs: Iterable[Spec]) -> Probe | None:
 def probe_machine(specs: Iterable[Spec], data_dir: Path, scratch: Path, path: Path, report: Report) -> Probe | None:
     """Build each workload of `specs` once and take a few steps, write to the disk, and keep the result in `path`.
 
-    Takes 20 s at most. None if the machine is measuring now, or if nothing of the kind is planned. Raises
-    LastgoodError if a workload cannot be built.
+    Takes 20 s at most on a quiet machine, in a process of its own: whoever asks may have threads already. None if the
+    machine is measuring now, or if nothing of the kind is planned. Raises LastgoodError if a workload cannot be built.
     """
-    from lastgood.workloads.data.prepare import prepare_dataset
-
     chosen = _workloads(specs)
+    if not chosen:
+        return None
     lock = machine_lock()
     try:
         lock.acquire()
     except LastgoodError as error:
         report(f"no probe of this machine: {error}")
         return None
+    report(f"probing this machine with {', '.join(spec.workload for spec in chosen)}, and its disk")
+    asked = json.dumps([[spec.canonical_json() for spec in chosen], str(data_dir), str(scratch)])
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
     with lock:
-        began_s = time.monotonic()
-        found: dict[str, _Found] = {}
-        for spec in chosen:
-            if time.monotonic() - began_s > _BUDGET_S:
-                break
-            report(f"probing this machine: {spec.workload}")
-            kind = workload_data_kind(spec.workload)
-            if spec.data is None and kind is not None:
-                prepare_dataset(kind, data_dir)
-            import_before_fork(spec.workload)
-            found[spec.workload] = call_in_child(f"the probe of {spec.workload}", _look, (spec, data_dir), report)
-        if not found:
-            return None
-        report("probing this machine: the disk")
-        scratch.mkdir(parents=True, exist_ok=True)
-        with DiskBursts(scratch) as disk:
-            persist = statistics.median(disk.burst() for _ in range(_BURSTS))
-    probe = Probe(
-        options={spec.workload: spec.workload_options for spec in chosen if spec.workload in found},
-        build_s={name: one.build_s for name, one in found.items()},
-        step_s={name: one.step_s for name, one in found.items()},
-        persist_bytes_per_s=persist,
-    )
+        try:
+            done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=_MOST_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise LastgoodError(f"it was not done within {_MOST_S:.0f} s; `--no-probe` predicts without it") from None
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise LastgoodError(lines[-1] if lines else f"it ended with exit code {done.returncode}")
+    probe = parse_model(Probe, done.stdout, "what the probe found", most_bytes=MIB)
     write_result(path, (json.dumps(probe.model_dump(mode="json"), indent=1) + "\n").encode())
     return probe
 
@@ -139,18 +126,52 @@ def _workloads(specs: Iterable[Spec]) -> list[RunSpec]:
     return list(found.values())
 
 
-def _look(spec: RunSpec, data_dir: Path, report: Report) -> _Found:
+def _look(chosen: Sequence[RunSpec], data_dir: Path, scratch: Path) -> Probe:
+    """What `probe_machine` asks a fresh process for."""
     from lastgood.checkpointers.registry import checkpointer_class
     from lastgood.experiments.runs.measure import build_planned
     from lastgood.training.loop import TrainingLoop, configure_compute
+    from lastgood.workloads.data.prepare import prepare_dataset
 
-    del report
-    configure_compute(spec.threads, deterministic=False)
     began_s = time.monotonic()
-    workload = build_planned(spec, data_dir)
-    build_s = time.monotonic() - began_s
-    kind = checkpointer_class("none")
-    loop = TrainingLoop(workload, kind(data_dir, kind.Options()), 0, spec.device)
-    loop.start()
-    loop.train(2)
-    return _Found(build_s, statistics.median(loop.train(_STEPS).clock.step_s()))
+    options: dict[str, dict[str, Any]] = {}
+    building_s: dict[str, float] = {}
+    step_s: dict[str, float] = {}
+    for spec in chosen:
+        if options and time.monotonic() - began_s > _BUDGET_S:
+            break
+        kind = workload_data_kind(spec.workload)
+        if spec.data is None and kind is not None:
+            prepare_dataset(kind, data_dir)
+        importlib.import_module(workload_module(spec.workload))
+        configure_compute(spec.threads, deterministic=False)
+        build_began_s = time.monotonic()
+        workload = build_planned(spec, data_dir)
+        building_s[spec.workload] = time.monotonic() - build_began_s
+        system = checkpointer_class("none")
+        loop = TrainingLoop(workload, system(scratch, system.Options()), 0, spec.device)
+        loop.start()
+        loop.train(2)
+        step_s[spec.workload] = statistics.median(loop.train(_STEPS).clock.step_s())
+        options[spec.workload] = spec.workload_options
+    scratch.mkdir(parents=True, exist_ok=True)
+    with DiskBursts(scratch) as disk:
+        persist = statistics.median(disk.burst() for _ in range(_BURSTS))
+    return Probe(options=options, build_s=building_s, step_s=step_s, persist_bytes_per_s=persist)
+
+
+def main() -> None:
+    """Read what is asked for on stdin, and print what was found. Argument: the process to end with."""
+    die_with_parent(int(sys.argv[1]))
+    asked = parse_json(sys.stdin.buffer.read(MIB), "what to probe", most_bytes=MIB)
+    texts, data_dir, scratch = asked
+    chosen = [parse_model(RunSpec, text, "a spec", most_bytes=MIB) for text in texts]
+    try:
+        found = _look(chosen, Path(data_dir), Path(scratch))
+    except LastgoodError as error:
+        sys.exit(str(error))
+    sys.stdout.write(found.model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

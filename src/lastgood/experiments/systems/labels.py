@@ -30,8 +30,8 @@ NONE_COLOUR = "#000000"
 SPARE_COLOURS = ("#91B791", "#0C2C39", "#420E62")
 """For systems that declare no colour, or one that another system of the figure has. After these come the colours of
 systems that the figure does not show."""
-RESERVED_COLOURS = {"flowcheck": "#7548B8"}
-"""For systems that are to come: no other system takes these."""
+RESERVED_COLOURS = ("#7548B8",)
+"""For systems that are to come, the one of mirrored packets first: no other system takes these."""
 LINE_CONTRAST = 3.0
 """Of lines with white paper, at least (WCAG 2.2, 1.4.11)."""
 
