@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lastgood.cli import app
 from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.runs import probe as probe_module
 from lastgood.experiments.runs.probe import Probe, load_probe, with_probe
+from lastgood.locks import FileLock
 from tests.experiments.support.run_specs import spec_of
 from tests.experiments.support.warm_runs import WarmRun
+from tests.suggestions.following import advice, follows, hear
 from tests.support.patience import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,3 +110,20 @@ def test_what_was_not_looked_at_is_scaled_as_what_was() -> None:
     assert found.other_step_s == pytest.approx(3 * known.other_step_s)
     assert found.persist_bytes_per_s == 5e8
     assert with_probe(grid, probe, "laptop").prediction["gpu"] == grid.prediction["gpu"]
+
+
+@follows("`--no-probe` predicts without it")
+def test_a_probe_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_MOST_S", 0.01)
+    monkeypatch.setattr(probe_module, "machine_lock", lambda: FileLock(tmp_path / "turn", "the test's turn"))
+    places = [f"results_dir={tmp_path}/results", f"data_dir={tmp_path}/data", f"scratch={tmp_path}/scratch"]
+
+    def planned(*more: str) -> str:
+        words = ["plan", "fig8", "--configfile", str(ROOT / "config" / "laptop.yaml"), *more, "--config", *places]
+        done = CliRunner().invoke(app, [*words, "models=vgg16", SMALL], catch_exceptions=False)
+        assert done.exit_code == 0
+        return " ".join(done.stderr.split())
+
+    message = hear(planned())
+    assert "no probe of this machine: it was not done within" in message
+    assert "no probe" not in planned(advice(message, r"`(--no-probe)` predicts"))
