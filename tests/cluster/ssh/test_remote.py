@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,6 +239,8 @@ def test_a_killed_keeper_is_no_way_out(mark: str) -> None:
     keeper = keep(mark, "echo started; sleep 600")
     assert keeper.stdout is not None and keeper.stdin is not None
     assert keeper.stdout.readline() == b"started\n"
+    # The command may say that before the keeper has what guards it beside itself.
+    wait_until("the command and its guard", lambda: len(psutil.Process(keeper.pid).children()) >= 2)
     keeper.kill()
     keeper.wait(60)
     assert marked(mark)
