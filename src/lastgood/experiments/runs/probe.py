@@ -17,7 +17,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.disk import DiskBursts
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.plan.grid import Grid
-from lastgood.experiments.records.base import Spec
+from lastgood.experiments.records.base import Scale, Spec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import write_result
 from lastgood.models import FrozenModel
@@ -91,12 +91,12 @@ def probe_machine(specs: Iterable[Spec], data_dir: Path, scratch: Path, path: Pa
     return probe
 
 
-def with_probe(grid: Grid, probe: Probe, scale: str) -> Grid:
+def with_probe(grid: Grid, probe: Probe, scale: Scale) -> Grid:
     """`grid`, whose prediction of `scale` is this machine's.
 
     What the probe had no time for is scaled as what it looked at.
     """
-    known = grid.prediction[scale]  # type: ignore[index]
+    known = grid.prediction[scale]
     ratios = [step_s / known.step_s.get(name, known.other_step_s) for name, step_s in probe.step_s.items()]
     ratio = statistics.median(ratios)
     build_s = statistics.median(probe.build_s.values())
