@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,7 @@ __all__ = [
     "TEMPORARY_SUFFIX",
     "ReadableBy",
     "check_regular",
+    "closed_after",
     "entries_of",
     "local_path",
     "make_directory",
@@ -41,6 +43,7 @@ __all__ = [
     "remove_temporary_files",
     "remove_tree",
     "storage_error",
+    "storage_errors",
     "sync_directory",
     "temporary_beside",
     "write_atomically",
@@ -217,12 +220,11 @@ def entries_of(directory: Path) -> list[Path]:
 
     Raises StorageError if it cannot be read, or is none.
     """
-    try:
-        return list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise storage_error(error, directory, "reading the directory") from error
+    with storage_errors(directory, "reading the directory"):
+        try:
+            return list(directory.iterdir())
+        except FileNotFoundError:
+            return []
 
 
 def remove_tree(path: Path) -> None:
@@ -252,11 +254,9 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = PRIVATE) 
 
 def write_result(path: Path, content: bytes, *, mode: int = PUBLIC) -> None:
     """As `write_atomically`, in a folder that is made if need be. Raises StorageError with the bytes needed."""
-    try:
+    with storage_errors(path, "writing", len(content)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content, mode=mode)
-    except OSError as error:
-        raise storage_error(error, path, "writing", len(content)) from error
 
 
 def make_directory(directory: Path, mode: int | None = None) -> None:
@@ -290,14 +290,30 @@ def make_directory(directory: Path, mode: int | None = None) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make names that were made, changed or removed in `directory` durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with closed_after(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # file systems that cannot sync a directory keep its names by themselves
+                raise
+
+
+@contextlib.contextmanager
+def closed_after(descriptor: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory keep its names by themselves
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, operation: str, nbytes: int | None = None) -> Iterator[None]:
+    """Raise `storage_error` for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path, operation, nbytes) from error
 
 
 def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None = None) -> StorageError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lastgood.errors import LockHeld
-from lastgood.files import PUBLIC, open_new, open_regular, storage_error
+from lastgood.files import PUBLIC, open_new, open_regular, storage_errors
 
 __all__ = ["FileLock", "describe_process", "finishes_beside", "lock_holders"]
 
@@ -66,10 +66,8 @@ class FileLock:
             raise LockHeld(f"{self.path}: this process already holds the lock for {self.purpose}")
         deadline = time.monotonic() + timeout_s
         while True:
-            try:
+            with storage_errors(self.path, "opening the lock file"):
                 descriptor = self._open()
-            except OSError as error:
-                raise storage_error(error, self.path, "opening the lock file") from error
             self._wait(descriptor, deadline, timeout_s, on_wait)
             if self._is_named(descriptor):
                 break

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastgood.errors import ConfigError
-from lastgood.files import storage_error, write_atomically
+from lastgood.files import storage_errors, write_atomically
 
 __all__ = [
     "MAX_HOSTS",
@@ -156,11 +156,9 @@ def write_hostfile(path: Path, hosts: Iterable[Host], comment: str = "") -> Host
             raise ConfigError(f"{path}: not a host's name: {host.name[:80]!r}: {fault}")
     text = render_hostfile(hosts, comment)
     made = parse_hostfile(text, str(path))
-    try:
+    with storage_errors(path, "writing a hostfile", len(text)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode(), mode=None)
-    except OSError as error:
-        raise storage_error(error, path, "writing a hostfile", len(text)) from error
     return made
 
 

@@ -32,6 +32,7 @@ from lastgood.files import (
     open_new,
     remove_temporary_files,
     storage_error,
+    storage_errors,
     sync_directory,
     temporary_beside,
     write_atomically,
@@ -100,10 +101,8 @@ class _Export:
         return self._temporary.stat().st_size
 
     def publish(self) -> None:
-        try:
+        with storage_errors(self.path, "naming"):
             self._temporary.replace(self.path)
-        except OSError as error:
-            raise storage_error(error, self.path, "naming") from error
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):

@@ -10,15 +10,26 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import StorageError
-from lastgood.files import PRIVATE, open_new, open_regular, storage_error, sync_directory, temporary_beside
+from lastgood.files import (
+    PRIVATE,
+    closed_after,
+    open_new,
+    open_regular,
+    storage_error,
+    storage_errors,
+    sync_directory,
+    temporary_beside,
+)
 from lastgood.storage import format as fmt
 
 __all__ = [
+    "allocate",
     "direct_io_works",
     "flush",
     "flush_file",
     "grow_slot_file",
     "make_slot_file",
+    "no_room",
     "open_file",
     "read_block",
     "write_block",
@@ -65,16 +76,15 @@ def direct_io_works(directory: Path) -> bool:
             path.unlink(missing_ok=True)  # some file systems make the file before they refuse the flag
             return False
         raise
-    try:
-        path.unlink()
-        write_block(descriptor, b"\0" * fmt.BLOCK, 0)
-        read_block(descriptor, 0, fmt.BLOCK)
-    except OSError as error:
-        if error.errno in _NO_DIRECT_IO:
-            return False
-        raise
-    finally:
-        os.close(descriptor)
+    with closed_after(descriptor):
+        try:
+            path.unlink()
+            write_block(descriptor, b"\0" * fmt.BLOCK, 0)
+            read_block(descriptor, 0, fmt.BLOCK)
+        except OSError as error:
+            if error.errno in _NO_DIRECT_IO:
+                return False
+            raise
     return True
 
 
@@ -124,17 +134,11 @@ def flush(descriptor: int) -> None:
 
 def flush_file(path: Path, mode: int | None = None) -> None:
     """Make all that any process wrote into a file durable; give it `mode`, if this user may. Raises StorageError."""
-    try:
-        descriptor = open_regular(path)
-        try:
-            if mode is not None and os.fstat(descriptor).st_mode & 0o777 != mode:
-                with contextlib.suppress(PermissionError):
-                    os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise storage_error(error, path, "flushing") from error
+    with storage_errors(path, "flushing"), closed_after(open_regular(path)) as descriptor:
+        if mode is not None and os.fstat(descriptor).st_mode & 0o777 != mode:
+            with contextlib.suppress(PermissionError):
+                os.fchmod(descriptor, mode)
+        os.fsync(descriptor)
 
 
 def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direct: bool, mode: int = PRIVATE) -> None:
@@ -146,12 +150,10 @@ def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
     try:
         os.close(open_new(temporary, mode=mode))
         descriptor, _ = open_file(temporary, os.O_RDWR, direct=direct)
-        try:
+        with closed_after(descriptor):
             _fill(descriptor, 0, file_bytes)
             write_block(descriptor, header.encode(), fmt.HEADER_OFFSET)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         temporary.rename(path)
         try:
             sync_directory(path.parent)
@@ -164,7 +166,7 @@ def make_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _no_room(error, path, file_bytes) from error
+            raise no_room(error, path, "making a slot", file_bytes) from error
         raise
 
 
@@ -175,7 +177,7 @@ def grow_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
     """
     try:
         descriptor, _ = open_file(path, os.O_RDWR, direct=direct)
-        try:
+        with closed_after(descriptor):
             before = os.fstat(descriptor).st_size // fmt.BLOCK * fmt.BLOCK
             if before > fmt.COMMIT_OFFSET:
                 write_block(descriptor, b"\0" * fmt.BLOCK, fmt.COMMIT_OFFSET)
@@ -188,28 +190,31 @@ def grow_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
                 raise
             write_block(descriptor, header.encode(), fmt.HEADER_OFFSET)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
     except OSError as error:
-        raise _no_room(error, path, file_bytes) from error
+        raise no_room(error, path, "making a slot", file_bytes) from error
+
+
+def allocate(descriptor: int, begin: int, end: int) -> bool:
+    """Give a file long extents; fails at once if there is no room. False where the file system cannot."""
+    try:
+        os.posix_fallocate(descriptor, begin, end - begin)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return False
+    return True
 
 
 def _fill(descriptor: int, begin: int, end: int) -> None:
     if begin >= end:
         return
-    try:
-        # Fails at once if there is no room, and gives the file long extents.
-        os.posix_fallocate(descriptor, begin, end - begin)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+    allocate(descriptor, begin, end)
     # Written in full as well: the first write into a merely allocated block changes the file system's own records, and
     # would make every later flush pay for them.
     for offset in range(begin, end, _PREFILL_STEP):
         _native.prefill(descriptor, offset, min(_PREFILL_STEP, end - offset))
 
 
-def _no_room(error: OSError, path: Path, file_bytes: int) -> StorageError:
-    # The whole file is what is needed, not the piece at which the disk was full.
-    plain = OSError(error.errno, error.strerror)
-    return storage_error(plain, path, "making a slot", file_bytes)
+def no_room(error: OSError, path: Path, operation: str, file_bytes: int) -> StorageError:
+    """The error of a file that cannot be made: all of it is what is needed, not the part at which the disk was full."""
+    return storage_error(OSError(error.errno, error.strerror), path, operation, file_bytes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from lastgood.errors import MismatchError, StorageError
-from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
+from lastgood.files import PRIVATE, read_bounded, storage_error, storage_errors, write_atomically
 from lastgood.storage import format as fmt
 from lastgood.text import is_whole
 
@@ -75,10 +75,8 @@ def write_global_commit(directory: Path, job: fmt.Job, commit: GlobalCommit, mod
         "world_size": job.world_size,
         **commit._asdict(),
     }
-    try:
+    with storage_errors(path, "writing"):
         write_atomically(path, fmt.seal_json(described), mode=mode)
-    except OSError as error:
-        raise storage_error(error, path, "writing") from error
 
 
 def retained_sequences(

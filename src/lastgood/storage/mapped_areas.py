@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
-from lastgood.files import ReadableBy, local_path, open_regular, storage_error
+from lastgood.files import ReadableBy, local_path, open_regular, storage_error, storage_errors
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
@@ -286,10 +286,8 @@ class AreaStore:
         elif size < file_bytes or not self._has_header(area, header):
             area.info = None
             files.grow_slot_file(area.path, header, max(file_bytes, size), direct=False)
-        try:
+        with storage_errors(area.path, "mapping", file_bytes):
             area.mapped = MappedArea(area.path)
-        except OSError as error:
-            raise storage_error(error, area.path, "mapping", file_bytes) from error
 
     def _has_header(self, area: _Area, header: fmt.SlotHeader) -> bool:
         try:
@@ -343,12 +341,10 @@ class AreaWrite:
 
     def void(self) -> None:
         """Step 1: the area's old checkpoint is no more, also after a power cut. Raises StorageError."""
-        try:
+        with storage_errors(self.path, "voiding the area", fmt.BLOCK):
             self._put_record(
                 commit_record(self._store, fmt.RecordKind.WRITING, self.step, self.sequence, self.stream_bytes)
             )
-        except OSError as error:
-            raise storage_error(error, self.path, "voiding the area", fmt.BLOCK) from error
 
     def commit(self, meta_offset: int, meta_bytes: int, layout_digest: bytes, checksums: list[int]) -> SlotInfo:
         """Steps 2 and 3, when all stores have ended: `checksums` are those of the chunks, in order.
@@ -369,14 +365,12 @@ class AreaWrite:
             layout_digest,
             fmt.table_digest(table),
         )
-        try:
+        with storage_errors(self.path, "making it durable", self.padded_bytes):
             self.mapped.store(table, table_offset)
             self.mapped.flush(self.data_offset, table_offset + table_bytes - self.data_offset)
             if not self.mapped.is_whole():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._put_record(record)
-        except OSError as error:
-            raise storage_error(error, self.path, "making it durable", self.padded_bytes) from error
         info = SlotInfo(self.path, self._area, record)
         self._store.committed(info)
         return info

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lastgood import _native
 from lastgood.addresses import memory_address
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.files import local_path, open_regular, read_bounded, storage_error
+from lastgood.files import closed_after, local_path, open_regular, read_bounded, storage_error, storage_errors
 from lastgood.locks import lock_holders
 from lastgood.storage import format as fmt
 from lastgood.storage.files import open_file, read_block
@@ -121,10 +121,8 @@ class SlotStatus:
 
 def find_slots(directory: Path) -> dict[int, Path]:
     """The slot files of a directory, by number. Raises StorageError if the directory cannot be read."""
-    try:
+    with storage_errors(directory, "reading the directory"):
         found = {fmt.slot_number(path): path for path in directory.iterdir()}
-    except OSError as error:
-        raise storage_error(error, directory, "reading the directory") from error
     return dict(sorted((number, path) for number, path in found.items() if number is not None))
 
 
@@ -183,16 +181,10 @@ def job_of_slots(statuses: Sequence[SlotStatus]) -> fmt.Job | None:
 
 def look_at_slot(path: Path, slot: int, job: fmt.Job | None, *, held: bool) -> SlotStatus:
     """Judge one slot file; `held` says whether a living process has the directory open for writing."""
-    try:
+    with storage_errors(path, "opening"):
         descriptor, _ = open_file(path, os.O_RDONLY)
-    except OSError as error:
-        raise storage_error(error, path, "opening") from error
-    try:
+    with closed_after(descriptor), storage_errors(path, "reading records"):
         return _judge(descriptor, path, slot, job, held)
-    except OSError as error:
-        raise storage_error(error, path, "reading records") from error
-    finally:
-        os.close(descriptor)
 
 
 def _look_or_say_why_not(path: Path, slot: int, job: fmt.Job | None, held: bool) -> SlotStatus:
@@ -286,10 +278,8 @@ class SlotView:
             descriptor = open_regular(self.directory / fmt.LOCK_FILE)
         except (OSError, StorageError):
             return False
-        try:
+        with closed_after(descriptor):
             return bool(lock_holders(descriptor))
-        finally:
-            os.close(descriptor)
 
     def statuses(self) -> list[SlotStatus]:
         """A look at every slot file, in the order of their numbers. Raises StorageError, MismatchError."""
@@ -346,10 +336,8 @@ class SlotView:
             )
         first_chunk = offset // record.chunk_bytes
         wanted = [(0, offset - first_chunk * record.chunk_bytes), *ranges]
-        try:
+        with storage_errors(info.path, "opening"):
             descriptor, _ = open_file(info.path, os.O_RDONLY)
-        except OSError as error:
-            raise storage_error(error, info.path, "opening") from error
         try:
             table = self._current_table(descriptor, info)
             place = (record.data_offset, record.stream_bytes, record.chunk_bytes, record.sequence)

@@ -14,6 +14,7 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Wai
 from lastgood.files import (
     ReadableBy,
     storage_error,
+    storage_errors,
     sync_directory,
 )
 from lastgood.locks import FileLock
@@ -417,11 +418,9 @@ class SlotStore(Retention):
         slot.header_ok = True
 
     def _remove(self, slot: Slot) -> None:
-        try:
+        with storage_errors(slot.path, "removing a slot beyond the number asked for"):
             slot.path.unlink(missing_ok=True)
             sync_directory(self.directory)
-        except OSError as error:
-            raise storage_error(error, slot.path, "removing a slot beyond the number asked for") from error
         with self._changed:
             self._all.remove(slot)
 

@@ -6,8 +6,6 @@ gets its name by `publish`, when it is durable. It is written once and never reu
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import threading
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import CorruptCheckpoint, MismatchError
-from lastgood.files import PRIVATE, open_new, open_regular, storage_error, temporary_beside
+from lastgood.files import PRIVATE, closed_after, open_new, open_regular, remove_tree, storage_errors, temporary_beside
+from lastgood.storage import files
 from lastgood.storage import format as fmt
 from lastgood.storage.medium import Medium
 from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, find_slots, look_at_slot
@@ -29,7 +28,6 @@ __all__ = [
     "look_at_standalone_slots",
 ]
 
-"""Ends the names of files that are being written. What a killed process left under such a name is of no use."""
 _MAGIC = fmt.SlotHeader(bytes(fmt.JOB_ID_BYTES), 0).encode()[:8]
 
 
@@ -78,7 +76,7 @@ class StandaloneSlot:
             self._make(fmt.stream_layout(stream_bytes, pool.chunk_bytes)[2])
             self.write = SlotWrite(self, self._temporary, 0, step, 1, stream_bytes, header_ok=False)
         except BaseException:
-            self._unlink()
+            remove_tree(self._temporary)
             raise
 
     def publish(self) -> None:
@@ -86,15 +84,13 @@ class StandaloneSlot:
 
         Raises StorageError.
         """
-        try:
+        with storage_errors(self.path, "naming"):
             self._temporary.replace(self.path)
-        except OSError as error:
-            raise storage_error(error, self.path, "naming") from error
 
     def discard(self) -> None:
         """Give the file up, if it is not published. Safe to call twice."""
         self.write.abort()
-        self._unlink()
+        remove_tree(self._temporary)
 
     # -- as SlotOwner ----------------------------------------------------------------------------------------------
 
@@ -121,32 +117,17 @@ class StandaloneSlot:
 
     def _make(self, file_bytes: int) -> None:
         try:
-            descriptor = open_new(self._temporary, os.O_RDWR, self._mode)
-            try:
-                # Fails at once if there is no room, and gives the file long extents.
-                os.posix_fallocate(descriptor, 0, file_bytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                os.ftruncate(descriptor, file_bytes)
-            finally:
-                os.close(descriptor)
+            with closed_after(open_new(self._temporary, os.O_RDWR, self._mode)) as descriptor:
+                if not files.allocate(descriptor, 0, file_bytes):
+                    os.ftruncate(descriptor, file_bytes)
         except OSError as error:
-            plain = OSError(error.errno, error.strerror)
-            raise storage_error(plain, self.path, "making the file", file_bytes) from error
-
-    def _unlink(self) -> None:
-        with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+            raise files.no_room(error, self.path, "making the file", file_bytes) from error
 
 
 def is_standalone_slot(path: Path) -> bool:
     """Whether a file begins as a slot does. Raises StorageError if it cannot be read."""
-    try:
-        with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError as error:
-        raise storage_error(error, path, "reading") from error
+    with storage_errors(path, "reading"), closed_after(open_regular(path, follow=True)) as descriptor:
+        return os.pread(descriptor, len(_MAGIC), 0) == _MAGIC
 
 
 def look_at_standalone_slot(path: Path) -> SlotInfo:
@@ -188,10 +169,8 @@ def look_at_standalone_slots(place: Path) -> StandaloneSlots | None:
     if place.is_dir():
         if find_slots(place) or (place / fmt.JOB_FILE).exists():
             return None
-        try:
+        with storage_errors(place, "reading the directory"):
             paths = sorted(path for path in place.iterdir() if path.is_file())
-        except OSError as error:
-            raise storage_error(error, place, "reading the directory") from error
     else:
         paths = [place]
     statuses, others, troubles = [], [], []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lastgood.errors import MismatchError, StorageError
-from lastgood.files import PRIVATE, read_bounded, storage_error, write_atomically
+from lastgood.files import PRIVATE, read_bounded, storage_error, storage_errors, write_atomically
 from lastgood.storage import format as fmt
 from lastgood.text import is_whole
 
@@ -151,10 +151,8 @@ class VerdictBook:
             ],
             "reached": self.reached,
         }
-        try:
+        with storage_errors(self.path, "writing"):
             write_atomically(self.path, fmt.seal_json(described), mode=self._mode)
-        except OSError as error:
-            raise storage_error(error, self.path, "writing") from error
 
 
 def _number(entry: dict[str, Any], key: str, absent: int | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
-from lastgood.files import storage_error
+from lastgood.files import storage_error, storage_errors
 from lastgood.storage import format as fmt
 from lastgood.storage.medium import Medium, open_slot_file
 from lastgood.storage.reader import SlotInfo
@@ -129,11 +129,9 @@ class SlotWrite:
         self._users = 0  # threads inside a call; the last one out ends a write that was given up
         self._given_up = False
         self._over = False
-        try:
+        with storage_errors(path, "opening"):
             nbytes = fmt.stream_layout(stream_bytes, store.chunk_bytes)[2]
             self._file = open_slot_file(path, store.medium, direct=store.direct_io, nbytes=nbytes)
-        except OSError as error:
-            raise storage_error(error, path, "opening") from error
         if later:
             return
         try:

@@ -16,7 +16,7 @@ from lastgood.cluster.hostfile import Host, render_hostfile
 from lastgood.cluster.testbed.net import namespace_of, processes_in, program, run_program
 from lastgood.cluster.testbed.state import BedState
 from lastgood.errors import HostError, StorageError
-from lastgood.files import read_end, storage_error, write_atomically
+from lastgood.files import read_end, storage_errors, write_atomically
 
 __all__ = ["HOST_NAME", "start_node", "wait_for_node", "write_material"]
 
@@ -176,7 +176,5 @@ def _root_is_locked() -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with storage_errors(path, "writing a testbed's file"):
         write_atomically(path, text.encode())
-    except OSError as error:
-        raise storage_error(error, path, "writing a testbed's file") from error

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lastgood.cluster.hostfile import MAX_SLOTS
 from lastgood.errors import ConfigError, StorageError
-from lastgood.files import read_bounded, remove_temporary_files, storage_error, write_atomically
+from lastgood.files import read_bounded, remove_temporary_files, storage_errors, write_atomically
 from lastgood.locks import FileLock
 from lastgood.text import parse_model
 
@@ -135,7 +135,7 @@ def prepare_folder(name: str, folder: Path | None) -> Path:
         raise ConfigError(f"--state {chosen}: ssh cannot use such a path; letters, digits and ._/+@=,- are fine")
     if chosen.exists() and not _is_ours(chosen) and (not chosen.is_dir() or any(chosen.iterdir())):
         raise ConfigError(f"--state {chosen}: there is something else; name a new folder, since `down` removes it")
-    try:
+    with storage_errors(chosen, "making the testbed's folder"):
         RUN.mkdir(parents=True, exist_ok=True)
         # First, so that `down` finds the folder whatever happens from here on.
         write_atomically(_where(name), os.fsencode(chosen))
@@ -145,18 +145,14 @@ def prepare_folder(name: str, folder: Path | None) -> Path:
         # Ours from here on, whatever is half written in it later.
         (chosen / _STATE_FILE).touch()
         chosen.chmod(0o700)
-    except OSError as error:
-        raise storage_error(error, chosen, "making the testbed's folder") from error
     return chosen
 
 
 def save_state(folder: Path, state: BedState) -> None:
     """Write the record, whole or not at all. Raises StorageError."""
     path = folder / _STATE_FILE
-    try:
+    with storage_errors(path, "writing the testbed's record"):
         write_atomically(path, state.model_dump_json(indent=1).encode() + b"\n")
-    except OSError as error:
-        raise storage_error(error, path, "writing the testbed's record") from error
 
 
 def load_state(name: str) -> tuple[Path, BedState] | None:
@@ -175,7 +171,7 @@ def load_state(name: str) -> tuple[Path, BedState] | None:
 def forget(name: str) -> None:
     """Remove a testbed's folder and the note of it. Raises StorageError."""
     folder = state_folder(name)
-    try:
+    with storage_errors(folder or RUN, "removing the testbed's folder"):
         if folder is not None and _is_ours(folder):
             shutil.rmtree(folder)
         elif folder is not None:
@@ -186,8 +182,6 @@ def forget(name: str) -> None:
         for note in (_where(name), RUN / f"{name}.where.tmp"):
             note.unlink(missing_ok=True)
         remove_temporary_files(RUN)
-    except OSError as error:
-        raise storage_error(error, folder or RUN, "removing the testbed's folder") from error
 
 
 def choose_subnet(routed: list[str]) -> ipaddress.IPv4Network:
