@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +164,10 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What a slot holds. Lengths and offsets in bytes; `meta_offset` counts in the stream, the others in the file."""
+    """What a slot holds. Lengths and offsets in bytes; `meta_offset` counts in the stream, the others in the file.
+
+    After kind and job the fields stand in the order of the record.
+    """
 
     kind: RecordKind
     job_id: bytes
@@ -189,26 +192,8 @@ class CommitRecord:
     def encode(self) -> bytes:
         """RECORD_BYTES bytes. Raises RecordError for a record that no reader would accept."""
         self._check()
-        body = _COMMIT.pack(
-            self.job_id,
-            self.kind,
-            0,
-            self.step,
-            self.incarnation,
-            self.sequence,
-            self.stream_bytes,
-            self.meta_offset,
-            self.meta_bytes,
-            self.chunk_bytes,
-            self.data_offset,
-            self.table_offset,
-            self.table_bytes,
-            self.layout_digest,
-            self.table_digest,
-            self.rank,
-            self.world_size,
-        )
-        return _seal(_COMMIT_MAGIC, body)
+        kind, job_id, *fields = astuple(self)
+        return _seal(_COMMIT_MAGIC, _COMMIT.pack(job_id, kind, 0, *fields))
 
     @classmethod
     def decode(cls, block: bytes) -> CommitRecord | None:

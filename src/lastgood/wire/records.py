@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from lastgood import _native
 from lastgood.errors import CorruptCheckpoint
@@ -60,7 +60,10 @@ ITEM_BYTES = {DType.float32: 4, DType.float64: 8, DType.float16: 2, DType.bfloat
 
 @dataclass(frozen=True)
 class Record:
-    """What a header says. The payload belongs at byte `offset` of bucket `bucket` of the declared layout."""
+    """What a header says. The payload belongs at byte `offset` of bucket `bucket` of the declared layout.
+
+    Between kind and flags the fields stand in the header's order.
+    """
 
     kind: RecordKind
     job: int
@@ -79,23 +82,9 @@ class Record:
 
 def pack_header(record: Record) -> bytes:
     """The 64 bytes of a header. Raises struct.error where a number does not fit its field."""
-    fields = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        record.kind,
-        record.flags,
-        record.job,
-        record.epoch,
-        record.rank,
-        record.iteration,
-        record.bucket,
-        record.dtype,
-        record.offset,
-        record.length,
-        record.checksum,
-        0,
-    )
-    return fields[:-4] + struct.pack("<I", _native.crc32c(fields[:-4]))
+    kind, *fields, flags = astuple(record)
+    header = _HEADER.pack(_MAGIC, _VERSION, kind, flags, *fields, 0)
+    return header[:-4] + struct.pack("<I", _native.crc32c(header[:-4]))
 
 
 def parse_header(content: bytes | bytearray | memoryview, other: str) -> Record:
