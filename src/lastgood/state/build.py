@@ -49,10 +49,10 @@ def stateful_paths(layout: Layout) -> frozenset[tuple[Any, ...]]:
         if tag == "m":
             found.add(path)
             walk(node[1], path)
-        elif _TAG_NAMES[tag] in ("list", "tuple"):
+        elif tag in ("l", "t"):
             for number, child in enumerate(node[1]):
                 walk(child, (*path, number))
-        elif _TAG_NAMES[tag] in ("dict", "ordered", "counter"):
+        elif tag in ("d", "o", "C"):
             for key, child in node[1]:
                 walk(child, (*path, build.node(key)))
 
@@ -71,63 +71,39 @@ class _Builder:
     def __init__(self, blocks: Sequence[torch.Tensor], leaf: Leaf | None = None) -> None:
         self._blocks = blocks
         self._leaf = leaf
+        # By tag: what makes a value of that which follows the tag.
+        self._of_tag: dict[str, Callable[..., Any]] = {
+            "n": lambda: None,
+            "b": _same,
+            "i": _same,
+            "s": _same,
+            "f": _float,
+            "c": lambda real, imaginary: complex(_float(real), _float(imaginary)),
+            "y": bytes.fromhex,
+            "Y": bytearray.fromhex,
+            "l": lambda items: list(map(self.node, items)),
+            "t": lambda items: tuple(map(self.node, items)),
+            "S": torch.Size,
+            "e": lambda items: set(map(self.node, items)),
+            "E": lambda items: frozenset(map(self.node, items)),
+            "d": self._dict,
+            "o": lambda pairs: OrderedDict(self._dict(pairs)),
+            "C": lambda pairs: Counter(self._dict(pairs)),
+            "m": self.node,
+            "D": _dtype,
+            "V": torch.device,
+            "T": self._tensor,
+            "A": self._array,
+            "N": _numpy_scalar,
+            "H": self._shard,
+            "R": self._elsewhere,
+        }
 
     def node(self, node: Node) -> Any:
-        return getattr(self, f"_{_TAG_NAMES[node[0]]}")(*node[1:])
-
-    def _none(self) -> None:
-        return None
-
-    def _same(self, value: Any) -> Any:
-        return value
-
-    def _float(self, bits: str) -> float:
-        return float(struct.unpack(">d", bytes.fromhex(bits))[0])
-
-    def _complex(self, real: str, imaginary: str) -> complex:
-        return complex(self._float(real), self._float(imaginary))
-
-    def _bytes(self, digits: str) -> bytes:
-        return bytes.fromhex(digits)
-
-    def _bytearray(self, digits: str) -> bytearray:
-        return bytearray.fromhex(digits)
-
-    def _list(self, items: Iterable[Node]) -> list[Any]:
-        return [self.node(item) for item in items]
-
-    def _tuple(self, items: Iterable[Node]) -> tuple[Any, ...]:
-        return tuple(self.node(item) for item in items)
-
-    def _size(self, sizes: Sequence[int]) -> torch.Size:
-        return torch.Size(sizes)
-
-    def _set(self, items: Iterable[Node]) -> set[Any]:
-        return set(self._tuple(items))
-
-    def _frozenset(self, items: Iterable[Node]) -> frozenset[Any]:
-        return frozenset(self._tuple(items))
+        return self._of_tag[node[0]](*node[1:])
 
     def _dict(self, pairs: Iterable[tuple[Node, Node]]) -> dict[Any, Any]:
         return {self.node(key): self.node(value) for key, value in pairs}
-
-    def _ordered(self, pairs: Iterable[tuple[Node, Node]]) -> OrderedDict[Any, Any]:
-        return OrderedDict(self._dict(pairs))
-
-    def _counter(self, pairs: Iterable[tuple[Node, Node]]) -> Counter[Any]:
-        return Counter(self._dict(pairs))
-
-    def _stateful(self, node: Node) -> Any:
-        return self.node(node)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is not a dtype")
-        return dtype
-
-    def _device(self, text: str) -> torch.device:
-        return torch.device(text)
 
     def _tensor(self, *place: Any) -> Any:
         given = None if self._leaf is None else self._leaf(["T", *place])
@@ -153,14 +129,28 @@ class _Builder:
         nbytes = math.prod(shape) * kind.itemsize
         if not nbytes:
             return np.empty(shape, dtype=kind)
-        return self._block(block).numpy()[offset : offset + nbytes].view(kind).reshape(shape).copy()
+        content = _block_of(self._blocks, block).numpy()[offset : offset + nbytes]
+        return content.view(kind).reshape(shape).copy()
 
-    def _numpy_scalar(self, descr: str, digits: str) -> Any:
-        kind = numpy_dtype(descr)
-        return np.frombuffer(bytes.fromhex(digits), dtype=kind)[0] if kind.itemsize else np.empty((), dtype=kind)[()]
 
-    def _block(self, number: int) -> torch.Tensor:
-        return _block_of(self._blocks, number)
+def _same(value: Any) -> Any:
+    return value
+
+
+def _float(bits: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(bits))[0])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a dtype")
+    return dtype
+
+
+def _numpy_scalar(descr: str, digits: str) -> Any:
+    kind = numpy_dtype(descr)
+    return np.frombuffer(bytes.fromhex(digits), dtype=kind)[0] if kind.itemsize else np.empty((), dtype=kind)[()]
 
 
 def tensor_over(
@@ -185,31 +175,3 @@ def _block_of(blocks: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     if not 0 <= number < len(blocks):
         raise ValueError(f"block {number} of {len(blocks)}")
     return blocks[number]
-
-
-_TAG_NAMES = {
-    "n": "none",
-    "b": "same",
-    "i": "same",
-    "s": "same",
-    "f": "float",
-    "c": "complex",
-    "y": "bytes",
-    "Y": "bytearray",
-    "l": "list",
-    "t": "tuple",
-    "S": "size",
-    "e": "set",
-    "E": "frozenset",
-    "d": "dict",
-    "o": "ordered",
-    "C": "counter",
-    "m": "stateful",
-    "D": "dtype",
-    "V": "device",
-    "T": "tensor",
-    "A": "array",
-    "N": "numpy_scalar",
-    "H": "shard",
-    "R": "elsewhere",
-}
