@@ -111,14 +111,15 @@ class _Walk:
         self._boxes = 0
         """Of all parts, beyond one for each."""
         self._path: list[str] = []
+        self._depth = -1  # the root is no container inside another one
         self._frozen: dict[int, frozenset[Any]] = {}
         """What frozensets hold, by the node's identity: a set that holds them asks again."""
         # By tag: how many items a node has, and what checks them.
-        self._rules: dict[str, tuple[int, Callable[[list[Any], int], None]]] = {
-            "n": (1, _nothing),
-            "b": (2, _is_bool),
-            "i": (2, _is_int),
-            "s": (2, _is_text),
+        self._rules: dict[str, tuple[int, Callable[[list[Any]], None]]] = {
+            "n": (1, lambda _: None),
+            "b": (2, _of_kind(bool, "bool")),
+            "i": (2, _of_kind(int, "integer")),
+            "s": (2, _of_kind(str, "text")),
             "f": (2, _float),
             "c": (3, _float),
             "y": (2, _bytes),
@@ -149,22 +150,22 @@ class _Walk:
                 type(pair) is list and pair and type(pair[0]) is list and pair[0][:1] == ["s"] for pair in tree[1]
             ):
                 raise ValueError("the entries of a state have names")
-            self._node(tree, -1)  # the root is no container inside another one
+            self._node(tree)
         except ValueError as error:
             raise ValueError(f"{'.'.join(self._path) or 'the tree'}: {error}") from error
 
-    def _node(self, node: Any, depth: int) -> None:
+    def _node(self, node: Any) -> None:
         if type(node) is not list or not node or type(node[0]) is not str or node[0] not in self._rules:
             raise ValueError(f"{node!r:.80} is no node")
         length, check = self._rules[node[0]]
         if len(node) != length:
             raise ValueError(f"a node {node[0]!r} of {len(node)} items instead of {length}")
-        check(node, depth)
+        check(node)
 
-    def _deeper(self, depth: int) -> int:
-        if depth >= MAX_DEPTH:
+    def _enter(self) -> None:
+        if self._depth >= MAX_DEPTH:
             raise ValueError(f"containers lie more than {MAX_DEPTH} deep in each other")
-        return depth + 1
+        self._depth += 1
 
     def _items(self, node: list[Any]) -> list[Any]:
         items = node[1]
@@ -172,22 +173,23 @@ class _Walk:
             raise ValueError(f"a container that holds {items!r:.80} instead of a list")
         return items
 
-    def _sequence(self, node: list[Any], depth: int) -> None:
-        depth = self._deeper(depth)
+    def _sequence(self, node: list[Any]) -> None:
+        self._enter()
         for number, item in enumerate(self._items(node)):
             self._path.append(str(number))
-            self._node(item, depth)
+            self._node(item)
             self._path.pop()
+        self._depth -= 1
 
-    def _set(self, node: list[Any], depth: int) -> None:
-        self._sequence(node, depth)
+    def _set(self, node: list[Any]) -> None:
+        self._sequence(node)
         items = [self._key(item, _HASHABLE) for item in node[1]]
         check_hashes(items)
         if node[0] == "E":
             self._frozen[id(node)] = frozenset(items)
 
-    def _mapping(self, node: list[Any], depth: int) -> None:
-        deeper = self._deeper(depth)
+    def _mapping(self, node: list[Any]) -> None:
+        self._enter()
         keys: list[Any] = []
         pairs = self._items(node)
         for pair in pairs:
@@ -198,11 +200,12 @@ class _Walk:
                 keys.append(key[1])
                 self._path.append(key[1][:_LONGEST_NAME])
             else:
-                self._node(key, deeper)
+                self._node(key)
                 keys.append(self._key(key, _KEYS))
                 self._path.append(f"{key!r:.60}")
-            self._node(value, deeper)
+            self._node(value)
             self._path.pop()
+        self._depth -= 1
         check_hashes(keys)
         if len(set(keys)) != len(pairs):
             raise ValueError("a mapping has a key twice")
@@ -231,17 +234,17 @@ class _Walk:
             return object()
         return node[1] if tag != "n" else None
 
-    def _stateful(self, node: list[Any], depth: int) -> None:
-        self._node(node[1], self._deeper(depth))
+    def _stateful(self, node: list[Any]) -> None:
+        self._enter()
+        self._node(node[1])
+        self._depth -= 1
 
-    def _tensor(self, node: list[Any], depth: int) -> None:
-        del depth
+    def _tensor(self, node: list[Any]) -> None:
         _, block, offset, name, shape, stride = node
         width = dtype_named(name).itemsize
         self._place(block, offset, width, *_reach(shape, stride, width), aligned=True)
 
-    def _array(self, node: list[Any], depth: int) -> None:
-        del depth
+    def _array(self, node: list[Any]) -> None:
         _, block, offset, name, shape = node
         width = numpy_dtype(name).itemsize
         if type(shape) is not list:
@@ -265,11 +268,11 @@ class _Walk:
         if aligned and offset % width:
             raise ValueError(f"elements of {width} bytes at byte {offset}")
 
-    def _part(self, node: list[Any], depth: int) -> None:
+    def _part(self, node: list[Any]) -> None:
         local = node[1]
         if not self._of_ranks or type(local) is not list or not local or local[0] not in ("T", "R"):
             raise ValueError("a part of a tensor in a layout that can hold none")
-        self._node(local, depth)
+        self._node(local)
         try:
             shard = Shard.from_node(node[2:], local[-2])
         except TypeError as error:
@@ -279,8 +282,7 @@ class _Walk:
         if self._boxes > MAX_BOXES + sum(self._blocks) // _BYTES_OF_A_BOX:
             raise ValueError(f"parts are made of {self._boxes} boxes, far too many for what they hold")
 
-    def _elsewhere(self, node: list[Any], depth: int) -> None:
-        del depth
+    def _elsewhere(self, node: list[Any]) -> None:
         _, rank, name, shape, stride = node
         if not self._of_ranks:
             raise ValueError("a tensor of another rank in a layout that can hold none")
@@ -292,26 +294,12 @@ class _Walk:
             raise ValueError(f"strides {stride} for {shape}")
 
 
-def _nothing(node: list[Any], depth: int) -> None:
-    del node, depth
+def _of_kind(kind: type, name: str) -> Callable[[list[Any]], None]:
+    def check(node: list[Any]) -> None:
+        if type(node[1]) is not kind:
+            raise ValueError(f"{node[1]!r:.80} is no {name}")
 
-
-def _is_bool(node: list[Any], depth: int) -> None:
-    del depth
-    if type(node[1]) is not bool:
-        raise ValueError(f"{node[1]!r:.80} is no bool")
-
-
-def _is_int(node: list[Any], depth: int) -> None:
-    del depth
-    if type(node[1]) is not int:
-        raise ValueError(f"{node[1]!r:.80} is no integer")
-
-
-def _is_text(node: list[Any], depth: int) -> None:
-    del depth
-    if type(node[1]) is not str:
-        raise ValueError(f"{node[1]!r:.80} is no text")
+    return check
 
 
 def _digits(text: Any, count: int | None) -> None:
@@ -322,37 +310,31 @@ def _digits(text: Any, count: int | None) -> None:
         raise ValueError(f"{text!r:.80} are no hexadecimal digits")
 
 
-def _float(node: list[Any], depth: int) -> None:
-    del depth
+def _float(node: list[Any]) -> None:
     for text in node[1:]:
         _digits(text, _FLOAT_DIGITS // 2)
 
 
-def _bytes(node: list[Any], depth: int) -> None:
-    del depth
+def _bytes(node: list[Any]) -> None:
     _digits(node[1], None)
 
 
-def _size(node: list[Any], depth: int) -> None:
-    del depth
+def _size(node: list[Any]) -> None:
     if type(node[1]) is not list or not all(type(one) is int and abs(one) <= MAX_NUMBER for one in node[1]):
         raise ValueError(f"{node[1]!r:.80} are no sizes")
 
 
-def _dtype_name(node: list[Any], depth: int) -> None:
-    del depth
+def _dtype_name(node: list[Any]) -> None:
     if type(node[1]) is not str or node[1] not in _all_dtypes():
         raise ValueError(f"{node[1]!r:.80} is no dtype of this torch")
 
 
-def _device(node: list[Any], depth: int) -> None:
-    del depth
+def _device(node: list[Any]) -> None:
     if type(node[1]) is not str or len(node[1]) > _LONGEST_NAME or not _is_device(node[1]):
         raise ValueError(f"{node[1]!r:.80} is no device")
 
 
-def _numpy_scalar(node: list[Any], depth: int) -> None:
-    del depth
+def _numpy_scalar(node: list[Any]) -> None:
     width = numpy_dtype(node[1]).itemsize
     _digits(node[2], width or None)  # of text of no characters, numpy gives the bytes of one
 
