@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, RootModel
 
 from lastgood.errors import ConfigError, LaunchError
 from lastgood.text import parse_model
@@ -39,26 +39,32 @@ TICKET_FILE = "/tmp/lastgood-ticket-"
 """Begins the name of a ticket's file on a host, for launchers that leave ranks no standard input. Ranks remove it."""
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A rank's orders. Only this user can read them on their way: `token` and `env` may be secrets."""
+    """A rank's orders. Only this user can read them on their way: `token` and `env` may be secrets.
 
-    token: str = field(repr=False)
+    What came from outside is checked by `decode`.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    token: Annotated[str, Field(min_length=1)] = field(repr=False)
     addresses: list[str]
     """Where the launch may be reached, the likeliest first."""
-    port: int
+    port: Annotated[int, Field(ge=1, le=65535)]
     how: How
-    argv: list[str]
+    argv: Annotated[list[str], Field(min_length=1)]
     cwd: str
     env: dict[str, str] = field(repr=False)
     logs: str
-    start_s: float
+    start_s: _Seconds
     """How long a rank waits for the launch and for the other ranks."""
-    timeout_s: float
+    timeout_s: _Seconds
     """How long the program may run."""
-    grace_s: float
+    grace_s: Annotated[float, Field(ge=0, le=1e9)]
     """From SIGTERM to SIGKILL."""
 
     def encode(self) -> str:
@@ -79,31 +85,7 @@ class Ticket:
             content = base64.b64decode(word.encode(), altchars=b"-_", validate=True)
         except ValueError as error:
             raise LaunchError(f"{what}: {error}") from error
-        return parse_model(_Checked, content, what, most_bytes=MAX_TICKET_BYTES, error=LaunchError).ticket()
-
-
-_Seconds = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class _Checked(BaseModel):
-    """A ticket that came from outside."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    token: str = Field(min_length=1)
-    addresses: list[str]
-    port: int = Field(ge=1, le=65535)
-    how: How
-    argv: list[str] = Field(min_length=1)
-    cwd: str
-    env: dict[str, str]
-    logs: str
-    start_s: _Seconds
-    timeout_s: _Seconds
-    grace_s: float = Field(ge=0, le=1e9)
-
-    def ticket(self) -> Ticket:
-        return Ticket(**self.model_dump())
+        return parse_model(RootModel[Ticket], content, what, most_bytes=MAX_TICKET_BYTES, error=LaunchError).root
 
 
 def launch_proof(token: str, side: str, rank_nonce: str, board_nonce: str) -> str:

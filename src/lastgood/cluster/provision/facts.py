@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lastgood.errors import ProvisionError
 from lastgood.models import FrozenModel
@@ -65,7 +65,5 @@ def read_report(path: Path, hosts: list[str]) -> list[HostReport]:
     return [reports[host] for host in hosts]
 
 
-class _Report(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Report(FrozenModel):
     hosts: list[HostReport]

@@ -15,12 +15,13 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from lastgood.cluster.hostfile import MAX_SLOTS
 from lastgood.errors import ConfigError, StorageError
 from lastgood.files import read_bounded, remove_temporary_files, storage_errors, write_atomically
 from lastgood.locks import FileLock
+from lastgood.models import FrozenModel
 from lastgood.text import parse_model
 
 __all__ = [
@@ -60,10 +61,8 @@ def _of_256(subnet: ipaddress.IPv4Network) -> ipaddress.IPv4Network:
     return subnet
 
 
-class BedState(BaseModel):
+class BedState(FrozenModel):
     """A testbed's own record. `complete` is written last: without it, whoever made the testbed was ended meanwhile."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = Field(default=1, ge=1, le=1)
     name: str
