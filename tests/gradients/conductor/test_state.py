@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lastgood.gradients.conductor.state import Certificate, ConductorState
+from lastgood.gradients.conductor.state import ConductorState
 from lastgood.gradients.protocol.messages import MAX_SPOILED, Complete
 
 BUCKETS = 2
+
+
+def decided(iteration: int, lost: tuple[int, ...], *, floor: int = 0, spoiled: tuple[int, ...] = ()) -> Complete:
+    return Complete(iteration=iteration, lost=lost, floor=floor, spoiled=spoiled)
 
 
 class SimulatedShadow:
@@ -73,7 +76,7 @@ class Conducted(RuleBasedStateMachine):
         for number in range(shadows):
             self.state.connected(number, (), slots)
             self.state.have(number, base)
-        assert self.state.decide() == Certificate(base, ())
+        assert self.state.decide() == decided(base, ())
         self.complete = base
         self.newest = base
         self.seeds = deque()
@@ -246,12 +249,12 @@ def test_a_torn_shadow_is_waited_for_while_the_others_have_room_then_left_behind
         state.have(0, iteration)
         state.torn(1, 1, [1]) if iteration == 1 else None
     # The newest one is left open: a seed of just that iteration makes it whole.
-    assert state.decide() == Certificate(1, (1,), floor=2)
+    assert state.decide() == decided(1, (1,), floor=2)
     assert state.decide() is None
     state.seeding(1, 1, 2)
     state.seeded(1, 1, 2)
     state.have(1, 2)
-    assert state.decide() == Certificate(2, (), floor=2)
+    assert state.decide() == decided(2, (), floor=2)
     assert state.floor == 2
 
 
@@ -261,7 +264,7 @@ def test_where_shadows_have_no_room_the_newest_is_not_left_open():
     state.close_iteration(1)
     state.have(0, 1)
     state.torn(1, 1, [1])
-    assert state.decide() == Certificate(1, (1,), floor=2)
+    assert state.decide() == decided(1, (1,), floor=2)
 
 
 def test_nor_where_the_shadow_that_lacks_it_is_given_up():
@@ -273,7 +276,7 @@ def test_nor_where_the_shadow_that_lacks_it_is_given_up():
     assert state.decide() is None
     assert state.behind(1)
     state.give_up(1)
-    assert state.decide() == Certificate(1, (1,), floor=2)
+    assert state.decide() == decided(1, (1,), floor=2)
 
 
 def torn_behind(have=1, torn=2):
@@ -291,7 +294,7 @@ def test_what_all_shadows_hold_is_complete_though_the_next_one_is_torn():
     state = torn_behind()
     assert state.decide() is None
     state.have(0, 1)
-    assert state.decide() == Certificate(1, ())
+    assert state.decide() == decided(1, ())
     assert state.decide() is None
     state.have(0, 2)
     assert state.decide() is None
@@ -306,7 +309,7 @@ def test_it_is_so_as_well_where_a_shadow_says_what_it_has_behind_the_tear():
     state.have(0, 2)
     assert state.decide() is None
     state.have(1, 1)
-    assert state.decide() == Certificate(1, ())
+    assert state.decide() == decided(1, ())
 
 
 def test_what_all_hold_is_complete_before_the_others_go_on_without_the_torn_one():
@@ -314,8 +317,8 @@ def test_what_all_hold_is_complete_before_the_others_go_on_without_the_torn_one(
     state.close_iteration(3)
     state.have(0, 3)
     state.close_iteration(4)
-    assert state.decide() == Certificate(1, ())
-    assert state.decide() == Certificate(3, (1,), floor=4)
+    assert state.decide() == decided(1, ())
+    assert state.decide() == decided(3, (1,), floor=4)
 
 
 def test_a_shadow_that_may_have_lost_what_it_had_is_not_relied_upon():
@@ -331,7 +334,7 @@ def test_a_shadow_that_may_have_lost_what_it_had_is_not_relied_upon():
         state.seeding(1, 1, 2)
         speak(state)
         state.have(0, 1)
-        assert state.decide() in (None, Certificate(1, (1,), floor=2)), speak
+        assert state.decide() in (None, decided(1, (1,), floor=2)), speak
 
 
 def test_what_it_says_behind_a_loss_counts_again():
@@ -341,7 +344,7 @@ def test_what_it_says_behind_a_loss_counts_again():
     state.have(0, 1)
     assert state.decide() is None
     state.have(1, 1)
-    assert state.decide() == Certificate(1, ())
+    assert state.decide() == decided(1, ())
 
 
 def test_what_all_hold_without_its_side_record_is_not_complete():
@@ -411,8 +414,7 @@ def test_many_spoiled_iterations_are_told_by_where_they_end():
     word = state.decide()
     assert (word.iteration, word.lost, word.floor) == (MAX_SPOILED + 4, (), 4)
     assert word.spoiled == tuple(range(4, MAX_SPOILED + 4))
-    promised = Complete(**asdict(word)).promises
-    assert [number for number in range(1, MAX_SPOILED + 5) if promised(number)] == [MAX_SPOILED + 4]
+    assert [number for number in range(1, MAX_SPOILED + 5) if word.promises(number)] == [MAX_SPOILED + 4]
 
 
 def test_only_owned_buckets_are_seeded_in_turn_by_shadow():
@@ -442,7 +444,7 @@ def test_what_a_side_record_is_missing_of_is_not_complete_before_one_that_has_al
     state.have(0, 3)
     assert state.decide() is None
     state.have(1, 3)
-    assert state.decide() == Certificate(3, (), spoiled=(1, 2))
+    assert state.decide() == decided(3, (), spoiled=(1, 2))
 
 
 def test_the_newest_that_has_all_side_records_is_complete():
@@ -453,7 +455,7 @@ def test_the_newest_that_has_all_side_records_is_complete():
     state.torn(1, 2, [])
     state.have(0, 2)
     state.have(1, 2)
-    assert state.decide() == Certificate(1, ())
+    assert state.decide() == decided(1, ())
 
 
 def test_nothing_before_a_seed_is_complete_instead_of_what_lacks_a_side_record():
@@ -478,12 +480,12 @@ def test_without_room_it_goes_on_and_says_who_lacks_a_side_record_until_all_is_t
     state = connected(slots=3)
     state.decide()
     assert iteration_without_side(state, 1, 1) is None
-    assert iteration_without_side(state, 2, 1) == Certificate(2, (1,), floor=3)
+    assert iteration_without_side(state, 2, 1) == decided(2, (1,), floor=3)
     assert state.decide() is None
     state.close_iteration(3)
     state.have(0, 3)
     state.have(1, 3)
-    assert state.decide() == Certificate(3, (), floor=3)
+    assert state.decide() == decided(3, (), floor=3)
 
 
 def test_followers_hear_the_same_news_from_every_shadow():

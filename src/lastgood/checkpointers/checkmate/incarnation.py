@@ -23,12 +23,13 @@ from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
 from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
-from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings, OnComplete
+from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.layout.layout import GradientLayout, plan_layout
 from lastgood.gradients.layout.spans import Span, piece_of
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol import client as asking
+from lastgood.gradients.protocol.messages import Complete
 from lastgood.gradients.tap.bucket import BucketTap, TapContext
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.gradients.tap.ring import RingTap
@@ -132,7 +133,7 @@ def begin_incarnation(
     tap: BucketTap | None,
     restored: Restored | None,
     close_open: Callable[[], None],
-    on_complete: OnComplete,
+    on_complete: Callable[[Complete], None],
 ) -> Incarnation:
     """Join all shadows and give them what they lack. All ranks call it together.
 

@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
@@ -39,7 +39,7 @@ from lastgood.gradients.protocol.messages import (
 from lastgood.gradients.protocol.spills import SpillPlan
 from lastgood.gradients.trainer.parameters import BucketCopy
 
-__all__ = ["Conductor", "ConductorSettings", "OnComplete"]
+__all__ = ["Conductor", "ConductorSettings"]
 
 _log = logging.getLogger("lastgood")
 
@@ -58,15 +58,11 @@ class ConductorSettings:
     data: DataSettings
 
 
-class OnComplete(Protocol):
-    """Called, in some thread, when it is known what became of iterations."""
-
-    def __call__(self, word: Complete) -> None:
-        """Rank 0's word, on every rank the same."""
-
-
 class Conductor:
-    """All shadows, from one rank. `start`, then `wait_whole` once the first seeds are on their way, then `close`."""
+    """All shadows, from one rank. `start`, then `wait_whole` once the first seeds are on their way, then `close`.
+
+    `on_complete` is called, in some thread, with rank 0's word on what became of iterations: on every rank the same.
+    """
 
     def __init__(
         self,
@@ -76,7 +72,7 @@ class Conductor:
         token: bytes,
         settings: ConductorSettings,
         owned: Callable[[int], bool],
-        on_complete: OnComplete,
+        on_complete: Callable[[Complete], None],
     ) -> None:
         self._identity = identity
         self._settings = settings
@@ -122,22 +118,17 @@ class Conductor:
     def wait_connected(self, timeout_s: float) -> None:
         """Return when every shadow has taken the layout, and takes gradients. Raises WaitTimeout, CheckpointError."""
         self._wait(
-            lambda: all(
-                known.connected and link.data.connected
-                for known, link in zip(self._state.shadows, self.links, strict=True)
-            ),
+            lambda number: not (self._state.shadows[number].connected and self.links[number].data.connected),
             timeout_s,
             "to take part",
-            lambda number: not (self._state.shadows[number].connected and self.links[number].data.connected),
         )
 
     def wait_whole(self, timeout_s: float) -> None:
         """Return when no shadow wants a seed any more. Raises WaitTimeout, naming those that do."""
         self._wait(
-            lambda: all(known.connected and not known.wants for known in self._state.shadows),
+            lambda number: bool(self._state.shadows[number].wants) or not self._state.shadows[number].connected,
             timeout_s,
             "to take their first seeds",
-            lambda number: bool(self._state.shadows[number].wants) or not self._state.shadows[number].connected,
         )
 
     def wait_seeded(self, timeout_s: float) -> None:
@@ -147,23 +138,16 @@ class Conductor:
             while any(known.on_the_way for known in self._state.shadows) and time.monotonic() < deadline:
                 self._changed.wait(_TICK_S)
 
-    def _wait(self, done: Callable[[], bool], timeout_s: float, what: str, late: Callable[[int], bool]) -> None:
+    def _wait(self, is_late: Callable[[int], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not done():
-                self._check_fenced()
+            while late := [number for number in range(len(self.links)) if is_late(number)]:
+                if self._fenced is not None:
+                    raise CheckpointError(self._fenced)
                 if time.monotonic() > deadline:
-                    names = [
-                        f"{link.address} ({self._why.get(number, 'no answer')})"
-                        for number, link in enumerate(self.links)
-                        if late(number)
-                    ]
+                    names = [f"{self.links[number].address} ({self._why.get(number, 'no answer')})" for number in late]
                     raise WaitTimeout(f"waited {timeout_s:g} s for shadows {what}: {', '.join(names)}")
                 self._changed.wait(_TICK_S)
-
-    def _check_fenced(self) -> None:
-        if self._fenced is not None:
-            raise CheckpointError(self._fenced)
 
     # -- from the training -----------------------------------------------------------------------------------------
 
@@ -360,11 +344,10 @@ class Conductor:
         self._changed.notify_all()
         if self._identity.rank != 0 or self._fenced is not None:
             return
-        while (certificate := self._state.decide()) is not None:
-            message = Complete(**asdict(certificate))
+        while (complete := self._state.decide()) is not None:
             for link in self.links:
-                link.post(message, certificate.iteration)
-            self._announce(message)
+                link.post(complete, complete.iteration)
+            self._announce(complete)
 
     def _announce(self, word: Complete) -> None:
         for number, link in enumerate(self.links):

@@ -15,19 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from lastgood.gradients.protocol.messages import MAX_SPOILED
+from lastgood.gradients.protocol.messages import MAX_SPOILED, Complete
 
-__all__ = ["Certificate", "ConductorState", "ShadowView"]
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What a Complete message says."""
-
-    iteration: int
-    lost: tuple[int, ...] = ()
-    floor: int = 0
-    spoiled: tuple[int, ...] = ()
+__all__ = ["ConductorState", "ShadowView"]
 
 
 @dataclass
@@ -72,7 +62,7 @@ class ConductorState:
         """Of no save before this iteration it is known that all shadows held it."""
         self._spoiled: tuple[int, ...] = ()
         """Those from there on that were complete without all of their side records."""
-        self._told: Certificate | None = None
+        self._told: Complete | None = None
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -185,7 +175,7 @@ class ConductorState:
         wanted = min(self.closed, self.complete + known.slots)
         return not known.whole or (known.have or 0) < wanted
 
-    def decide(self) -> Certificate | None:
+    def decide(self) -> Complete | None:
         """What is complete now; None if that was said already. Called by rank 0 only."""
         waited = [known for known in self.shadows if known.whole and not known.given_up]
         limit = min((known.have or 0 for known in waited), default=self.closed)
@@ -230,10 +220,11 @@ class ConductorState:
         for known in self.shadows:
             known.spoiled = {one for one in known.spoiled if one >= iteration}
 
-    def _news(self) -> Certificate | None:
+    def _news(self) -> Complete | None:
         if self._told is not None and (self._told.iteration, self._told.lost) == (self.complete, self.lost):
             return None
-        self._told = Certificate(self.complete, self.lost, max(self._kept_from, self.floor), self._spoiled)
+        floor = max(self._kept_from, self.floor)
+        self._told = Complete(iteration=self.complete, lost=self.lost, floor=floor, spoiled=self._spoiled)
         return self._told
 
     def _spoilers(self, iteration: int) -> tuple[int, ...]:
