@@ -7,6 +7,7 @@ sequence and the offset, so that a chunk in a wrong place is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import hmac
@@ -19,11 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lastgood import _native
-from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
+from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake
 
@@ -41,6 +43,7 @@ __all__ = [
     "available_memory_bytes",
     "check_message",
     "chunk_checksum",
+    "is_ready",
     "keep_alive",
     "message_frame",
     "message_step",
@@ -49,6 +52,7 @@ __all__ = [
     "peer_handshake",
     "proof",
     "prove_trainer",
+    "shut_down",
 ]
 
 MAX_CHUNK_BYTES = 64 << 20
@@ -95,6 +99,19 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def is_ready(connection: socket.socket, event: int, seconds: float) -> bool:
+    """Whether `event` (select.POLLIN, POLLOUT), an error or the end is there within `seconds`."""
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(max(seconds, 0.0) * 1e3))
+
+
+def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End one direction of a connection, or both, for whichever thread uses it; one that is closed stays so."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(how)
+
+
 def chunk_checksum(data: memoryview, sequence: int, offset: int) -> int:
     """CRC32C of a chunk, going on from its checkpoint's `sequence` and its `offset` in it."""
     return _native.crc32c(data, _native.chunk_seed(sequence, offset))
@@ -102,10 +119,7 @@ def chunk_checksum(data: memoryview, sequence: int, offset: int) -> int:
 
 def available_memory_bytes() -> int:
     """Memory that this machine could give out now (MemAvailable of /proc/meminfo)."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise StorageError("/proc/meminfo holds no MemAvailable; give a limit of memory yourself")
+    return psutil.virtual_memory().available
 
 
 def message_frame(content: dict[str, Any]) -> bytes:
@@ -138,11 +152,8 @@ def check_message(frame: Frame, other: str, what: str) -> Frame:
 
 def parse_message(frame: Frame, body: bytes | bytearray, other: str) -> dict[str, Any]:
     """The content of a message. Raises CorruptCheckpoint if it cannot be read."""
-    try:
-        if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
-            raise ValueError("no message, or damaged")
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{other} sent a message that cannot be read: {error}") from error
+    if frame.kind is not Kind.MESSAGE or _native.crc32c(body) != frame.checksum:
+        raise CorruptCheckpoint(f"{other} sent a message that cannot be read: no message, or damaged")
     content = parse_json(body, f"a message of {other}", most_bytes=frame.length)
     if not isinstance(content, dict):
         raise CorruptCheckpoint(f"{other} sent a message that is no JSON object")
@@ -201,15 +212,10 @@ class Wire:
             try:
                 return operation()
             except BlockingIOError:
-                if not self._poll(event, deadline - time.monotonic()):
+                if not is_ready(self._socket, event, deadline - time.monotonic()):
                     raise WaitTimeout(f"waited {self.timeout_s:g} s for {what}, {self.other}") from None
             except OSError as error:
                 raise CheckpointError(f"{self.other}: the connection broke at {what}: {error}") from error
-
-    def _poll(self, event: int, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        return bool(poll.poll(max(seconds, 0.0) * 1e3))
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +253,7 @@ class Wire:
 
     def wait_readable(self, seconds: float) -> bool:
         """Whether something (or the end) arrives within `seconds`."""
-        return self._poll(select.POLLIN, seconds)
+        return is_ready(self._socket, select.POLLIN, seconds)
 
     def ended(self) -> bool:
         """Whether the other side has closed the connection, and all that it sent is read."""
@@ -260,10 +266,7 @@ class Wire:
 
     def abort(self) -> None:
         """Make every call that another thread is in fail at once."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it is closed already
+        shut_down(self._socket)
 
     def detach(self) -> int:
         """Give the file descriptor away; this object is done."""

@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
@@ -41,58 +42,43 @@ def relay_proof(
     opening = yield len(RING_GREETING) + NONCE_BYTES
     if not opening.startswith(RING_GREETING):
         raise MismatchError(f"{other}: no ring of Lastgood's speaks there")
-    outer = None
-    try:
-        # Only for what has greeted as a rank does: the next one holds it as a stranger, and for as long.
-        outer = yield from _connect(targets)
-        outer.send(opening)
-        answer = b""
-        while len(answer) < NONCE_BYTES:
-            yield Ready(outer, selectors.EVENT_READ)
-            part = outer.recv(NONCE_BYTES - len(answer))
-            if not part:
-                raise ConnectionError(errno.ECONNRESET, "it closed the connection before its answer")
-            answer += part
-    except OSError as error:
-        if outer is not None:
-            outer.close()
-        unreachable(error)
-        return None
-    except BaseException:
-        if outer is not None:
-            outer.close()
-        raise
-    try:
+    with ExitStack() as unproved:
+        try:
+            # Only for what has greeted as a rank does: the next one holds it as a stranger, and for as long.
+            outer = unproved.enter_context((yield from _connect(targets)))
+            outer.send(opening)
+            answer = b""
+            while len(answer) < NONCE_BYTES:
+                yield Ready(outer, selectors.EVENT_READ)
+                part = outer.recv(NONCE_BYTES - len(answer))
+                if not part:
+                    raise ConnectionError(errno.ECONNRESET, "it closed the connection before its answer")
+                answer += part
+        except OSError as error:
+            unreachable(error)
+            return None
         yield answer
         shown = yield PROOF_BYTES
         if not hmac.compare_digest(shown, frames.proof(token, b"trainer", opening[len(RING_GREETING) :], answer)):
             yield frames.NO_PROOF
             raise MismatchError(f"{other}: it does not know the token")
         outer.send(shown)
-    except BaseException:
-        outer.close()
-        raise
+        unproved.pop_all()
     return outer
 
 
 def _connect(targets: Callable[[], Sequence[tuple[Any, ...]]]) -> Handshake[socket.socket]:
     last: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
     for family, kind, protocol, _, where in targets():
-        outer = socket.socket(family, kind, protocol)
-        try:
+        with ExitStack() as unconnected:
+            outer = unconnected.enter_context(socket.socket(family, kind, protocol))
             outer.setblocking(False)
             if outer.connect_ex(where) != 0:
                 yield Ready(outer, selectors.EVENT_WRITE)
-            if (number := outer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
-                raise OSError(number, os.strerror(number))
-        except OSError as error:
-            outer.close()
-            last = error
-        except BaseException:
-            outer.close()
-            raise
-        else:
-            return outer
+            if (number := outer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
+                unconnected.pop_all()
+                return outer
+            last = OSError(number, os.strerror(number))
     raise last
 
 

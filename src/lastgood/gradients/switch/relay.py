@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from lastgood.errors import ConfigError, LastgoodError
 from lastgood.gradients.protocol.messages import Hello
 from lastgood.gradients.switch.forward import Copier, CopySettings
 from lastgood.gradients.switch.parser import LinkParser, relay_proof
-from lastgood.wire.frames import keep_alive
+from lastgood.wire.frames import is_ready, keep_alive, shut_down
 from lastgood.wire.gate import Gate, Guest, Handshake
 from lastgood.wire.records import Record, RecordKind
 from lastgood.wire.ring_link import Hello as RingHello
@@ -80,14 +81,9 @@ class Switch:
         self._ended: Counter[str] = Counter()
         self._sockets: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
-        listeners: list[socket.socket] = []
-        try:
-            for link in links:
-                listeners.append(listen_ring(*parse_address(link.listen)))
-        except BaseException:
-            for listener in listeners:
-                listener.close()
-            raise
+        with ExitStack() as failed:
+            listeners = [failed.enter_context(listen_ring(*parse_address(link.listen))) for link in links]
+            failed.pop_all()
         self.addresses = [_address_of(listener) for listener in listeners]
         """Where each link listens, in the order of the links; ports that were 0 are known here."""
         for link, listener in zip(links, listeners, strict=True):
@@ -106,7 +102,7 @@ class Switch:
         self._stop.set()
         with self._lock:
             for one in self._sockets:
-                _shut_down(one)
+                shut_down(one)
             copiers = [copier for group in (*self._copiers.values(), self._leaving) for copier in group]
             threads = list(self._threads)
         for copier in copiers:
@@ -224,7 +220,7 @@ class Switch:
         view = memoryview(bytearray(_BUFFER_BYTES))
         try:
             while not self._stop.is_set():
-                if not _ready(source, select.POLLIN, _LOOK_S):
+                if not is_ready(source, select.POLLIN, _LOOK_S):
                     continue
                 try:
                     count = source.recv_into(view)
@@ -238,9 +234,9 @@ class Switch:
                     after(view[:count])
         except OSError as error:
             _log.info("switch: a link ended: %s", error)
-            _shut_down(source)
+            shut_down(source)
         # Behind all that was sent before; the target may still have something to say.
-        _finish(target)
+        shut_down(target, socket.SHUT_WR)
 
     def _send(self, target: socket.socket, data: memoryview) -> None:
         deadline = time.monotonic() + self._stall_s
@@ -249,7 +245,7 @@ class Switch:
                 data = data[target.send(data) :]
                 deadline = time.monotonic() + self._stall_s
             except BlockingIOError:
-                if not _ready(target, select.POLLOUT, _LOOK_S) and time.monotonic() > deadline:
+                if not is_ready(target, select.POLLOUT, _LOOK_S) and time.monotonic() > deadline:
                     raise TimeoutError(f"the other side took nothing for {self._stall_s:g} s") from None
 
     # -- copies --------------------------------------------------------------------------------------------------------
@@ -327,23 +323,3 @@ class _Reading:
 def _address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _ready(one: socket.socket, event: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(one, event)
-    return bool(poll.poll(seconds * 1e3))
-
-
-def _finish(one: socket.socket) -> None:
-    try:
-        one.shutdown(socket.SHUT_WR)
-    except OSError:
-        return  # it is closed already
-
-
-def _shut_down(one: socket.socket) -> None:
-    try:
-        one.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it is closed already
