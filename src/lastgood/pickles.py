@@ -14,6 +14,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lastgood.bounds import DAMAGE, MOST_INT_BYTES, Budget, Refused, hashable, key_cost
@@ -23,25 +24,21 @@ __all__ = ["Maker", "Record", "load_pickle"]
 _MOST_NAME_BYTES = 256
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Maker:
     """What a name in a pickle stands for: a function that checks its arguments."""
 
-    __slots__ = ("make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any]) -> None:
-        self.name = name
-        self.make = make
+    name: str
+    make: Callable[..., Any]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Record:
     """An object of a foreign class: its class's name, the arguments that made it, and its state."""
 
-    __slots__ = ("arguments", "name", "state")
-
-    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.state: Any = None
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
 
     @classmethod
     def maker(cls, name: str) -> Maker:
@@ -81,26 +78,18 @@ def load_pickle(
         raise Refused(f"at byte {machine.position} of its pickle: {type(error).__name__}: {error}") from error
 
 
+@dataclass(eq=False)
 class _Machine:
-    def __init__(
-        self,
-        content: bytes,
-        names: Mapping[tuple[str, str], Any],
-        budget: Budget,
-        persistent: Callable[[Any], Any] | None,
-        build: Mapping[type, Callable[[Any, Any], None]],
-        keys: tuple[type, ...],
-    ) -> None:
-        self.position = 0
-        self._content = content
-        self._names = names
-        self._budget = budget
-        self._persistent = persistent
-        self._build = build
-        self._keys = keys
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        self._memo: list[Any] = []
+    _content: bytes
+    _names: Mapping[tuple[str, str], Any]
+    _budget: Budget
+    _persistent: Callable[[Any], Any] | None
+    _build: Mapping[type, Callable[[Any, Any], None]]
+    _keys: tuple[type, ...]
+    _stack: list[Any] = field(default_factory=list)
+    _below: list[list[Any]] = field(default_factory=list)
+    _memo: list[Any] = field(default_factory=list)
+    position: int = 0
 
     def run(self) -> Any:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,17 @@ from lastgood.optim.spec import OptimizerSpec
 __all__ = ["DeviceStep"]
 
 
+@dataclass
 class DeviceStep:
     """SGD, Adam or AdamW as the CUDA kernels of torch step them, on host memory."""
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        parameters: Sequence[torch.Tensor],
-        groups: Sequence[int],
-        state: FlatState,
-        threads: int,
-        places: Sequence[int],
-        variant: str = "",
-    ) -> None:
-        self._spec = spec
-        self._parameters = parameters
-        self._groups = groups
-        self._state = state
-        self._threads = threads
-        self._places = places
-        self._variant = variant
+    _spec: OptimizerSpec
+    _parameters: Sequence[torch.Tensor]
+    _groups: Sequence[int]
+    _state: FlatState
+    _threads: int
+    _places: Sequence[int]
+    _variant: str = ""
 
     def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
         """One step in place; gradients stay as they are."""

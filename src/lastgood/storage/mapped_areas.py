@@ -29,6 +29,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -302,6 +303,7 @@ class AreaStore:
             area.mapped = None
 
 
+@dataclass(eq=False)
 class AreaWrite:
     """One checkpoint on its way into an area. Made by `AreaStore.begin`; given up by not committing it.
 
@@ -309,25 +311,19 @@ class AreaWrite:
     behind it. It gives the checksums of the chunks.
     """
 
-    def __init__(
-        self,
-        store: AreaStore,
-        path: Path,
-        area: int,
-        mapped: MappedArea,
-        step: int,
-        sequence: int,
-        stream_bytes: int,
-    ) -> None:
-        self.path = path
-        self.mapped = mapped
-        self.step = step
-        self.sequence = sequence
-        self.stream_bytes = stream_bytes
-        self.padded_bytes = fmt.align_up(stream_bytes)
-        self.data_offset = fmt.DATA_OFFSET
-        self._store = store
-        self._area = area
+    _store: AreaStore
+    path: Path
+    _area: int
+    mapped: MappedArea
+    step: int
+    sequence: int
+    stream_bytes: int
+    data_offset: ClassVar[int] = fmt.DATA_OFFSET
+
+    @property
+    def padded_bytes(self) -> int:
+        """The stream, filled up to whole blocks."""
+        return fmt.align_up(self.stream_bytes)
 
     @property
     def address(self) -> int:

@@ -11,12 +11,7 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, WaitTimeout
-from lastgood.files import (
-    ReadableBy,
-    storage_error,
-    storage_errors,
-    sync_directory,
-)
+from lastgood.files import ReadableBy, storage_error, storage_errors, sync_directory
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
@@ -89,7 +84,17 @@ class SlotStore(Retention):
         readable_by: ReadableBy = ReadableBy.OWNER,
     ) -> None:
         super().__init__(directory, keep, readable_by)
-        _check_arguments(slots, keep, chunk_bytes, writer_threads, pool, pool_bytes, job_id)
+        if keep < 1 or slots < keep + 1:
+            raise ConfigError(f"keep must be at least 1 and slots at least keep + 1: slots={slots}, keep={keep}")
+        if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
+            raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
+        if writer_threads < 1:
+            raise ConfigError(f"writer_threads must be at least 1: {writer_threads}")
+        available = pool_bytes if pool is None else pool.chunk_bytes
+        if available < chunk_bytes:
+            raise ConfigError(f"the pool's buffers hold {available} bytes, fewer than chunk_bytes={chunk_bytes}")
+        if job_id is not None and len(job_id) != fmt.JOB_ID_BYTES:
+            raise ConfigError(f"job_id must have {fmt.JOB_ID_BYTES} bytes, not {len(job_id)}")
         self.slots = slots
         self.chunk_bytes = chunk_bytes
         self.writer_threads = writer_threads
@@ -442,25 +447,3 @@ class SlotStore(Retention):
             f"{len(self._all)} slots, {len(writing)} being written ({', '.join(writing) or 'none'}), "
             f"{len(kept)} kept ({', '.join(kept) or 'none'}), {reading} being read"
         )
-
-
-def _check_arguments(
-    slots: int,
-    keep: int,
-    chunk_bytes: int,
-    writer_threads: int,
-    pool: _native.ChunkPool | None,
-    pool_bytes: int,
-    job_id: bytes | None,
-) -> None:
-    if keep < 1 or slots < keep + 1:
-        raise ConfigError(f"keep must be at least 1 and slots at least keep + 1: slots={slots}, keep={keep}")
-    if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
-        raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
-    if writer_threads < 1:
-        raise ConfigError(f"writer_threads must be at least 1: {writer_threads}")
-    available = pool_bytes if pool is None else pool.chunk_bytes
-    if available < chunk_bytes:
-        raise ConfigError(f"the pool's buffers hold {available} bytes, fewer than chunk_bytes={chunk_bytes}")
-    if job_id is not None and len(job_id) != fmt.JOB_ID_BYTES:
-        raise ConfigError(f"job_id must have {fmt.JOB_ID_BYTES} bytes, not {len(job_id)}")
