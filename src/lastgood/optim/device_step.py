@@ -90,9 +90,7 @@ class DeviceStep:
         numbers, flags = rule.groups[group], self._spec.groups[group]
         factors = [] if rule.inverse_scale in (None, 1.0) else [rule.inverse_scale]
         if isinstance(rule.clip, ClipNorm):
-            factors.append(
-                float(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype), device="cpu"))
-            )
+            factors.append(float(rule.clip.factor()))
         decay = "none" if numbers.weight_decay == 0 else "decoupled" if self._spec.kind == "adamw" else "l2"
         return {
             "kind": "sgd" if self._spec.kind == "sgd" else "adam",

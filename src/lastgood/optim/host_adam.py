@@ -37,7 +37,7 @@ class TorchAdam:
         self._arguments = {
             "amsgrad": flags.amsgrad,
             "maximize": flags.maximize,
-            "lr": _learning_rate(numbers),
+            "lr": numbers.learning_rate,
             "beta1": numbers.betas[0],
             "beta2": numbers.betas[1],
             "eps": numbers.eps,
@@ -61,9 +61,6 @@ class HostAdam:
 
     def __init__(self, kind: str, flags: GroupSpec, numbers: GroupRule, rule: UpdateRule, threads: int) -> None:
         self._numbers = numbers
-        factor2 = 1.0
-        if isinstance(rule.clip, ClipNorm):
-            factor2 = float(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype), device="cpu"))
         self._arguments: dict[str, Any] = {
             "decoupled": kind == "adamw",
             "maximize": flags.maximize,
@@ -73,7 +70,7 @@ class HostAdam:
             "beta2": numbers.betas[1],
             "eps": numbers.eps,
             "factor1": 1.0 if rule.inverse_scale is None else rule.inverse_scale,
-            "factor2": factor2,
+            "factor2": float(rule.clip.factor()) if isinstance(rule.clip, ClipNorm) else 1.0,
             "limit": rule.clip.limit if isinstance(rule.clip, ClipValue) else math.inf,
             "threads": threads,
         }
@@ -146,9 +143,3 @@ def _values(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """Draws of full mantissas, of both signs and some sizes; torch's own generators stay as they are."""
     source = np.random.Generator(np.random.PCG64(19))
     return lambda: torch.from_numpy(source.standard_normal(_PROBE_ELEMENTS)).to(dtype)
-
-
-def _learning_rate(numbers: GroupRule) -> float | torch.Tensor:
-    if not numbers.tensor_lr:
-        return numbers.lr
-    return torch.tensor(numbers.lr, dtype=getattr(torch, numbers.tensor_lr), device="cpu")

@@ -9,10 +9,10 @@ from lastgood._lazy import torch
 from lastgood.optim.flat_state import FlatState
 from lastgood.optim.preparation import Preparation
 from lastgood.optim.rule import GroupRule, UpdateRule
-from lastgood.optim.spec import OptimizerSpec
+from lastgood.optim.spec import Kind, OptimizerSpec
 from lastgood.optim.threads import intra_op_threads
 
-__all__ = ["HostStep"]
+__all__ = ["HostStep", "torch_class"]
 
 _PART_ELEMENTS: Final = 1 << 20  # 4 MiB of gradients in float32
 
@@ -101,7 +101,8 @@ class _Part:
             {"params": [parameters[i] for i in which if groups[i] == number], **_flags(spec, number)}
             for number in self.groups
         ]
-        self.optimizer: Any = _torch_class(spec)(described, **_implementation(spec))
+        named = {name: spec.implementation == name for name in ("fused", "foreach")}
+        self.optimizer: Any = torch_class(spec.kind)(described, **named)
 
 
 def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -117,12 +118,9 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
     return parts
 
 
-def _torch_class(spec: OptimizerSpec) -> Any:
-    return {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.kind]
-
-
-def _implementation(spec: OptimizerSpec) -> dict[str, bool]:
-    return {"fused": spec.implementation == "fused", "foreach": spec.implementation == "foreach"}
+def torch_class(kind: Kind) -> Any:
+    """The class of torch's own optimizers of this kind."""
+    return {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
 
 
 def _flags(spec: OptimizerSpec, number: int) -> dict[str, Any]:
@@ -134,8 +132,7 @@ def _flags(spec: OptimizerSpec, number: int) -> dict[str, Any]:
 
 
 def _set_numbers(group: dict[str, Any], rule: GroupRule) -> None:
-    tensor = bool(rule.tensor_lr)
-    group["lr"] = torch.tensor(rule.lr, dtype=getattr(torch, rule.tensor_lr), device="cpu") if tensor else rule.lr
+    group["lr"] = rule.learning_rate
     group["weight_decay"] = rule.weight_decay
     if "betas" in group:
         group["betas"] = rule.betas

@@ -18,9 +18,7 @@ class Preparation:
         if rule.inverse_scale is not None and rule.inverse_scale != 1.0:
             self._operations.append(_product(rule.inverse_scale))
         if isinstance(rule.clip, ClipNorm) and rule.clip.coefficient != 1.0:
-            self._operations.append(
-                _product(torch.tensor(rule.clip.coefficient, dtype=getattr(torch, rule.clip.dtype), device="cpu"))
-            )
+            self._operations.append(_product(rule.clip.factor()))
         elif isinstance(rule.clip, ClipValue):
             limit = rule.clip.limit
             self._operations.append(lambda given, to: torch.clamp(given, min=-limit, max=limit, out=to))

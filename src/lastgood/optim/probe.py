@@ -16,6 +16,7 @@ import numpy as np
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.optim.dense import DenseOptimizer
+from lastgood.optim.host_step import torch_class
 from lastgood.optim.rule import GroupRule, UpdateRule
 from lastgood.optim.spec import ALL_LANES, GroupSpec, Kind, OptimizerSpec
 from lastgood.optim.trainer import DevicePowers
@@ -101,13 +102,11 @@ def run_on_device(probe: Probe, device: str) -> States:
         "fused": probe.implementation == "fused",
         "foreach": probe.implementation == "foreach",
     }
-    optimizer: Any
     if probe.kind == "sgd":
         which |= {"momentum": numbers.momentum, "dampening": numbers.dampening, "nesterov": flags.nesterov}
-        optimizer = torch.optim.SGD(weights, **which)
     else:
-        adam = torch.optim.Adam if probe.kind == "adam" else torch.optim.AdamW
-        optimizer = adam(weights, betas=numbers.betas, eps=numbers.eps, amsgrad=flags.amsgrad, **which)
+        which |= {"betas": numbers.betas, "eps": numbers.eps, "amsgrad": flags.amsgrad}
+    optimizer = torch_class(probe.kind)(weights, **which)
     found: States = []
     for step in range(_STEPS):
         for weight, gradient in zip(weights, probe.gradients(step), strict=True):

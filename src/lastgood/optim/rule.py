@@ -27,6 +27,10 @@ class ClipNorm:
     coefficient: float
     dtype: str = "float32"
 
+    def factor(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """That scalar tensor."""
+        return torch.tensor(self.coefficient, dtype=getattr(torch, self.dtype), device=device)
+
 
 @dataclass(frozen=True)
 class ClipValue:
@@ -51,6 +55,11 @@ class GroupRule:
     momentum: float = 0.0
     dampening: float = 0.0
     powers: tuple[tuple[int, float, float], ...] = ()
+
+    @property
+    def learning_rate(self) -> float | torch.Tensor:
+        """As torch's step takes it: a number, or a tensor on the CPU."""
+        return torch.tensor(self.lr, dtype=getattr(torch, self.tensor_lr), device="cpu") if self.tensor_lr else self.lr
 
     @classmethod
     def of(cls, group: Mapping[str, Any], powers: Sequence[tuple[int, float, float]] = ()) -> GroupRule:

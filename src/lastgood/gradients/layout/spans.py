@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lastgood.gradients.layout.layout import GradientLayout
@@ -75,11 +75,8 @@ def _append(found: list[Span], span: Span) -> None:
     """Add a run, joined to the one before it where both ends go on."""
     if found:
         last = found[-1]
-        if (last.bucket, last.offset + last.nbytes, last.source + last.nbytes) == (
-            span.bucket,
-            span.offset,
-            span.source,
-        ):
-            found[-1] = Span(last.bucket, last.dtype, last.offset, last.source, last.nbytes + span.nbytes)
+        following = (last.bucket, last.offset + last.nbytes, last.source + last.nbytes)
+        if (span.bucket, span.offset, span.source) == following:
+            found[-1] = replace(last, nbytes=last.nbytes + span.nbytes)
             return
     found.append(span)

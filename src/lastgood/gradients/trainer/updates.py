@@ -235,8 +235,7 @@ class Samples:
             if inverse_scale is not None:
                 expected.mul_(torch.tensor(inverse_scale, dtype=torch.float32, device=gradient.device))
             if isinstance(clip, ClipNorm):
-                factor = torch.tensor(clip.coefficient, dtype=getattr(torch, clip.dtype), device=gradient.device)
-                expected.mul_(factor)
+                expected.mul_(clip.factor(gradient.device))
             elif clip is not None:
                 expected.clamp_(-clip.limit, clip.limit)
             if not torch.equal(expected.view(1).nan_to_num(0.0), found.view(1).nan_to_num(0.0)):
