@@ -109,10 +109,14 @@ class ShadowBody:
             raise NoCheckpoint("this shadow spills nothing (--spill-dir)")
         return self.store
 
-    def check_fenced(self, incarnation: int) -> None:
-        """Raises MismatchError, CheckpointError where no restore is possible now."""
+    def check_current(self, incarnation: int) -> None:
+        """Raises MismatchError for another incarnation than this shadow's."""
         if incarnation != self.state.incarnation:
             raise MismatchError(f"incarnation {incarnation} is fenced off; this shadow's is {self.state.incarnation}")
+
+    def check_fenced(self, incarnation: int) -> None:
+        """Raises MismatchError, CheckpointError where no restore is possible now."""
+        self.check_current(incarnation)
         if self.state.declared:
             raise CheckpointError(f"training goes on in incarnation {incarnation} already; a restore fences first")
 

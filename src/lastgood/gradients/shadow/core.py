@@ -43,6 +43,7 @@ class ShadowCore:
 
     def __init__(self, settings: ShadowSettings, tell: Callable[[Message, bool], None]) -> None:
         self.body = ShadowBody(settings, tell)
+        self._state = self.body.state
         self.settings = settings
         self._refused: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -75,14 +76,14 @@ class ShadowCore:
             return Welcome(
                 shadow=self.settings.shadow,
                 shadows=self.settings.shadows,
-                job=self.body.state.job,
-                epoch=self.body.state.incarnation,
-                layout=self.body.state.layout if self.body.state.declared else None,
+                job=self._state.job,
+                epoch=self._state.incarnation,
+                layout=self._state.layout if self._state.declared else None,
                 gradient_slots=self.settings.slots,
-                unseeded=tuple(self.body.state.held.unlanded) if self.body.state.declared else (),
-                seeds=self.body.state.seeds if self.body.state.declared else (),
+                unseeded=tuple(self._state.held.unlanded) if self._state.declared else (),
+                seeds=self._state.seeds if self._state.declared else (),
                 spills=self._durable(),
-                spilling=self.body.state.spill.open if self.body.state.declared else (),
+                spilling=self._state.spill.open if self._state.declared else (),
             )
 
     def status(self) -> Status:
@@ -91,15 +92,15 @@ class ShadowCore:
             return Status(
                 shadow=self.settings.shadow,
                 shadows=self.settings.shadows,
-                job=self.body.state.job,
-                epoch=self.body.state.incarnation,
-                layout=self.body.state.layout,
-                whole=self.body.state.held.whole,
-                applied=self.body.state.held.applied,
-                have=self.body.state.held.have,
-                memory=tuple(self.body.state.held.restorable()),
+                job=self._state.job,
+                epoch=self._state.incarnation,
+                layout=self._state.layout,
+                whole=self._state.held.whole,
+                applied=self._state.held.applied,
+                have=self._state.held.have,
+                memory=tuple(self._state.held.restorable()),
                 durable=self._durable(),
-                promised=self.body.state.promised,
+                promised=self._state.promised,
                 refused=self.all_refused(),
             )
 
@@ -135,16 +136,13 @@ class ShadowCore:
     def fence(self, job: str | None, incarnation: int) -> None:
         """Begin an incarnation. Raises MismatchError for another job or an older one, StorageError for spills."""
         with self.body.change:
-            job = job or self.body.state.job
+            job = job or self._state.job
             if job is None:
                 raise MismatchError("this shadow has no job yet, and the fence names none")
-            if (
-                self.body.store is None
-                and self.settings.spill_directory is not None
-                and self.body.state.job in (None, job)
-            ):
-                self.body.store = SpillStore(self.settings.spill_directory, job, self.settings.shadow)
-            self.body.state.fence(job, incarnation)
+            folder = self.settings.spill_directory
+            if self.body.store is None and folder is not None and self._state.job in (None, job):
+                self.body.store = SpillStore(folder, job, self.settings.shadow)
+            self._state.fence(job, incarnation)
             if self.body.store is not None:
                 self.body.store.fence(incarnation)
             self.body.counters.fences += 1
@@ -176,21 +174,18 @@ class ShadowCore:
         if self.body.store is not None:
             self.body.store.wait(WORK_S)  # without the lock, which a spill's end takes
         with self.body.stopped():
-            if incarnation != self.body.state.incarnation:
-                raise MismatchError(
-                    f"incarnation {incarnation} is fenced off; this shadow's is {self.body.state.incarnation}"
-                )
-            if self.body.state.declared:
-                if layout.digest != self.body.state.layout:
+            self.body.check_current(incarnation)
+            if self._state.declared:
+                if layout.digest != self._state.layout:
                     raise MismatchError("another layout was declared in this incarnation; fence before a new one")
                 answer(self.welcome())
                 return
             self.body.settle_memory(layout)
             if self.body.store is not None:
                 # Before anything is declared: where it fails, the trainers come again, and all of this is done again.
-                kept = self.body.state.keeps(layout.digest, message.adopt)
+                kept = self._state.keeps(layout.digest, message.adopt)
                 self.body.store.begin_incarnation(incarnation, message.adopt, self.body.restored if kept else None)
-            kept = self.body.state.declare(
+            kept = self._state.declare(
                 layout.digest, owned, layout.side_ranks_of(settings.shadow), layout.ranks, message.adopt
             )
             assert self.body.memory is not None and self.body.receiver is not None
@@ -209,11 +204,10 @@ class ShadowCore:
     def admit(self, hello: Hello) -> None:
         """Check a hello of a trainer. Raises MismatchError, saying why it is refused."""
         with self.body.change:
-            state = self.body.state
+            state = self._state
             if hello.job != state.job or state.job is None:
                 raise MismatchError(f"this shadow's job is {state.job}, not {hello.job}; fence first")
-            if hello.epoch != state.incarnation:
-                raise MismatchError(f"incarnation {hello.epoch} is fenced off; this shadow's is {state.incarnation}")
+            self.body.check_current(hello.epoch)
             if hello.role == "data" or hello.layout is not None:
                 if not state.declared:
                     raise MismatchError("no layout is declared in this incarnation yet; try again")
@@ -229,41 +223,41 @@ class ShadowCore:
             assert self.body.receiver is not None
             number = self.body.receiver.add(descriptor, hello.rank)
             self._data.setdefault(hello.rank, set()).add(number)
-            self.body.state.connected(hello.rank)
+            self._state.connected(hello.rank)
 
     def greet(self, rank: int, tell: Callable[[Message], None]) -> None:
         """A rank's control connection is there (again). What only this rank needs to hear goes to `tell`."""
         with self.body.change:
             if rank == 0:
-                self.body.state.greet()
+                self._state.greet()
                 self.body.flow()
             else:
-                for message in self.body.state.news():
+                for message in self._state.news():
                     tell(message)
 
     def step(self, incarnation: int, message: Step) -> None:
         """See `Step`."""
         with self._current(incarnation):
-            self.body.state.step(message)
+            self._state.step(message)
             assert self.body.layout is not None
             for bucket in self.body.layout.buckets_of(self.settings.shadow):
                 if self.body.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
-                    self.body.state.received(bucket, message.iteration)
+                    self._state.received(bucket, message.iteration)
 
     def absent(self, incarnation: int, rank: int, message: Absent) -> None:
         """See `Absent`."""
         with self._current(incarnation):
-            self.body.state.absent(rank, message)
+            self._state.absent(rank, message)
 
     def complete(self, incarnation: int, message: Complete) -> None:
         """See `Complete`."""
         with self._current(incarnation):
-            self.body.state.complete(message)
+            self._state.complete(message)
 
     def verify(self, incarnation: int, message: Verify) -> None:
         """See `Verify`."""
         with self._current(incarnation):
-            self.body.state.check(message.bucket, message.iteration, message.checksum)
+            self._state.check(message.bucket, message.iteration, message.checksum)
 
     @contextlib.contextmanager
     def side_room(self, message: Side) -> Iterator[bool]:
@@ -283,8 +277,8 @@ class ShadowCore:
             described = self.body.sides.described(message)
             if content is None or described is None:
                 why = "its layout was never sent" if described is None else "side records take all their memory"
-                self.body.state.side_refused(message.rank, message.iteration, why)
-            elif self.body.state.side(message.rank, message.iteration):
+                self._state.side_refused(message.rank, message.iteration, why)
+            elif self._state.side(message.rank, message.iteration):
                 self.body.sides.put(SideRecord(described, content))
                 self.body.counters.side_bytes += len(content)
 
@@ -297,26 +291,25 @@ class ShadowCore:
                 raise MismatchError(f"bucket {message.bucket} is not this shadow's")
             value = self.body.memory.new_value(message.bucket)
             views = value.targets(message.entries, other)
-            self.body.state.seed_begun(message.bucket, message.iteration)
+            self._state.seed_begun(message.bucket, message.iteration)
             return value, views
 
     def end_seed(self, incarnation: int, message: Seed, value: BucketValue) -> None:
         """All of it is there. Raises MismatchError if it is not this optimizer's state."""
         value.finish()
         with self._current(incarnation):
-            if self.body.memory is not None and self.body.state.is_landing(message.bucket, message.iteration):
+            if self.body.memory is not None and self._state.is_landing(message.bucket, message.iteration):
                 self.body.memory.keep(value)
-                self.body.state.seed_landed(message.bucket)
+                self._state.seed_landed(message.bucket)
                 self.body.counters.seeds += 1
                 self.body.counters.seed_bytes += sum(entry.nbytes for entry in message.entries)
 
     def fail_seed(self, incarnation: int, message: Seed) -> None:
         """It will not come whole."""
         with self.body.change:
-            if incarnation == self.body.state.incarnation and self.body.state.is_landing(
-                message.bucket, message.iteration
-            ):
-                self.body.state.seed_failed(message.bucket)
+            landing = self._state.is_landing(message.bucket, message.iteration)
+            if incarnation == self._state.incarnation and landing:
+                self._state.seed_failed(message.bucket)
                 self.body.flow()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -325,7 +318,7 @@ class ShadowCore:
     def _current(self, incarnation: int) -> Iterator[None]:
         """For a trainer's message: with the lock, and what follows from it afterwards."""
         with self.body.change:
-            if incarnation != self.body.state.incarnation or not self.body.state.declared:
+            if incarnation != self._state.incarnation or not self._state.declared:
                 self.refuse("stale message")
                 raise MismatchError(f"incarnation {incarnation} is fenced off, or has no layout yet")
             yield
@@ -349,10 +342,10 @@ class ShadowCore:
     def _count_whole(self) -> None:
         """Iterations that are whole in their slots, and whose events are lost, or on their way to `_obey`."""
         assert self.body.receiver is not None
-        for bucket, at in self.body.state.held.positions.items():
+        for bucket, at in self._state.held.positions.items():
             for iteration in range((at or 0) + 1, (at or 0) + 1 + self.settings.slots):
                 if self.body.receiver.complete(bucket, iteration):
-                    self.body.state.received(bucket, iteration)
+                    self._state.received(bucket, iteration)
 
     def _obey(self, events: Sequence[_native.ReceiverEvent]) -> None:
         for event in events:
@@ -366,10 +359,10 @@ class ShadowCore:
         if event.kind == "complete":
             # It may have been overwritten since, where the bucket waits for a seed.
             if self.body.receiver.complete(event.bucket, event.iteration):
-                self.body.state.received(event.bucket, event.iteration)
+                self._state.received(event.bucket, event.iteration)
         elif event.kind == "end":
             if event.connection in self._data.get(event.rank, ()):
-                self.body.state.ended(event.rank, event.iteration)
+                self._state.ended(event.rank, event.iteration)
         else:
             held = self._data.get(event.rank, set())
             if event.connection in held:
@@ -377,7 +370,7 @@ class ShadowCore:
                 if event.cause:
                     _log.warning("rank %d's records end: %s", event.rank, event.cause)
                 if not held:
-                    self.body.state.gone(event.rank)
+                    self._state.gone(event.rank)
 
     @staticmethod
     def process_usage() -> tuple[float, int]:

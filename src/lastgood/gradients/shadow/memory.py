@@ -217,10 +217,6 @@ class ShadowMemory:
         """A bucket's value."""
         return self._values[bucket]
 
-    def checksum(self, bucket: int) -> int:
-        """CRC32C over a bucket (`messages.Verify`)."""
-        return self._values[bucket].checksum()
-
     def new_value(self, bucket: int) -> BucketValue:
         """An empty value beside the old one. Raises CheckpointError if too many wait for their place already."""
         beside = sum(self._bytes(one) for one in self._landed) + self._bytes(bucket)
@@ -295,15 +291,12 @@ def _target(entry: Entry, parameter: torch.Tensor) -> torch.Tensor | None:
     """Memory for one entry, or None if it cannot be of this parameter."""
     if entry.key == PARAMETER_KEY:
         tensor = parameter
-    elif entry.key not in _STATE_KEYS or entry.dtype not in _STATE_DTYPES:
-        return None
-    elif entry.key == "step":
-        if prod(entry.shape) != 1 or entry.nbytes > _MAX_SCALAR_BYTES:
-            return None
-        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-    elif tuple(entry.shape) != tuple(parameter.shape):
-        return None
     else:
+        fits = entry.shape == tuple(parameter.shape)
+        if entry.key == "step":
+            fits = prod(entry.shape) == 1 and entry.nbytes <= _MAX_SCALAR_BYTES
+        if not fits or entry.key not in _STATE_KEYS or entry.dtype not in _STATE_DTYPES:
+            return None
         tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
     found = _entry(entry.parameter, entry.key, tensor)
     return tensor if found == entry else None

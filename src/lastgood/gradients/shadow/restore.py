@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
-from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, WaitTimeout
+from lastgood.errors import CheckpointError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout.entries import Entry, Saved
 from lastgood.gradients.shadow.body import ShadowBody
 from lastgood.gradients.shadow.memory import BucketValue, tensor_bytes
@@ -72,10 +72,7 @@ class Reader:
         """A rank's side record. Raises as `tensors` does."""
         body = self._body
         with body.change:
-            if incarnation != body.state.incarnation:
-                raise MismatchError(
-                    f"incarnation {incarnation} is fenced off; this shadow's is {body.state.incarnation}"
-                )
+            body.check_current(incarnation)
             if source == "memory":
                 if body.state.saved_at(saved.iteration) != saved:
                     raise NoCheckpoint(

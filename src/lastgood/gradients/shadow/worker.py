@@ -73,7 +73,7 @@ class ShadowWorker:
                 memory.commit(work.bucket)
             elif isinstance(work, Check):
                 body.counters.checks += 1
-                found = memory.checksum(work.bucket)
+                found = memory.value(work.bucket).checksum()
                 if found != work.checksum:
                     body.counters.diverged += 1
                     return f"its checksum is {found:08x}, the trainers' is {work.checksum:08x}; it is not their model"
