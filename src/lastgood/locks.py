@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from lastgood.errors import LockHeld
 from lastgood.files import PUBLIC, open_new, open_regular, storage_errors
@@ -147,9 +146,7 @@ class FileLock:
             self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -235,20 +235,12 @@ class _Refused(ValueError):
         self.line = line
 
 
-def parse_yaml(
-    text: bytes | str,
-    what: str,
-    *,
-    most_bytes: int,
-    most_depth: int = _MAX_DEPTH,
-    most_digits: int = _MAX_DIGITS,
-    error: type[LastgoodError] = ConfigError,
-) -> Any:
+def parse_yaml(text: bytes | str, what: str, *, most_bytes: int) -> Any:
     """The value of one YAML document in UTF-8: mappings with keys of text, lists, text, numbers, booleans, null.
 
-    What would surprise stays text: dates, 0x10, 1_10, 1:30. Raises `error`, whose message begins with `what` and the
-    line, for what is no YAML, for anchors, aliases, merge keys and tags, for a key given twice, for a second document,
-    and beyond the limits of `parse_json`.
+    What would surprise stays text: dates, 0x10, 1_10, 1:30. Raises ConfigError, whose message begins with `what` and
+    the line, for what is no YAML, for anchors, aliases, merge keys and tags, for a key given twice, for a second
+    document, and beyond the limits of `parse_json`.
     """
     import yaml
 
@@ -259,36 +251,32 @@ def parse_yaml(
             raise ValueError(f"over the limit of {most_bytes} bytes")
         # The parser in C, where PyYAML has it: a megabyte takes the other one half a minute.
         events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return _YamlReader(events, most_depth, most_digits).document()
+        return _YamlReader(events).document()
     except _Refused as refused:
-        raise error(f"{what}, line {refused.line}: {refused}") from refused
+        raise ConfigError(f"{what}, line {refused.line}: {refused}") from refused
     except yaml.YAMLError as refused:
         mark = getattr(refused, "problem_mark", None)
         where = what if mark is None else f"{what}, line {mark.line + 1}"
         told = " ".join(filter(None, (getattr(refused, "context", None), getattr(refused, "problem", None))))
-        raise error(f"{where}: not valid YAML: {told or refused}") from refused
+        raise ConfigError(f"{where}: not valid YAML: {told or refused}") from refused
     except (ValueError, RecursionError) as refused:
-        raise error(f"{what}: not valid YAML: {_told(refused)}") from refused
+        raise ConfigError(f"{what}: not valid YAML: {_told(refused)}") from refused
 
 
 class _YamlReader:
     """Makes a value of PyYAML's events, which know nothing of types."""
 
-    def __init__(self, events: Iterator[Any], most_depth: int, most_digits: int) -> None:
+    def __init__(self, events: Iterator[Any]) -> None:
         self._events = events
-        self._most_depth = most_depth
-        self._most_digits = most_digits
 
     def document(self) -> Any:
         """The one document; None if there is none."""
-        value, documents, name = None, 0, ""
+        value, begun = None, False
         for event in self._events:
-            name = type(event).__name__
-            if name == "DocumentStartEvent":
-                documents += 1
-                if documents > 1:
+            if type(event).__name__ == "DocumentStartEvent":
+                if begun:
                     raise _Refused(_line(event), "a second document begins; one is allowed")
-                value = self._node(next(self._events), 1)
+                value, begun = self._node(next(self._events), 1), True
         return value
 
     def _node(self, event: Any, depth: int) -> Any:
@@ -299,8 +287,8 @@ class _YamlReader:
             raise _Refused(_line(event), f"the tag {str(event.tag)[:_SHOWN]!r}: tags are not taken; leave it out")
         if name == "ScalarEvent":
             return self._scalar(event)
-        if depth > self._most_depth:
-            raise _Refused(_line(event), f"nested deeper than {self._most_depth} levels")
+        if depth > _MAX_DEPTH:
+            raise _Refused(_line(event), f"nested deeper than {_MAX_DEPTH} levels")
         if name == "SequenceStartEvent":
             values = []
             while type(following := next(self._events)).__name__ != "SequenceEndEvent":
@@ -333,8 +321,8 @@ class _YamlReader:
         if text in _YAML_BOOL:
             return _YAML_BOOL[text]
         number = _YAML_INT.fullmatch(text) or _YAML_FLOAT.fullmatch(text)
-        if number and sum(map(str.isdigit, text)) > self._most_digits:
-            raise _Refused(_line(event), f"a number of more than {self._most_digits} digits")
+        if number and sum(map(str.isdigit, text)) > _MAX_DIGITS:
+            raise _Refused(_line(event), f"a number of more than {_MAX_DIGITS} digits")
         if _YAML_INT.fullmatch(text):
             return int(text)
         if number or _YAML_NOT_FINITE.fullmatch(text):

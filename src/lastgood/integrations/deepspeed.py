@@ -23,6 +23,7 @@ from lastgood.checkpointers.slots.contents import read_tree
 from lastgood.checkpointers.torch_files.archive import read_torch_file
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
+from lastgood.integrations.deepspeed_live import import_deepspeed
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.storage import SlotView
@@ -102,10 +103,7 @@ def check_interface() -> None:
 
     Signatures are compared, not numbers alone: a version that nobody has seen yet is used if nothing has changed.
     """
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ConfigError(f"DeepSpeed cannot be imported ({error}); pip install 'lastgood[deepspeed]'") from error
+    deepspeed = import_deepspeed()
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(

@@ -7,7 +7,6 @@ that a finished save returned is whole and durable, and one that failed changed 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -31,6 +30,7 @@ from lastgood.files import (
     local_path,
     open_new,
     remove_temporary_files,
+    remove_tree,
     storage_error,
     storage_errors,
     sync_directory,
@@ -105,8 +105,7 @@ class _Export:
             self._temporary.replace(self.path)
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+        remove_tree(self._temporary)
 
 
 @dataclass

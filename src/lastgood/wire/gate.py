@@ -25,7 +25,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, TypeVar
 
 __all__ = [
@@ -191,9 +190,7 @@ class Gate(Generic[_T]):
     def __enter__(self) -> Gate[_T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:

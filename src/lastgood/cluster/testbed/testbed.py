@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from lastgood.cluster.hostfile import MAX_SLOTS, Hostfile, read_hostfile
@@ -162,9 +161,7 @@ class Testbed:
     def __enter__(self) -> Testbed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # -- what it is --

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, MismatchError, NoCheckpoint
@@ -71,9 +70,7 @@ class ShadowClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
