@@ -303,10 +303,14 @@ class SlotView:
 
     def read_meta(self, info: SlotInfo, timeout_s: float = READ_TIMEOUT_S) -> bytes:
         """The meta data inside the stream, checked. Raises CorruptCheckpoint, StorageError."""
-        memory = bytearray(info.record.meta_bytes)
+        return self.read_bytes(info, info.record.meta_offset, info.record.meta_bytes, timeout_s)
+
+    def read_bytes(self, info: SlotInfo, offset: int, nbytes: int, timeout_s: float = READ_TIMEOUT_S) -> bytes:
+        """`nbytes` of the stream from byte `offset` on. Raises as `read_into` does."""
+        memory = bytearray(nbytes)
         if memory:
-            address, keep = memory_address(memory, 0, len(memory))
-            self.read_into(info, [(address, len(memory))], offset=info.record.meta_offset, timeout_s=timeout_s)
+            address, keep = memory_address(memory, 0, nbytes)
+            self.read_into(info, [(address, nbytes)], offset=offset, timeout_s=timeout_s)
             del keep
         return bytes(memory)
 

@@ -307,7 +307,8 @@ class Conductor:
             if isinstance(message, Have):
                 state.have(shadow, message.iteration)
             elif isinstance(message, Complete):
-                self._follow(message)
+                if self._identity.rank != 0 and state.follow(message.iteration, message.lost):
+                    self._announce(message)
             elif isinstance(message, Torn):
                 if not set(message.buckets) <= state.shadows[shadow].wants.keys() or not message.buckets:
                     self._torn += 1
@@ -334,10 +335,6 @@ class Conductor:
                 if message.error is not None:
                     _log.error("checkmate: shadow %d made nothing durable: %s", shadow, message.error)
             self._decide()
-
-    def _follow(self, complete: Complete) -> None:
-        if self._identity.rank != 0 and self._state.follow(complete.iteration, complete.lost):
-            self._announce(complete)
 
     def _decide(self) -> None:
         """Say what is complete now. Called with the lock held, whenever something has changed."""

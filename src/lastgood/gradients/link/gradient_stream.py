@@ -97,11 +97,8 @@ class GradientStream:
         """This rank sends nothing more for the newest iteration."""
         if not self._ended:
             self._ended = True
-            self.in_order(partial(self._say_end, self.iteration))
-
-    def _say_end(self, iteration: int) -> None:
-        for link in self._links:
-            link.end(iteration)
+            for link in self._links:
+                self.in_order(partial(link.end, self.iteration))
 
     @property
     def lends(self) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lastgood.errors import LastgoodError, MismatchError
 from lastgood.gradients.layout.entries import Side
@@ -125,15 +125,13 @@ class ShadowLink:
         self._described: Wire | None = None
         """The connection on which a side record came with its layout."""
         self._ended = False
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._run, name=f"checkmate-shadow-{shadow}", daemon=True)
         self.sent_bytes = 0
         """Of side records and seeds."""
 
     def start(self) -> None:
         """Begin to connect."""
-        thread = threading.Thread(target=self._run, name=f"checkmate-shadow-{self.shadow}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._thread.start()
 
     def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING, arrives: Any = None) -> None:
         """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
@@ -180,8 +178,8 @@ class ShadowLink:
             self._flush_outbox()
             wire.abort()
         self.data.close()
-        for thread in self._threads:
-            thread.join(_END_S)
+        if self._thread.ident is not None:  # or it was never started
+            self._thread.join(_END_S)
 
     def _flush_outbox(self) -> None:
         deadline = time.monotonic() + _END_S
@@ -220,12 +218,10 @@ class ShadowLink:
                     self._changed.wait(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def _hello(self, role: str) -> Hello:
+    def _hello(self, role: Literal["control", "data"]) -> Hello:
         mine = self._identity
         layout = None if role == "control" and mine.rank == 0 else mine.layout.digest
-        return Hello.model_validate(
-            {"role": role, "job": mine.job, "epoch": mine.incarnation, "rank": mine.rank, "layout": layout}
-        )
+        return Hello(role=role, job=mine.job, epoch=mine.incarnation, rank=mine.rank, layout=layout)
 
     def _open_control(self) -> Wire:
         mine = self._identity

@@ -93,20 +93,19 @@ class ShadowClient:
         saved = choice.saved
         question = Fetch(epoch=incarnation, iteration=saved.iteration, made=saved.epoch, source=choice.source)
         answer = self._ask(question, Tensors)
-        views = []
+        views: list[memoryview] = []
         for entry in answer.entries:
             view = take(entry)
             if view is None:
-                views.append(_scratch(entry))
+                views += _scratch(entry)
             elif len(view) == entry.nbytes:
-                views.append([view])
+                views.append(view)
             else:
                 raise MismatchError(
                     f"{self._wire.other} gives {entry.nbytes} bytes for {entry.key} of parameter {entry.parameter}; "
                     f"there are {len(view)} here"
                 )
-        flat = [view for group in views for view in group]
-        receive_stream(self._wire, saved.iteration, flat, f"the tensors of iteration {saved.iteration}")
+        receive_stream(self._wire, saved.iteration, views, f"the tensors of iteration {saved.iteration}")
         return sum(entry.nbytes for entry in answer.entries)
 
     def fetch_side(self, choice: Choice, incarnation: int, rank: int) -> tuple[Side, bytearray]:

@@ -98,7 +98,8 @@ def own_cpus(text: str | None, environment: Mapping[str, str]) -> tuple[int, ...
     allowed = os.sched_getaffinity(0)
     strange = [cpu for cpu in cpus if cpu not in allowed]
     if strange:
-        raise ConfigError(f"CPU {strange[0]} of {text!r} is not one that this process may use ({_spell(allowed)})")
+        usable = ",".join(map(str, sorted(allowed)))
+        raise ConfigError(f"CPU {strange[0]} of {text!r} is not one that this process may use ({usable})")
     rank, world = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
     if rank is None or world is None or world <= 1:
         return cpus
@@ -122,10 +123,6 @@ def parse_cpus(text: str) -> tuple[int, ...]:
             raise ConfigError(f"{text!r} is no list of CPUs: {part.strip()} is no range")
         found.update(dict.fromkeys(range(begin, end + 1)))
     return tuple(found)
-
-
-def _spell(cpus: set[int]) -> str:
-    return ",".join(map(str, sorted(cpus)))
 
 
 def _first(*values: int | None) -> int | None:

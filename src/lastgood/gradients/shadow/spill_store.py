@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,11 +147,10 @@ class SpillStore:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the write that is in progress; False if it takes longer."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-            return not thread.is_alive()
-        return True
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Give up what is being written, and the directory."""
@@ -176,7 +175,8 @@ class SpillStore:
             kept = retained([spill.saved for spill in self._durable], saved)
             dropped = [spill for spill in self._durable if spill.saved != kept]
             self._durable = [spill for spill in self._durable if spill.saved == kept]
-        self._drop(dropped)
+        for spill in dropped:
+            self._store.drop(spill.info)
 
     def _disown(self, spills: Sequence[Spill]) -> None:
         """They belong to an incarnation that was left, and must not come back when this process is started again."""
@@ -186,10 +186,6 @@ class SpillStore:
             )
             with self._lock:
                 self._durable = [one for one in self._durable if one is not spill]
-            self._drop([spill])
-
-    def _drop(self, spills: Sequence[Spill]) -> None:
-        for spill in spills:
             self._store.drop(spill.info)
 
     def _write_stream(self, copy: SpillCopy, layout: GradientLayout) -> None:
@@ -267,13 +263,8 @@ class SpillStore:
         offset = sum(entry.nbytes for entries in spill.buckets.values() for entry in entries)
         for side in spill.sides:
             if side.rank == rank:
-                content = bytearray(side.nbytes)
-                if content:
-                    address, keep = _address(content)
-                    with self._reading(spill):
-                        self._store.read_into(spill.info, [(address, len(content))], offset=offset)
-                    del keep
-                return SideRecord(side, bytes(content))
+                with self._reading(spill):
+                    return SideRecord(side, self._store.read_bytes(spill.info, offset, side.nbytes))
             offset += side.nbytes
         raise NoCheckpoint(f"{self.directory}: iteration {spill.saved.iteration} holds no side record of rank {rank}")
 
@@ -317,14 +308,11 @@ def spill_in(meta: bytes, info: SlotInfo) -> Spill:
         shadow = int(document["shadow"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"{where}: no spill of a shadow: {error!r}") from error
-    if _bytes_of(buckets, sides) != info.meta_offset or set(buckets) != set(layout.buckets_of(shadow)):
+    held_bytes = sum(entry.nbytes for entries in buckets.values() for entry in entries)
+    held_bytes += sum(side.nbytes for side in sides)
+    if held_bytes != info.meta_offset or set(buckets) != set(layout.buckets_of(shadow)):
         raise CorruptCheckpoint(f"{where}: its entries are not what the stream holds")
     return Spill(saved, info.record.job_id.hex(), layout, shadow, buckets, sides, info)
-
-
-def _bytes_of(buckets: Mapping[int, tuple[Entry, ...]], sides: tuple[Side, ...]) -> int:
-    tensors = sum(entry.nbytes for entries in buckets.values() for entry in entries)
-    return tensors + sum(side.nbytes for side in sides)
 
 
 def _address(piece: bytes | bytearray | memoryview) -> tuple[int, Any]:

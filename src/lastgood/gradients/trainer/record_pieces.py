@@ -111,7 +111,11 @@ class ModuleSide:
                 # By its place it is updated; another tensor over that place may be left there when the parameter moves.
                 if id(entry) not in self._tracked.index_of:
                     return None
-            elif isinstance(entry, torch.Tensor) and _seen(entry) == _seen(kept[key]) and not _is_lazy(entry):
+            elif (
+                isinstance(entry, torch.Tensor)
+                and _seen(entry) == _seen(kept[key])
+                and not (entry.is_conj() or entry.is_neg())
+            ):
                 tensors.append(entry)
             else:
                 return None
@@ -126,7 +130,3 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, Any]:
 
 def _seen(tensor: Any) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if isinstance(tensor, torch.Tensor) else ()
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
