@@ -155,14 +155,8 @@ class _Machine:
     def _text(self, form: str) -> None:
         self._push(self._take(self._number(form)).decode("utf-8", "surrogatepass"))
 
-    def _bytes(self, form: str) -> None:
-        self._push(self._take(self._number(form)))
-
-    def _bytearray(self) -> None:
-        self._push(bytearray(self._take(self._number("<Q"))))
-
-    def _integer(self, form: str) -> None:
-        self._push(self._number(form))
+    def _bytes(self, form: str, kind: type = bytes) -> None:
+        self._push(kind(self._take(self._number(form))))
 
     def _long(self, form: str) -> None:
         nbytes = self._number(form)
@@ -170,15 +164,9 @@ class _Machine:
             raise Refused(f"an integer of {nbytes} bytes in its pickle is over the limit of {MOST_INT_BYTES}")
         self._push(int.from_bytes(self._take(nbytes), "little", signed=True))
 
-    def _float(self) -> None:
-        self._push(struct.unpack(">d", self._take(8))[0])
-
     def _constant(self, value: Any) -> None:
         self._budget.take(8)
         self._stack.append(value)
-
-    def _container(self, kind: type) -> None:
-        self._push(kind())
 
     def _tuple(self, length: int) -> None:
         if length > len(self._stack):
@@ -186,16 +174,6 @@ class _Machine:
         items = tuple(self._stack[-length:])
         del self._stack[-length:]
         self._push(items)
-
-    def _marked_tuple(self) -> None:
-        self._push(tuple(self._marked()))
-
-    def _append(self) -> None:
-        item = self._stack.pop()
-        self._extend([item])
-
-    def _appends(self) -> None:
-        self._extend(self._marked())
 
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -208,9 +186,6 @@ class _Machine:
         value = self._stack.pop()
         key = self._stack.pop()
         self._set([key, value])
-
-    def _set_items(self) -> None:
-        self._set(self._marked())
 
     def _set(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -299,31 +274,31 @@ _STEPS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.NONE: lambda machine: machine._constant(None),
     pickle.NEWTRUE: lambda machine: machine._constant(True),
     pickle.NEWFALSE: lambda machine: machine._constant(False),
-    pickle.BININT: lambda machine: machine._integer("<i"),
-    pickle.BININT1: lambda machine: machine._integer("<B"),
-    pickle.BININT2: lambda machine: machine._integer("<H"),
+    pickle.BININT: lambda machine: machine._push(machine._number("<i")),
+    pickle.BININT1: lambda machine: machine._push(machine._number("<B")),
+    pickle.BININT2: lambda machine: machine._push(machine._number("<H")),
     pickle.LONG1: lambda machine: machine._long("<B"),
     pickle.LONG4: lambda machine: machine._long("<i"),
-    pickle.BINFLOAT: _Machine._float,
+    pickle.BINFLOAT: lambda machine: machine._push(struct.unpack(">d", machine._take(8))[0]),
     pickle.SHORT_BINUNICODE: lambda machine: machine._text("<B"),
     pickle.BINUNICODE: lambda machine: machine._text("<I"),
     pickle.BINUNICODE8: lambda machine: machine._text("<Q"),
     pickle.SHORT_BINBYTES: lambda machine: machine._bytes("<B"),
     pickle.BINBYTES: lambda machine: machine._bytes("<I"),
     pickle.BINBYTES8: lambda machine: machine._bytes("<Q"),
-    pickle.BYTEARRAY8: _Machine._bytearray,
-    pickle.EMPTY_LIST: lambda machine: machine._container(list),
-    pickle.EMPTY_DICT: lambda machine: machine._container(dict),
-    pickle.EMPTY_SET: lambda machine: machine._container(set),
+    pickle.BYTEARRAY8: lambda machine: machine._bytes("<Q", bytearray),
+    pickle.EMPTY_LIST: lambda machine: machine._push([]),
+    pickle.EMPTY_DICT: lambda machine: machine._push({}),
+    pickle.EMPTY_SET: lambda machine: machine._push(set()),
     pickle.EMPTY_TUPLE: lambda machine: machine._constant(()),
-    pickle.TUPLE: _Machine._marked_tuple,
+    pickle.TUPLE: lambda machine: machine._push(tuple(machine._marked())),
     pickle.TUPLE1: lambda machine: machine._tuple(1),
     pickle.TUPLE2: lambda machine: machine._tuple(2),
     pickle.TUPLE3: lambda machine: machine._tuple(3),
-    pickle.APPEND: _Machine._append,
-    pickle.APPENDS: _Machine._appends,
+    pickle.APPEND: lambda machine: machine._extend([machine._stack.pop()]),
+    pickle.APPENDS: lambda machine: machine._extend(machine._marked()),
     pickle.SETITEM: _Machine._set_item,
-    pickle.SETITEMS: _Machine._set_items,
+    pickle.SETITEMS: lambda machine: machine._set(machine._marked()),
     pickle.ADDITEMS: _Machine._add_items,
     pickle.FROZENSET: _Machine._frozen_set,
     pickle.GLOBAL: _Machine._global,

@@ -102,7 +102,7 @@ class RingLayout:
                 left = part.elements - position
                 size = part.chunk_elements
                 if left < self.ranks * size:
-                    size = _up(_ceil(left, self.ranks), grain)
+                    size = _ceil(_ceil(left, self.ranks), grain) * grain
                 for index in range(self.ranks):
                     before = min(index * size, left)
                     yield Chunk(part.channel, loop, index, part.start + position + before, min(size, left - before))
@@ -181,7 +181,3 @@ def is_marked(cover: Cover, ranks: int, rank: int, step: int) -> bool:
 
 def _ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
-
-
-def _up(value: int, multiple: int) -> int:
-    return _ceil(value, multiple) * multiple

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import AddressFamily
 from typing import Final
 
 import psutil
@@ -170,7 +171,12 @@ def _find_ways(
         raise ConfigError(f"not a port: {wanted_port}; give 1 to 65535")
     if how == "srun":
         # As srun itself: nodes connect to any address of the machine that submits.
-        found = [one.address for held in psutil.net_if_addrs().values() for one in held if _is_ipv4(one.address)]
+        found = [
+            one.address
+            for held in psutil.net_if_addrs().values()
+            for one in held
+            if one.family is AddressFamily.AF_INET
+        ]
         return [*(one for one in found if not one.startswith("127.")), "127.0.0.1"], None, None
     answers = remote.run_everywhere(hosts.names, [python, "-c", _PROBE, str(wanted_port or 0)], _PROBE_S)
     faults = [str(one) for one in answers.values() if isinstance(one, HostError)]
@@ -194,10 +200,6 @@ def _find_ways(
         # The first host is this machine: the others reach it as they are reached from.
         address = next((one for one in here if one not in _LOOPBACK), address)
     return list(dict.fromkeys(here)), address, port
-
-
-def _is_ipv4(address: str) -> bool:
-    return address.count(".") == 3 and ":" not in address
 
 
 def _is_address(word: object) -> bool:
@@ -259,7 +261,7 @@ def _attend(
             missing = board.missing
             names = ", ".join(f"{state.rank} on {state.host}" for state in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            why = f"{_advice(started)}{_launcher_words(started)}"
+            why = _launcher_words(started)
             raise LaunchError(f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{why}")
         # A rank ends its program itself when time is up, and says so; this is for one that cannot.
         if deadline is not None and now > deadline + 30:
@@ -281,7 +283,7 @@ def _look_at_launchers(board: Board, started: list[Started]) -> None:
             return
         left = [f"{state.rank} on {state.host}" for state in mine if not state.over]
         if left:
-            why = f"{_advice([one])}{_launcher_words([one])}"
+            why = _launcher_words([one])
             raise LaunchError(f"{one.name} ended before rank {', '.join(left[:8])}: {end}{why}")
 
 
@@ -312,12 +314,9 @@ def _describe(state: RankState, logs: str) -> str:
     return f"rank {state.rank} on {state.host} ended with {how}; {LOG_THERE}{path}\n{_indented(state.tail)}"
 
 
-def _advice(started: Sequence[Started]) -> str:
-    found = [one.advice() for one in started]
-    return "".join(f"\n{advice}" for advice in found if advice)
-
-
 def _launcher_words(started: Sequence[Started]) -> str:
+    """What is to be done about launchers that came to nothing, and the ends of their logs."""
+    advice = [one.advice() for one in started]
     words = []
     for one in started:
         try:
@@ -327,7 +326,7 @@ def _launcher_words(started: Sequence[Started]) -> str:
         lines = [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
         if lines:
             words.append(f"\n{one.log}:\n" + _indented("\n".join(lines)))
-    return "".join(words[:4])
+    return "".join([*(f"\n{one}" for one in advice if one), *words[:4]])
 
 
 def _indented(text: str) -> str:

@@ -100,24 +100,43 @@ class Started(ABC):
 
 
 class _Local(Started):
+    """A launcher that is started here. With `scancel` the Slurm jobs of its ranks are cancelled at its end."""
+
     def __init__(
         self,
         name: str,
-        log: Path,
-        hosts: Sequence[str],
-        process: subprocess.Popen[bytes],
+        command: list[str],
+        env: Mapping[str, str],
+        given: Way,
         *,
-        polite: bool,
-        scancel: bool,
-        advise: Callable[[Sequence[str]], str] | None,
-        cleaned: Callable[[], object],
+        cwd: Path | None = None,
+        scancel: bool = False,
+        advise: Callable[[Sequence[str]], str] | None = None,
+        cleaned: Callable[[], object] = lambda: None,
+        ticket: bytes = b"",
     ) -> None:
-        super().__init__(name, log, hosts)
+        super().__init__(name, given.log_dir / f"{name}.log", given.hosts.names)
         self._cleaned = cleaned
-        self._process = process
-        self._polite = polite
         self._scancel = scancel
         self._advise = advise
+        self._polite = name == "srun"
+        parent, number = os.getpid(), signal.SIGTERM if self._polite else signal.SIGKILL
+        with open_log(self.log) as log, tempfile.TemporaryFile() as given_to_it:
+            log.write(f"{shlex.join(command)}\n".encode())
+            log.flush()
+            given_to_it.write(ticket)
+            given_to_it.seek(0)
+            self._process = subprocess.Popen(
+                command,
+                stdin=given_to_it,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=cwd or given.log_dir,
+                env=dict(env),
+                start_new_session=True,
+                # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.
+                preexec_fn=lambda: die_with_parent(parent, number),
+            )
 
     def ended(self) -> str | None:
         status = self._process.poll()
@@ -220,7 +239,8 @@ def _on_hosts(name: str, given: Way, commands: Sequence[Sequence[str]]) -> list[
                     env=given.ticket.env,
                     stdout=log,
                     stderr=log,
-                    grace_s=_grace(given),
+                    # A wrapper gives its program `grace_s`; whoever ends the wrapper waits a little longer.
+                    grace_s=math.ceil(given.ticket.grace_s) + 2,
                     lines=[given.ticket.encode()],
                 )
             started.append(_OnHost(name, path, host.name, process))
@@ -231,11 +251,6 @@ def _on_hosts(name: str, given: Way, commands: Sequence[Sequence[str]]) -> list[
     return started
 
 
-def _grace(given: Way) -> int:
-    # A wrapper gives its program `grace_s`; whoever ends the wrapper waits a little longer.
-    return math.ceil(given.ticket.grace_s) + 2
-
-
 def _deepspeed(given: Way) -> list[Started]:
     if shutil.which("pdsh") is None:
         raise ConfigError("DeepSpeed's launcher needs pdsh on this machine (Debian, Ubuntu: apt-get install pdsh)")
@@ -244,7 +259,9 @@ def _deepspeed(given: Way) -> list[Started]:
             f"DeepSpeed's launcher puts {given.python!r} into a shell's command as it is, where it falls apart: use a "
             "Python at a path without blanks and other signs of a shell, or --how torchrun or openmpi"
         )
-    env = {"PDSH_SSH_ARGS": _pdsh_ssh_args(given.remote)}
+    # pdsh splits options for its ssh at blanks and puts the host's name for %h.
+    options = [word.replace("%", "%%") for word in _plain_ssh_options(given.remote, "pdsh")]
+    env = {"PDSH_SSH_ARGS": " ".join([*options, "%h"])}
     return [_runner(given, "pdsh", given.launcher_args, given.ticket.env, env)]
 
 
@@ -304,7 +321,7 @@ def _runner(
     try:
         given.remote.write_everywhere(hosts, ticket, given.ticket.encode().encode(), _TICKET_S)
         # It puts its folder's name into commands and into PYTHONPATH, and with a blank in it neither works.
-        return _start("deepspeed", command, env, given, cwd=Path("/"), cleaned=clean)
+        return _Local("deepspeed", command, env, given, cwd=Path("/"), cleaned=clean)
     except BaseException:
         clean()
         raise
@@ -342,11 +359,6 @@ def deepspeed_env_text(env: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _pdsh_ssh_args(remote: Remote) -> str:
-    """Our options for the ssh that pdsh calls; pdsh splits them at blanks and puts the host's name for %h."""
-    return " ".join([*(word.replace("%", "%%") for word in _plain_ssh_options(remote, "pdsh")), "%h"])
-
-
 def _plain_ssh_options(remote: Remote, whom: str) -> list[str]:
     """Our options of ssh. Raises ConfigError for one that a program which splits at blanks would tear apart."""
     _, *words, _, _, _ = remote.command("host", ["true"])
@@ -377,7 +389,7 @@ def _srun(given: Way) -> list[Started]:
     words = [*command, *given.launcher_args, *given.rank_command, "-"]
     # srun gives each rank all of its own standard input.
     ticket = given.ticket.encode().encode()
-    return [_start("srun", words, env, given, scancel=not inside, advise=_why_no_slurm, ticket=ticket)]
+    return [_Local("srun", words, env, given, scancel=not inside, advise=_why_no_slurm, ticket=ticket)]
 
 
 def _why_no_slurm(hosts: Sequence[str]) -> str:
@@ -399,39 +411,4 @@ def _why_no_slurm(hosts: Sequence[str]) -> str:
         f"(`scontrol ping`: {said}). --how srun needs a running Slurm that takes jobs from this machine: `sinfo` must "
         "list these nodes; where its configuration is not in Slurm's own place, SLURM_CONF names it. Without a Slurm, "
         "take --how ssh or --how torchrun, and hosts that ssh reaches"
-    )
-
-
-def _start(
-    name: str,
-    command: list[str],
-    env: Mapping[str, str],
-    given: Way,
-    *,
-    cwd: Path | None = None,
-    scancel: bool = False,
-    advise: Callable[[Sequence[str]], str] | None = None,
-    cleaned: Callable[[], object] = lambda: None,
-    ticket: bytes = b"",
-) -> Started:
-    path = given.log_dir / f"{name}.log"
-    parent, polite = os.getpid(), name == "srun"
-    with open_log(path) as log, tempfile.TemporaryFile() as given_to_it:
-        log.write(f"{shlex.join(command)}\n".encode())
-        log.flush()
-        given_to_it.write(ticket)
-        given_to_it.seek(0)
-        process = subprocess.Popen(
-            command,
-            stdin=given_to_it,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd or given.log_dir,
-            env=dict(env),
-            start_new_session=True,
-            # srun gives its nodes back when it is asked to end. What was started on hosts ends by its lifeline.
-            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM if polite else signal.SIGKILL),
-        )
-    return _Local(
-        name, path, given.hosts.names, process, polite=polite, scancel=scancel, advise=advise, cleaned=cleaned
     )
