@@ -13,10 +13,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["dist", "lazy_module", "lazy_names", "torch"]
+__all__ = ["dist", "lazy_names", "torch"]
 
 
 class _LazyModule(types.ModuleType):
+    """A stand-in that imports the module of its name when an attribute of it is first asked for."""
+
     def __getattr__(self, attribute: str) -> Any:
         # Kept, since this runs for every `torch.something` of a save; the attribute is not, so that tests may patch it.
         real = self.__dict__.get("_real")
@@ -25,17 +27,12 @@ class _LazyModule(types.ModuleType):
         return getattr(real, attribute)
 
 
-def lazy_module(name: str) -> types.ModuleType:
-    """Return a stand-in that imports module `name` when an attribute of it is first asked for."""
-    return _LazyModule(name)
-
-
 if TYPE_CHECKING:
     import torch as torch
     from torch import distributed as dist
 else:
-    torch = lazy_module("torch")
-    dist = lazy_module("torch.distributed")
+    torch = _LazyModule("torch")
+    dist = _LazyModule("torch.distributed")
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

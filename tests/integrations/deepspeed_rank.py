@@ -214,7 +214,7 @@ def live_again(rank, asked):
         return state_digest({**state, "derived": live.model_tensors()})
 
     flat = flatten(state)
-    updated = sum(block.numel() for block in flat.deferred)
+    updated = sum(block.numel() for block in flat.blocks[: flat.layout.deferred_blocks])
     kept = unflatten(flat.layout, [block.clone() for block in flat.blocks], "a copy")
     before, losses = digest(), train(3)
     other = digest()

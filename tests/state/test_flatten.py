@@ -145,7 +145,7 @@ def test_only_what_optimizers_update_is_deferred():
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     flat = flatten({"model": model, "optimizer": optimizer, "ema": [torch.ones(3)]})
-    deferred = {block.data_ptr() for block in flat.deferred}
+    deferred = {block.data_ptr() for block in flat.blocks[: flat.layout.deferred_blocks]}
     assert model[0].weight.data_ptr() in deferred
     assert optimizer.state[model[0].weight]["exp_avg"].data_ptr() in deferred
     assert model[1].running_mean.data_ptr() not in deferred

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
 from lastgood.wire.nccl import KNOWN_VERSIONS, nccl_layout
-from lastgood.wire.ring import Cover, RingLayout, is_final, is_marked, one_channel, sent_chunk, step_count
+from lastgood.wire.ring import Cover, RingLayout, Send, is_final, is_marked, one_channel, sent_chunk, step_count
 
 
 def counts_of(layout: RingLayout) -> list[int]:
@@ -131,10 +131,14 @@ def test_every_layout_covers_every_element_once(
     assert max((chunk.elements * element_bytes for chunk in chunks), default=0) <= 1 << 15
     marked = sorted(layout.marked(cover), key=lambda send: send.chunk.start)
     assert [send.chunk for send in marked] == [chunk for chunk in chunks if chunk.elements]
-    every = [send for rank in range(ranks) for send in layout.sends(rank, cover)]
-    assert len(every) == len(chunks) * step_count(ranks)
-    again = sorted((send for send in every if send.marked and send.chunk.elements), key=lambda send: send.chunk.start)
-    assert again == marked
+    again = [
+        Send(rank, step, chunk)
+        for first in range(0, len(chunks), ranks)
+        for rank in range(ranks)
+        for step in range(step_count(ranks))
+        if is_marked(cover, ranks, rank, step) and (chunk := chunks[first + sent_chunk(ranks, rank, step)]).elements
+    ]
+    assert sorted(again, key=lambda send: send.chunk.start) == marked
 
 
 # -- several channels ------------------------------------------------------------------------------------------------

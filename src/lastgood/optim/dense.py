@@ -90,16 +90,6 @@ class DenseOptimizer:
         """Copy in state as torch keeps it. Raises MismatchError, and changes nothing, where it is unlike."""
         self._state.load(states)
 
-    @property
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The flat tensors that hold all state, by torch's key and dtype."""
-        return self._state.buffers
-
-    @property
-    def state_bytes(self) -> int:
-        """Memory of the state."""
-        return self._state.nbytes
-
 
 def _check(place: int, parameter: torch.Tensor, spec: OptimizerSpec) -> None:
     if parameter.device.type != "cpu" or not parameter.is_contiguous() or not parameter.is_leaf:

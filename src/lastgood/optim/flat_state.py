@@ -27,6 +27,7 @@ class FlatState:
         keys = ["momentum_buffer"] if spec.kind == "sgd" else ["exp_avg", "exp_avg_sq"]
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parameters]
         self.buffers: dict[str, torch.Tensor] = {}
+        """The flat tensors, by torch's key and dtype."""
         if spec.kind != "sgd":
             steps = self.buffers["step"] = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
             for held, step in zip(self.tensors, steps.unbind(), strict=True):
@@ -48,11 +49,6 @@ class FlatState:
                 shape = parameters[i].shape
                 self.tensors[i][key] = buffer[at : at + shape.numel()].view(shape)
                 at += count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def get(self) -> list[dict[str, torch.Tensor]]:
         """The state of each parameter under torch's keys, as views: empty for one that never made a step."""

@@ -56,11 +56,6 @@ class FlatState:
             if tensor._version != version:
                 raise changed_while_copied(path)
 
-    @property
-    def deferred(self) -> tuple[torch.Tensor, ...]:
-        """Blocks that only an optimizer step changes."""
-        return self.blocks[: self.layout.deferred_blocks]
-
 
 def changed_while_copied(path: str) -> StateError:
     """What to raise for a tensor that something else than an optimizer's step changed too early."""

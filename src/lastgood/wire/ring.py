@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from lastgood.errors import ConfigError
 from lastgood.units import MIB
@@ -79,10 +78,6 @@ class Send:
     rank: int
     step: int
     chunk: Chunk
-    final: bool
-    """Whether it carries the sum over all ranks."""
-    marked: bool
-    """Whether the cover chose it."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +102,6 @@ class RingLayout:
                     before = min(index * size, left)
                     yield Chunk(part.channel, loop, index, part.start + position + before, min(size, left - before))
 
-    def sends(self, rank: int, cover: Cover) -> Iterator[Send]:
-        """All sends of a rank, empty chunks included, in the order of channels, loops and steps."""
-        chunks = self.chunks()
-        while loop := list(islice(chunks, self.ranks)):
-            for step in range(step_count(self.ranks)):
-                yield Send(
-                    rank,
-                    step,
-                    loop[sent_chunk(self.ranks, rank, step)],
-                    is_final(self.ranks, step),
-                    is_marked(cover, self.ranks, rank, step),
-                )
-
     def marked(self, cover: Cover) -> Iterator[Send]:
         """The sends of all ranks that the cover marks and that are not empty, in the order of channels, loops, chunks.
 
@@ -128,7 +110,7 @@ class RingLayout:
         for chunk in self.chunks():
             if chunk.elements:
                 rank, step = marked_send(cover, self.ranks, chunk.index)
-                yield Send(rank, step, chunk, final=True, marked=True)
+                yield Send(rank, step, chunk)
 
 
 def check_sizes(elements: int, element_bytes: int, ranks: int) -> None:
