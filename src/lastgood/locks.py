@@ -197,13 +197,9 @@ def lock_holders(descriptor: int) -> list[int]:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
+    locks = [words for words in map(str.split, lines) if len(words) >= 6 and (words[1], words[5]) == ("FLOCK", wanted)]
     # While others take and release locks, the kernel may list one twice.
-    holders: dict[int, None] = {}
-    for line in lines:
-        words = line.split()
-        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted and int(words[4]) > 0:
-            holders[int(words[4])] = None
-    return list(holders)
+    return [pid for pid in dict.fromkeys(int(words[4]) for words in locks) if pid > 0]
 
 
 def describe_process(pid: int) -> str:

@@ -1,12 +1,14 @@
-"""Processes that end with another one."""
+"""Processes that end with another one, and the end of those that were started here."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
+from typing import Any
 
-__all__ = ["die_with_parent", "exit_on"]
+__all__ = ["die_with_parent", "exit_on", "wait_or_kill"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,6 +24,15 @@ def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal_number)
+
+
+def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float, killed_s: float | None = None) -> None:
+    """Wait for a process that was told to end; one that does not in time is killed, and waited for `killed_s`."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(killed_s)
 
 
 def exit_on(*numbers: int) -> None:

@@ -152,11 +152,8 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, (int, float)):
         if not -_MOST_NUMBER <= value <= _MOST_NUMBER:
             raise ValueError(f"the number {str(value)[:_SHOWN]} is out of all bounds")
-    elif isinstance(value, dict):
-        for inner in value.values():
-            _check_numbers(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
             _check_numbers(inner)
 
 

@@ -58,13 +58,13 @@ class RankState:
         return self.status is not None or self.fault is not None
 
 
+@dataclass(eq=False)
 class _Line:
     """The lifeline of a rank and what has come over it so far."""
 
-    def __init__(self, connection: socket.socket, rank: int, rest: bytes) -> None:
-        self.connection = connection
-        self.rank = rank
-        self.buffer = bytearray(rest)
+    connection: socket.socket
+    rank: int
+    buffer: bytearray
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Board:
             self.lose([state], fault)
             guest.connection.close()
             return
-        line = _Line(guest.connection, hello.rank, guest.rest)
+        line = _Line(guest.connection, hello.rank, bytearray(guest.rest))
         try:
             local = line.connection.getsockname()[0]
             keep_alive(line.connection)
@@ -247,7 +247,7 @@ class Board:
     def _send(self, line: _Line, message: dict[str, Any]) -> None:
         # A few bytes on a connection of our own: they fit into its buffer, or it is broken, which its reading shows.
         with contextlib.suppress(OSError):
-            line.connection.send(json.dumps(message).encode() + b"\n")
+            line.connection.send(_line(message))
 
     def _drop(self, line: _Line, fault: str | None = None) -> None:
         if line not in self._lines:

@@ -18,6 +18,7 @@ from lastgood.cluster.provision.facts import HostReport, read_report
 from lastgood.cluster.provision.inventory import Connection, make_inventory
 from lastgood.cluster.provision.revision import Bundle, bundle_checkout
 from lastgood.errors import ConfigError, ProvisionError
+from lastgood.processes import wait_or_kill
 
 __all__ = ["DEFAULT_TARGET", "Provisioning", "Steps", "find_ansible", "provision_hosts"]
 
@@ -132,8 +133,4 @@ def _run(command: list[str], folder: Path, report: Path, timeout_s: float) -> in
         if process.poll() is None:
             # Its workers end with it; a kill would leave them.
             process.terminate()
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            wait_or_kill(process, _GRACE_S)

@@ -14,6 +14,7 @@ from typing import Any
 from lastgood.cluster.ssh.remote import Remote
 from lastgood.cluster.ssh.ssh_log import SshLog, last_words, ssh_failure
 from lastgood.errors import HostError
+from lastgood.processes import wait_or_kill
 from lastgood.text import parse_json
 
 __all__ = ["Conversation"]
@@ -79,11 +80,7 @@ class Conversation:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_S)
+        wait_or_kill(self._process, _END_S, _END_S)
         self._selector.close()
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:

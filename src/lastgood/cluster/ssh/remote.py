@@ -29,6 +29,7 @@ from typing import IO, Final
 from lastgood.cluster.hostfile import check_host_name
 from lastgood.cluster.ssh.ssh_log import SshLog, last_words, ssh_failure
 from lastgood.errors import ConfigError, HostError
+from lastgood.processes import wait_or_kill
 
 __all__ = ["REMOTE_MARK", "SSH_CONFIG_VARIABLE", "Completed", "Remote", "RemoteProcess", "SshOptions"]
 
@@ -384,11 +385,7 @@ class RemoteProcess:
     def close(self) -> None:
         """End it if it runs, wait for that through the grace and a few seconds, and give back what is held here."""
         self.terminate()
-        try:
-            self._process.wait(self._end_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_SSH_END_S)
+        wait_or_kill(self._process, self._end_s, _SSH_END_S)
         self._heart.join(_SSH_END_S)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:

@@ -40,6 +40,8 @@ from lastgood.errors import ConfigError, HostError
 
 __all__ = ["NodeStatus", "Testbed", "why_no_testbed"]
 
+_Settings = tuple[int, int, int | None]
+"""Nodes, slots, bits per second."""
 NodeState = Literal["up", "cut", "paused", "cut and paused", "killed"]
 
 _LOCK_S = 180.0
@@ -118,15 +120,15 @@ class Testbed:
             raise ConfigError(f"a testbed has 1 to {MAX_NODES} nodes, not {nodes}")
         if not 1 <= slots <= MAX_SLOTS:
             raise ConfigError(f"a node has 1 to {MAX_SLOTS} slots, not {slots}")
-        rate_bits_per_s = None if rate is None else parse_rate(rate)
+        settings = nodes, slots, None if rate is None else parse_rate(rate)
         _require()
         with _changing():
-            bed = _whole(cls, name, nodes, slots, rate_bits_per_s, state)
+            bed = _whole(cls, name, settings, state)
             # Not before here: a testbed of other settings, which is refused, is none of the guard's business.
             guard = _start_guard(name) if guarded else None
             try:
                 if bed is None:
-                    bed = _build(cls, name, nodes, slots, rate_bits_per_s, state)
+                    bed = _build(cls, name, settings, state)
             except BaseException:
                 _end_guard(guard)
                 raise
@@ -323,16 +325,15 @@ def _changing() -> Iterator[None]:
         yield
 
 
-def _whole(
-    kind: type[Testbed], name: str, nodes: int, slots: int, rate_bits_per_s: int | None, folder: Path | None
-) -> Testbed | None:
+def _whole(kind: type[Testbed], name: str, settings: _Settings, folder: Path | None) -> Testbed | None:
     """The testbed of these settings, if there is one, made whole. Raises ConfigError for one of other settings."""
     found = load_state(name)
     if found is None or not found[1].complete or not net.has_bridge(name):
         return None
     place, state = found
-    same = (state.nodes, state.slots, state.rate_bits_per_s) == (nodes, slots, rate_bits_per_s)
-    if not same or (folder is not None and folder.absolute() != place):
+    if (state.nodes, state.slots, state.rate_bits_per_s) != settings or (
+        folder is not None and folder.absolute() != place
+    ):
         rate = "no limit" if state.rate_bits_per_s is None else rate_text(state.rate_bits_per_s)
         raise ConfigError(
             f"testbed {name} is up with other settings: {state.nodes} nodes, {state.slots} slots, {rate}, state in "
@@ -343,10 +344,9 @@ def _whole(
     return bed
 
 
-def _build(
-    kind: type[Testbed], name: str, nodes: int, slots: int, rate_bits_per_s: int | None, folder: Path | None
-) -> Testbed:
+def _build(kind: type[Testbed], name: str, settings: _Settings, folder: Path | None) -> Testbed:
     _remove(name)
+    nodes, slots, rate_bits_per_s = settings
     subnet = choose_subnet(net.routed_networks())
     state = BedState(name=name, nodes=nodes, slots=slots, rate_bits_per_s=rate_bits_per_s, subnet=subnet)
     place = prepare_folder(name, folder)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from lastgood.gradients.protocol.messages import MAX_SPOILED, Complete
 
@@ -250,10 +251,8 @@ class ConductorState:
             ]
             for known in self.shadows
         ]
-        longest = max(map(len, queues), default=0)
-        return [
-            (shadow, queue[turn]) for turn in range(longest) for shadow, queue in enumerate(queues) if turn < len(queue)
-        ]
+        turns = zip_longest(*queues)
+        return [(shadow, bucket) for turn in turns for shadow, bucket in enumerate(turn) if bucket is not None]
 
     def torn_often(self) -> bool:
         """Whether a seed that is on its way was outrun by the training before: then the training should wait for it."""
