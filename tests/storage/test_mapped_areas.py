@@ -20,7 +20,7 @@ from slot_helpers import CHUNK, address_of, content_of, flip, load, steps
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LockHeld, MismatchError, StorageError
-from lastgood.storage import SlotInfo, SlotStore, SlotView, mapped_areas
+from lastgood.storage import SlotInfo, SlotStore, SlotView
 from lastgood.storage import format as fmt
 from lastgood.storage.mapped_areas import AreaStore, AreaWrite, MappedArea
 
@@ -221,19 +221,18 @@ def test_the_power_cuts_find_a_wrong_order(tmp_path: Path, monkeypatch: pytest.M
 
         records: list[tuple[AreaWrite, fmt.CommitRecord]] = []
         writes: list[AreaWrite] = []
-        store, commit, make = MappedArea.store, AreaWrite.commit, mapped_areas.commit_record
+        store, commit, make = MappedArea.store, AreaWrite.commit, fmt.CommitRecord.committed
 
-        def remember(*fields: object) -> fmt.CommitRecord:
-            record = make(*fields)  # type: ignore[arg-type]
-            if record.kind is fmt.RecordKind.COMMITTED:
-                records.append((writes[-1], record))
+        def remember(void: fmt.CommitRecord, *fields: object) -> fmt.CommitRecord:
+            record = make(void, *fields)  # type: ignore[arg-type]
+            records.append((writes[-1], record))
             return record
 
         def of_write(write: AreaWrite, *rest: object) -> object:
             writes.append(write)
             return commit(write, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(mapped_areas, "commit_record", remember)
+        monkeypatch.setattr(fmt.CommitRecord, "committed", remember)
         monkeypatch.setattr(AreaWrite, "commit", of_write)
         monkeypatch.setattr(MappedArea, "store", record_first)
     disk = saves_with_power_cuts(tmp_path / "job", tmp_path / "after")

@@ -73,11 +73,8 @@ class GroupRule:
             lr=_number("lr", lr),
             tensor_lr=tensor_lr,
             betas=(_number("betas", beta1), _number("betas", beta2)),
-            eps=_number("eps", group.get("eps", 0.0)),
-            weight_decay=_number("weight_decay", group["weight_decay"]),
-            momentum=_number("momentum", group.get("momentum", 0.0)),
-            dampening=_number("dampening", group.get("dampening", 0.0)),
             powers=tuple(powers),
+            **{key: _number(key, group.get(key, 0.0)) for key in _NUMBERS},
         )
 
     def to_data(self) -> dict[str, Any]:

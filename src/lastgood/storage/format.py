@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,6 +194,17 @@ class CommitRecord:
         self._check()
         kind, job_id, *fields = astuple(self)
         return _seal(_COMMIT_MAGIC, _COMMIT.pack(job_id, kind, 0, *fields))
+
+    def committed(self, meta_offset: int, meta_bytes: int, layout_digest: bytes, table: bytes) -> CommitRecord:
+        """The record of the same stream once all of it is written, with this chunk-checksum table."""
+        return replace(
+            self,
+            kind=RecordKind.COMMITTED,
+            meta_offset=meta_offset,
+            meta_bytes=meta_bytes,
+            layout_digest=layout_digest,
+            table_digest=table_digest(table),
+        )
 
     @classmethod
     def decode(cls, block: bytes) -> CommitRecord | None:

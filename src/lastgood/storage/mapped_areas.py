@@ -40,7 +40,7 @@ from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
 from lastgood.storage.opening import open_directory, take_job, take_over
 from lastgood.storage.reader import SlotInfo, SlotView
-from lastgood.storage.write import commit_record
+from lastgood.storage.write import writing_record
 
 __all__ = ["AREAS", "AreaStore", "AreaWrite", "MappedArea"]
 
@@ -338,9 +338,7 @@ class AreaWrite:
     def void(self) -> None:
         """Step 1: the area's old checkpoint is no more, also after a power cut. Raises StorageError."""
         with storage_errors(self.path, "voiding the area", fmt.BLOCK):
-            self._put_record(
-                commit_record(self._store, fmt.RecordKind.WRITING, self.step, self.sequence, self.stream_bytes)
-            )
+            self._put_record(writing_record(self._store, self.step, self.sequence, self.stream_bytes))
 
     def commit(self, meta_offset: int, meta_bytes: int, layout_digest: bytes, checksums: list[int]) -> SlotInfo:
         """Steps 2 and 3, when all stores have ended: `checksums` are those of the chunks, in order.
@@ -351,16 +349,8 @@ class AreaWrite:
         table = np.asarray(checksums, dtype="<u4").tobytes()
         if len(table) != table_bytes:
             raise CheckpointError(f"{self.path}: {len(checksums)} checksums instead of {table_bytes // 4}")
-        record = commit_record(
-            self._store,
-            fmt.RecordKind.COMMITTED,
-            self.step,
-            self.sequence,
-            self.stream_bytes,
-            (meta_offset, meta_bytes),
-            layout_digest,
-            fmt.table_digest(table),
-        )
+        record = writing_record(self._store, self.step, self.sequence, self.stream_bytes)
+        record = record.committed(meta_offset, meta_bytes, layout_digest, table)
         with storage_errors(self.path, "making it durable", self.padded_bytes):
             self.mapped.store(table, table_offset)
             self.mapped.flush(self.data_offset, table_offset + table_bytes - self.data_offset)

@@ -18,7 +18,7 @@ from lastgood.storage import format as fmt
 from lastgood.storage.medium import Medium, open_slot_file
 from lastgood.storage.reader import SlotInfo
 
-__all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite", "commit_record"]
+__all__ = ["WRITE_TIMEOUT_S", "SlotOwner", "SlotWrite", "writing_record"]
 
 WRITE_TIMEOUT_S = 600.0
 _JOIN_S = 10.0
@@ -59,33 +59,24 @@ class SlotOwner(RecordOwner, Protocol):
         """A commit made an older slot free: the time to make it fit what was reserved."""
 
 
-def commit_record(
-    owner: RecordOwner,
-    kind: fmt.RecordKind,
-    step: int,
-    sequence: int,
-    stream_bytes: int,
-    meta: tuple[int, int] = (0, 0),
-    layout_digest: bytes = bytes(32),
-    table_digest: bytes = bytes(32),
-) -> fmt.CommitRecord:
-    """The record of a stream that begins at `DATA_OFFSET`; `meta`: offset and length of the meta data in it."""
+def writing_record(owner: RecordOwner, step: int, sequence: int, stream_bytes: int) -> fmt.CommitRecord:
+    """The record of a stream that begins at `DATA_OFFSET` while it is being written."""
     table_offset, table_bytes, _ = fmt.stream_layout(stream_bytes, owner.chunk_bytes)
     return fmt.CommitRecord(
-        kind=kind,
+        kind=fmt.RecordKind.WRITING,
         job_id=owner.job.job_id,
         step=step,
         incarnation=owner.incarnation,
         sequence=sequence,
         stream_bytes=stream_bytes,
-        meta_offset=meta[0],
-        meta_bytes=meta[1],
+        meta_offset=0,
+        meta_bytes=0,
         chunk_bytes=owner.chunk_bytes,
         data_offset=fmt.DATA_OFFSET,
         table_offset=table_offset,
         table_bytes=table_bytes,
-        layout_digest=layout_digest,
-        table_digest=table_digest,
+        layout_digest=bytes(32),
+        table_digest=bytes(32),
         rank=owner.job.rank,
         world_size=owner.job.world_size,
     )
@@ -124,6 +115,7 @@ class SlotWrite:
         """What was done when: name, begin and end, in `time.perf_counter()` seconds. Chunks are written from the end of
         ``void`` on, while later ones are still being copied."""
         self._store = store
+        self._record = writing_record(store, step, sequence, stream_bytes)
         self._native: _native.SlotWriter | None = None
         self._state_lock = threading.Lock()
         self._users = 0  # threads inside a call; the last one out ends a write that was given up
@@ -157,8 +149,7 @@ class SlotWrite:
         # since there are no writer threads before.
         if not self.header_ok:
             self._file.write_block(store.header(self.slot).encode(), fmt.HEADER_OFFSET)
-        record = commit_record(store, fmt.RecordKind.WRITING, self.step, self.sequence, self.stream_bytes)
-        self._file.write_block(record.encode(), fmt.COMMIT_OFFSET)
+        self._file.write_block(self._record.encode(), fmt.COMMIT_OFFSET)
         self._file.flush()
         self.header_ok = True
         self._native = _native.SlotWriter(
@@ -238,16 +229,7 @@ class SlotWrite:
         with self._in_use("writing"):
             table = self._writer.finish(timeout_s)
             self._phase("write", self.phases[-1][2])
-            record = commit_record(
-                self._store,
-                fmt.RecordKind.COMMITTED,
-                self.step,
-                self.sequence,
-                self.stream_bytes,
-                (meta_offset, meta_bytes),
-                layout_digest,
-                fmt.table_digest(table),
-            )
+            record = self._record.committed(meta_offset, meta_bytes, layout_digest, table)
             encoded = record.encode()
             if self._store.newest_sequence() > self.sequence:
                 self._end(None)

@@ -235,11 +235,11 @@ def protect_no_kept_slot() -> None:
 
 def commit_record_before_data() -> None:
     """The record goes out together with the table, and one flush follows for all."""
-    real_record = write.commit_record
+    real_record = fmt.CommitRecord.committed
     newest = threading.local()  # a commit makes its record, and writes its table, in one thread
 
-    def remember(*fields: object) -> fmt.CommitRecord:
-        record = real_record(*fields)  # type: ignore[arg-type]
+    def remember(void: fmt.CommitRecord, *fields: object) -> fmt.CommitRecord:
+        record = real_record(void, *fields)  # type: ignore[arg-type]
         newest.content = record.encode()
         return record
 
@@ -250,7 +250,7 @@ def commit_record_before_data() -> None:
         if _what(content, offset) == "table":
             real_write(file, newest.content, fmt.COMMIT_OFFSET)
 
-    write.commit_record = remember
+    fmt.CommitRecord.committed = remember  # type: ignore[method-assign, assignment]
     DirectFile.write_block = write_both  # type: ignore[method-assign]
 
 

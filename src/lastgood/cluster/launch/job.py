@@ -150,7 +150,7 @@ def launch(
         given = Way(hosts, ticket, python, remote, log_dir, launcher_args, master_addr or address, port)
         say(f"{len(board.ranks)} ranks on {len(hosts.hosts)} hosts by {how}; logs in {log_dir}")
         started += way(how, given)
-        _attend(board, started, start_timeout_s, timeout_s, str(log_dir), say)
+        _attend(board, started, ticket, say)
         _farewell(board, started, _LATE_S)
     finally:
         _end_all(board, started, grace_s)
@@ -235,26 +235,19 @@ def _read_probe(host: str, answer: Completed, python: str) -> tuple[list[str], i
 # -- while it runs -------------------------------------------------------------------------------------------------
 
 
-def _attend(
-    board: Board,
-    started: list[Started],
-    start_timeout_s: float,
-    timeout_s: float,
-    logs: str,
-    report: Callable[[str], None],
-) -> None:
+def _attend(board: Board, started: list[Started], ticket: Ticket, report: Callable[[str], None]) -> None:
     """Serve the board until all ranks have ended well. Raises LaunchError at the first that has not."""
-    start = time.monotonic() + start_timeout_s
+    start = time.monotonic() + ticket.start_s
     deadline = None
     while True:
         board.serve(0.5)
         if board.first_failure is not None:
-            raise LaunchError(_describe(board.first_failure, logs) + _causes(board, started))
+            raise LaunchError(_describe(board.first_failure, ticket.logs) + _causes(board, started))
         if board.all_over:
             return
         now = time.monotonic()
         if deadline is None and not board.missing:
-            deadline = now + timeout_s
+            deadline = now + ticket.timeout_s
             report("all ranks have reported")
         _look_at_launchers(board, started)
         if deadline is None and now > start:
@@ -262,11 +255,11 @@ def _attend(
             names = ", ".join(f"{state.rank} on {state.host}" for state in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             why = _launcher_words(started)
-            raise LaunchError(f"no word from rank {names}{more} within {start_timeout_s:.0f} s of the start{why}")
+            raise LaunchError(f"no word from rank {names}{more} within {ticket.start_s:.0f} s of the start{why}")
         # A rank ends its program itself when time is up, and says so; this is for one that cannot.
         if deadline is not None and now > deadline + 30:
             alive = [f"{state.rank} on {state.host}" for state in board.ranks if not state.over]
-            raise LaunchError(f"rank {', '.join(alive[:8])} did not end within {timeout_s:.0f} s")
+            raise LaunchError(f"rank {', '.join(alive[:8])} did not end within {ticket.timeout_s:.0f} s")
 
 
 def _look_at_launchers(board: Board, started: list[Started]) -> None:
