@@ -714,7 +714,7 @@ def test_the_copy_of_a_private_environment_is_private(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(launch_ways, "_check_deepspeed", lambda python: None)
     commands: list[list[str]] = []
-    monkeypatch.setattr(launch_ways, "_start", lambda name, command, *_, **__: commands.append(command))
+    monkeypatch.setattr(launch_ways, "_Local", lambda name, command, *_, **__: commands.append(command))
     remote = _ToldRemote()
     given = a_way("deepspeed", tmp_path / "logs", remote)
     before = os.umask(umask)

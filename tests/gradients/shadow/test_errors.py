@@ -25,14 +25,14 @@ def test_an_error_inside_a_shadow_is_said_to_the_trainer_and_logged_once(where, 
         calls.append(arguments)
         raise ZeroDivisionError("a fault of the shadow's own")
 
-    def until_it_is_known(conductor, done, timeout_s, what, late):
+    def until_it_is_known(conductor, is_late, timeout_s, what):
         """Not so long as `timeout_s`, but until rank 0 has tried several times."""
         wait_until(
             lambda: len(calls) >= 4 and "an error inside" in conductor._why.get(1, ""),
             lambda: f"4 tries ({len(calls)} so far) and their reason: {conductor._why}",
             timeout_s,
         )
-        wait(conductor, done, 0.1, what, late)
+        wait(conductor, is_late, 0.1, what)
 
     monkeypatch.setattr(Conductor, "_wait", until_it_is_known)
     with shadow_threads(tmp_path, 2) as shadows:
