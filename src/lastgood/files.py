@@ -338,3 +338,12 @@ def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None
     refused = StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
     refused.errno = error.errno
     return refused
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, operation: str, nbytes: int | None = None) -> Iterator[None]:
+    """While inside, an OSError becomes the StorageError of `storage_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path, operation, nbytes) from error

@@ -38,7 +38,7 @@ from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint
-from lastgood.files import ReadableBy, make_directory, readers_of, storage_error
+from lastgood.files import ReadableBy, make_directory, readers_of, storage_errors
 from lastgood.locations import Location
 from lastgood.locks import FileLock
 from lastgood.state import FlatState, flatten, try_layout
@@ -376,10 +376,8 @@ class Checkpointer(Endable):
     def _hold_directory(self) -> None:
         if not self.holds_directory or self._lock.held:
             return
-        try:
+        with storage_errors(self.directory, "making the checkpoint directory"):
             make_directory(self.directory, self.readable_by.directory_mode)
-        except OSError as error:
-            raise storage_error(error, self.directory, "making the checkpoint directory") from error
         self._lock.acquire()
 
     @property

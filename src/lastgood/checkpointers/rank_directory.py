@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lastgood.files import storage_error
+from lastgood.files import storage_errors
 
 __all__ = ["rank_directories", "rank_directory"]
 
@@ -23,10 +23,8 @@ def rank_directories(job: Path | str) -> dict[int, Path]:
     Raises StorageError if it cannot be read.
     """
     folder = Path(job)
-    try:
+    with storage_errors(folder, "reading the directory"):
         if not folder.is_dir():
             return {}
         found = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
-    except OSError as error:
-        raise storage_error(error, folder, "reading the directory") from error
     return dict(sorted((int(match[1]), path) for match, path in found if match))

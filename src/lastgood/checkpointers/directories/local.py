@@ -25,7 +25,7 @@ from lastgood.files import (
     open_regular,
     remove_temporary_files,
     remove_tree,
-    storage_error,
+    storage_errors,
     sync_directory,
     temporary_beside,
 )
@@ -53,11 +53,9 @@ class LocalStore:
 
     def prepare(self) -> None:
         """Make the directory, and remove what a killed process left half-written."""
-        try:
+        with storage_errors(self.directory, "preparing the checkpoint directory"):
             make_directory(self.directory, self._readable_by.directory_mode)
             remove_temporary_files(self.directory, _OLDER_TEMPORARY)
-        except OSError as error:
-            raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
 
     def begin(self, step: int) -> LocalDraft:
         """A draft under a name that nothing which a killed process left still writes to."""
@@ -71,7 +69,7 @@ class LocalStore:
         final = self.directory / self._stored(sequence, draft.step).name
         if not (temporary / MANIFEST).exists():
             raise StorageError(f"{temporary}: has no manifest, so it is not complete; seal() comes before commit()")
-        try:
+        with storage_errors(final, "committing a checkpoint"):
             written = 0
             for path in files_in(temporary).values():
                 written += path.stat().st_size
@@ -81,14 +79,12 @@ class LocalStore:
             temporary.chmod(self._readable_by.directory_mode)
             sync_directory(temporary)
             temporary.rename(final)
-        except OSError as error:
-            raise storage_error(error, final, "committing a checkpoint") from error
-        try:
-            sync_directory(self.directory)
-        except OSError as error:
-            # Under this name it would be taken for one whose name is durable.
-            remove_tree(final)
-            raise storage_error(error, self.directory, "flushing a checkpoint's name") from error
+        with storage_errors(self.directory, "flushing a checkpoint's name"):
+            try:
+                sync_directory(self.directory)
+            except OSError:
+                remove_tree(final)  # under this name it would be taken for one whose name is durable
+                raise
         self._drop_old()
         return written
 
@@ -107,12 +103,9 @@ class LocalStore:
     def read(self, checkpoint: StoredCheckpoint, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """From the file itself; follows no link."""
         path = Path(checkpoint.where) / name
-        try:
-            with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
-                file.seek(begin)
-                return file.read(-1 if nbytes is None else nbytes)
-        except OSError as error:
-            raise storage_error(error, path, "reading") from error
+        with storage_errors(path, "reading"), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+            file.seek(begin)
+            return file.read(-1 if nbytes is None else nbytes)
 
     @contextlib.contextmanager
     def local_folder(self, checkpoint: StoredCheckpoint) -> Iterator[Path]:
@@ -170,13 +163,11 @@ class LocalDraft(Draft):
         for path in unknown.values():
             flush_file(path)
         manifest = self.path / MANIFEST
-        try:
+        with storage_errors(manifest, "writing"):
             for directory in (path for path in self.path.rglob("*") if path.is_dir()):
                 sync_directory(directory)
             with open(open_new(manifest), "wb") as file:  # noqa: PTH123 - of a descriptor
                 file.write(manifest_text(self.step, files))
-        except OSError as error:
-            raise storage_error(error, manifest, "writing") from error
         flush_file(manifest)
 
     def _open(self, name: str) -> io.RawIOBase:

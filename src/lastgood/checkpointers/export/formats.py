@@ -25,7 +25,15 @@ from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, re
 from lastgood.checkpointers.torch_files.archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files.files import pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
-from lastgood.files import open_new, open_regular, remove_tree, storage_error, sync_directory, temporary_beside
+from lastgood.files import (
+    open_new,
+    open_regular,
+    remove_tree,
+    storage_error,
+    storage_errors,
+    sync_directory,
+    temporary_beside,
+)
 from lastgood.state import Layout, unflatten
 from lastgood.units import MIB, format_bytes
 
@@ -170,11 +178,8 @@ def load_exported(path: Path | str) -> dict[str, Any]:
     path = path.resolve() if path.is_symlink() else path  # named by a user, who may have put a link there
     if path.is_dir():
         raise StorageError(f"{path}: is a directory; one of torch.distributed.checkpoint is read with torch")
-    try:
-        with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
-            head = file.read(9)
-    except OSError as error:
-        raise storage_error(error, path, "reading") from error
+    with storage_errors(path, "reading"), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+        head = file.read(9)
     return _load_pt(path) if is_zip(head) else load_safetensors(path)
 
 

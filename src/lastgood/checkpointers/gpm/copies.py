@@ -17,7 +17,7 @@ from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, copy_bytes
 from lastgood.errors import WaitTimeout
-from lastgood.files import storage_error
+from lastgood.files import storage_errors
 
 if TYPE_CHECKING:
     from lastgood.storage.mapped_areas import AreaWrite, MappedArea
@@ -75,7 +75,7 @@ def store_from_host(write: AreaWrite, stream: Iterable[torch.Tensor], chunk_byte
             target += piece.numel()
         return checksum
 
-    with _explained(write), ThreadPoolExecutor(threads, "gpm-store") as pool:
+    with storage_errors(write.path, "storing", write.padded_bytes), ThreadPoolExecutor(threads, "gpm-store") as pool:
         chunks = list(_chunks(stream, chunk_bytes))
         return list(pool.map(store, range(len(chunks)), chunks))
 
@@ -109,7 +109,7 @@ def store_from_devices(write: AreaWrite, stream: Iterable[torch.Tensor], chunk_b
         seed = _native.chunk_seed(write.sequence, begin // chunk_bytes)
         return _native.crc32c_at(write.address + begin, length, seed)
 
-    with _explained(write), ThreadPoolExecutor(threads, "gpm-check") as pool:
+    with storage_errors(write.path, "storing", write.padded_bytes), ThreadPoolExecutor(threads, "gpm-check") as pool:
         return list(pool.map(check, range(0, position, chunk_bytes)))
 
 
@@ -138,7 +138,7 @@ def copy_through_pinned(
         return _native.copy_crc32c(target, chunk.data_ptr(), chunk.numel(), seed)
 
     stored: list[Future[int]] = []
-    with _explained(write), ThreadPoolExecutor(threads, "gpm-store") as pool:
+    with storage_errors(write.path, "storing", write.padded_bytes), ThreadPoolExecutor(threads, "gpm-store") as pool:
         try:
             for index, pieces in enumerate(_chunks(stream, chunk_bytes)):
                 if index >= places:
@@ -176,12 +176,3 @@ def _chunks(stream: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[list[t
 
 def _total(pieces: list[torch.Tensor]) -> int:
     return sum(piece.numel() for piece in pieces)
-
-
-@contextlib.contextmanager
-def _explained(write: AreaWrite) -> Iterator[None]:
-    """Give refusals of the operating system the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, write.path, "storing", write.padded_bytes) from error

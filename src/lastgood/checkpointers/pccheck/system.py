@@ -30,7 +30,7 @@ from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
-from lastgood.files import ReadableBy, make_directory, storage_error
+from lastgood.files import ReadableBy, make_directory, storage_errors
 from lastgood.locations import Location
 from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
@@ -133,10 +133,8 @@ class PCcheck(Checkpointer):
 
         rank, world_size = self._world()
         if self._agrees:
-            try:
+            with storage_errors(self.directory, "making the job's directory"):
                 make_directory(self.directory, self.readable_by.directory_mode)
-            except OSError as error:
-                raise storage_error(error, self.directory, "making the job's directory") from error
         return SlotStore(
             self._of_rank(self.directory),
             slots=self.options.slots,

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.errors import ConfigError
-from lastgood.files import check_regular, local_path, storage_error, write_atomically
+from lastgood.files import check_regular, local_path, storage_errors, write_atomically
 from lastgood.models import FrozenModel
 from lastgood.text import parse_yaml, read_bytes
 from lastgood.units import MIB, format_bytes, format_seconds
@@ -211,10 +211,8 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
         + "\n# What they were chosen from: for people, not read again. Times are seconds, not_tried holds N, p, b.\n"
         + yaml.safe_dump({"measured": measured}, sort_keys=False, default_flow_style=None, width=200)
     )
-    try:
+    with storage_errors(path, "writing the settings", len(text)):
         write_atomically(path, text.encode(), mode=None)
-    except OSError as error:
-        raise storage_error(error, path, "writing the settings", len(text)) from error
 
 
 class _Settings(BaseModel):

@@ -17,7 +17,7 @@ from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.checkpointers.traits import Keeps, Traits
 from lastgood.errors import CheckpointError, MismatchError
-from lastgood.files import storage_error
+from lastgood.files import storage_errors
 
 __all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
 
@@ -49,16 +49,14 @@ def found_in(directory: Path) -> list[Found]:
 
     Raises StorageError if it cannot be read.
     """
-    try:
+    with storage_errors(directory, "reading the directory"):
         slots = _slots(directory) if directory.is_dir() else None
-    except OSError as error:
-        raise storage_error(error, directory, "reading the directory") from error
     return [*([] if slots is None else [slots]), *others_in(directory)]
 
 
 def others_in(directory: Path) -> list[Found]:
     """As `found_in`, without what lies in slots."""
-    try:
+    with storage_errors(directory, "reading the directory"):
         if not directory.is_dir():
             return []
         found = []
@@ -72,8 +70,6 @@ def others_in(directory: Path) -> list[Found]:
             found.append(Found(directory, what, tuple(one.step for one in folders)))
         in_shadows = _in_shadows(directory)
         return found if in_shadows is None else [*found, in_shadows]
-    except OSError as error:
-        raise storage_error(error, directory, "reading the directory") from error
 
 
 def _names(keeps: Keeps) -> str:

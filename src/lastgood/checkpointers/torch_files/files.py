@@ -28,7 +28,7 @@ from lastgood.files import (
     open_new,
     open_regular,
     remove_temporary_files,
-    storage_error,
+    storage_errors,
     sync_directory,
     temporary_beside,
 )
@@ -59,11 +59,9 @@ class TorchFiles:
 
     def prepare(self) -> None:
         """Remove what a killed process left half-written. Only under the directory's lock. Raises StorageError."""
-        try:
+        with storage_errors(self.directory, "preparing the checkpoint directory"):
             make_directory(self.directory, self._readable_by.directory_mode)
             remove_temporary_files(self.directory, _OLDER_TEMPORARY)
-        except OSError as error:
-            raise storage_error(error, self.directory, "preparing the checkpoint directory") from error
 
     def write(
         self,
