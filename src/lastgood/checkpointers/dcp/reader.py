@@ -12,17 +12,17 @@ import functools
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lastgood._lazy import torch
-from lastgood.bounds import DAMAGE, Budget, Refused, require
-from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names, size_maker
+from lastgood.bounds import Budget, Refused, require
+from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names, reading, size_maker
 from lastgood.errors import CorruptCheckpoint
-from lastgood.files import open_regular, read_bounded, storage_error
+from lastgood.files import open_regular, read_bounded
 from lastgood.pickles import Maker, Record, load_pickle
 
 __all__ = ["StoredTensors", "metadata_names"]
@@ -58,7 +58,7 @@ class StoredTensors:
 
     def __init__(self, checkpoint: Path, nbytes: int) -> None:
         self._checkpoint = checkpoint
-        with self._reading(_METADATA):
+        with reading(checkpoint / _METADATA):
             content = read_bounded(checkpoint / _METADATA, nbytes)
             self._stored = _stored_tensors(load_pickle(content, metadata_names(), Budget(nbytes)))
 
@@ -79,20 +79,11 @@ class StoredTensors:
             descriptors: dict[str, int] = {}
             for name, target in targets.items():
                 entry = self._entry(name)
-                with self._reading(f"{entry.file}: {name}"):
+                with reading(self._checkpoint / f"{entry.file}: {name}"):
                     if entry.file not in descriptors:
                         descriptors[entry.file] = open_regular(self._checkpoint / entry.file)
                         opened.callback(os.close, descriptors[entry.file])
                     target.copy_(_read_tensor(descriptors[entry.file], entry))
-
-    @contextlib.contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except DAMAGE as error:
-            raise CorruptCheckpoint(f"{self._checkpoint / what}: cannot be read: {error}") from error
-        except OSError as error:
-            raise storage_error(error, self._checkpoint / what, "reading") from error
 
     def _entry(self, name: str) -> _Stored:
         if name not in self._stored:

@@ -238,11 +238,8 @@ def _sync(path: Path) -> None:
             _sync(inner)
         sync_directory(path)
         return
-    descriptor = open_regular(path)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+        os.fsync(file.fileno())
 
 
 def _take_place(temporary: Path, out: Path) -> None:

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood import _native
 from lastgood._lazy import torch
-from lastgood.bounds import DAMAGE, Budget, json_cost, require
+from lastgood.bounds import Budget, json_cost, require
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, typed_view
+from lastgood.checkpointers.torch_files.archive import reading
+from lastgood.checkpointers.torch_files.zip import read_at
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
-from lastgood.files import open_new, open_regular, storage_error
+from lastgood.files import open_new, open_regular
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import check_cost
 from lastgood.storage.files import flush
@@ -282,16 +284,8 @@ def read_facts(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_File]:
-    try:
-        descriptor = open_regular(path)
-        try:
-            yield _File(descriptor, path)
-        finally:
-            os.close(descriptor)
-    except DAMAGE as error:
-        raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from error
-    except OSError as error:
-        raise storage_error(error, path, "reading") from error
+    with reading(path), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+        yield _File(file.fileno(), path)
 
 
 class _File:
@@ -350,13 +344,7 @@ class _File:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Bytes of the data, in memory of their own."""
-        content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        left = content.numpy().data
-        while left:
-            got = os.preadv(self._descriptor, [left], self._data_begin + end - len(left))
-            require(got > 0, "it became shorter while it was read")
-            left = left[got:]
-        return content
+        return read_at(self._descriptor, self._data_begin + begin, end - begin)
 
 
 def _scatter(target: torch.Tensor, content: torch.Tensor) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, json_cost, require
 from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names
+from lastgood.checkpointers.torch_files.zip import read_at
 from lastgood.errors import CorruptCheckpoint
-from lastgood.files import open_regular, read_bounded, storage_error
+from lastgood.files import open_regular, read_bounded, storage_errors
 from lastgood.text import parse_json
 
 __all__ = ["StoredSnapshot"]
@@ -66,8 +67,8 @@ class StoredSnapshot:
         """A tensor that is stored in one piece, of the dtype and shape of `like`."""
         require(type(entry) is dict and entry.get("type") == "Tensor", "a part of it is no tensor")
         _check_kind(entry, like)
-        descriptor = open_regular(self._file(entry.get("location")))
-        try:
+        with open(open_regular(self._file(entry.get("location"))), "rb") as file:  # noqa: PTH123 - of a descriptor
+            descriptor = file.fileno()
             begin, end = _range(entry.get("byte_range"), os.fstat(descriptor).st_size)
             if entry.get("serializer") == "torch_save":
                 found = TorchFile(descriptor, begin, end - begin, Budget(end - begin)).read()
@@ -77,15 +78,7 @@ class StoredSnapshot:
                 return found
             require(entry.get("serializer") == "buffer_protocol", "nobody knows how it was written")
             require(end - begin == like.numel() * like.element_size(), f"{end - begin} bytes are not what it needs")
-            content = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-            left = content.numpy().data
-            while left:
-                got = os.preadv(descriptor, [left], end - len(left))
-                require(got > 0, "its file became shorter while it was read")
-                left = left[got:]
-            return content.view(like.dtype).view(like.shape)
-        finally:
-            os.close(descriptor)
+            return read_at(descriptor, begin, end - begin, "its file").view(like.dtype).view(like.shape)
 
     def _file(self, location: Any) -> Path:
         require(type(location) is str and bool(location) and "\0" not in location, "its file has no name")
@@ -96,12 +89,11 @@ class StoredSnapshot:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except DAMAGE as error:
-            raise CorruptCheckpoint(f"{self._checkpoint}: {what} cannot be read: {error}") from error
-        except OSError as error:
-            raise storage_error(error, self._checkpoint, f"reading {what}") from error
+        with storage_errors(self._checkpoint, f"reading {what}"):
+            try:
+                yield
+            except DAMAGE as error:
+                raise CorruptCheckpoint(f"{self._checkpoint}: {what} cannot be read: {error}") from error
 
 
 def _pieces(entry: dict[str, Any], target: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -8,12 +8,13 @@ the pickle builds plain values alone (lastgood.pickles), and each storage is rea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lastgood._lazy import torch
 from lastgood.bounds import DAMAGE, Budget, Refused, hashable, require, tree_cost
 from lastgood.checkpointers.torch_files.zip import TorchZip
 from lastgood.errors import CorruptCheckpoint, StateError
-from lastgood.files import open_regular, storage_error
+from lastgood.files import open_regular, storage_errors
 from lastgood.pickles import Maker, Record, load_pickle
 from lastgood.units import format_bytes
 
@@ -33,6 +34,7 @@ __all__ = [
     "file_names",
     "is_zip",
     "read_torch_file",
+    "reading",
     "reading_cost",
     "size_maker",
 ]
@@ -48,17 +50,19 @@ def read_torch_file(path: Path, records: tuple[tuple[str, str], ...] = ()) -> An
 
     Raises CorruptCheckpoint for whatever is not read, with the `Refused` that says why as its cause, and StorageError.
     """
-    try:
-        descriptor = open_regular(path)
+    with reading(path), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+        nbytes = os.fstat(file.fileno()).st_size
+        return TorchFile(file.fileno(), 0, nbytes, Budget(nbytes)).read(records)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While inside, what a damaged file makes its reader raise becomes CorruptCheckpoint, and OSError StorageError."""
+    with storage_errors(path, "reading"):
         try:
-            nbytes = os.fstat(descriptor).st_size
-            return TorchFile(descriptor, 0, nbytes, Budget(nbytes)).read(records)
-        finally:
-            os.close(descriptor)
-    except DAMAGE as error:
-        raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from error
-    except OSError as error:
-        raise storage_error(error, path, "reading") from error
+            yield
+        except DAMAGE as error:
+            raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from error
 
 
 def reading_cost(tree: Any, path: str) -> int:

@@ -90,12 +90,9 @@ class TorchFiles:
             torch.save(document, temporary)
             check_proportion(cost, temporary, str(final))
             written_s = time.perf_counter()
-            descriptor = open_regular(temporary)
-            try:
-                os.fsync(descriptor)
-                written = os.fstat(descriptor).st_size
-            finally:
-                os.close(descriptor)
+            with open(open_regular(temporary), "rb") as file:  # noqa: PTH123 - of a descriptor
+                os.fsync(file.fileno())
+                written = os.fstat(file.fileno()).st_size
             flushed_s = time.perf_counter()
             temporary.replace(final)
             sync_directory(self.directory)

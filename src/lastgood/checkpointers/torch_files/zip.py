@@ -13,9 +13,9 @@ import zlib
 from dataclasses import dataclass
 
 from lastgood._lazy import torch
-from lastgood.bounds import Budget, Refused
+from lastgood.bounds import Budget, Refused, require
 
-__all__ = ["TorchZip"]
+__all__ = ["TorchZip", "read_at"]
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,21 @@ class TorchZip:
         entry = self.entries.get(name)
         if entry is None:
             raise Refused(f"it lacks {name[:200]!r}")
-        content = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        left = content.numpy().data
-        position = self._begin + entry.begin
-        while left:
-            got = os.preadv(self._descriptor, [left], position)
-            if not got:
-                raise Refused("it became shorter while it was read")
-            left, position = left[got:], position + got
+        content = read_at(self._descriptor, self._begin + entry.begin, entry.nbytes)
         if zlib.crc32(content.numpy().data) != entry.checksum:
             raise Refused(f"the checksum of {name!r} does not hold")
         return content
+
+
+def read_at(descriptor: int, position: int, nbytes: int, what: str = "it") -> torch.Tensor:
+    """Bytes of a file, in memory of their own; `what` is the file in errors. Raises Refused if it ends before them."""
+    content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    left = content.numpy().data
+    while left:
+        got = os.preadv(descriptor, [left], position + nbytes - len(left))
+        require(got > 0, f"{what} became shorter while it was read")
+        left = left[got:]
+    return content
 
 
 def _wide(numbers: list[int], extra: bytes) -> list[int]:
