@@ -225,7 +225,7 @@ class Checkpointer(Endable):
         with generators_kept():
             self._begun()
         self._attachment = attachment
-        if self._rank() == 0:  # all ranks of a job go on together
+        if self._world()[0] == 0:  # all ranks of a job go on together
             attachment.tell_beginning(self.name, self._place_of(attachment.progress.step), resumed=resumed)
         return attachment.progress.step
 
@@ -274,10 +274,6 @@ class Checkpointer(Endable):
             self._refusals.raise_fault()
         if self._beginnings is not None:
             self._beginnings.compare()
-
-    def _rank(self) -> int:
-        """This process's number among those of its training."""
-        return world_of_torch()[0]
 
     def _place_of(self, step: int) -> Path:
         """Where the checkpoint of `step` is, for people."""

@@ -213,9 +213,6 @@ class PCcheck(Checkpointer):
         elif not self._agrees:
             self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
 
-    def _rank(self) -> int:
-        return self._world()[0]
-
     def _place_of(self, step: int) -> Path:
         if self._began_at is not None:
             return self._began_at.path
