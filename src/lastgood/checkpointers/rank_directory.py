@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lastgood.files import storage_errors
 
-__all__ = ["rank_directories", "rank_directory"]
+__all__ = ["job_of", "rank_directories", "rank_directory"]
 
 _NAME = re.compile(r"rank-(\d{5,7})")
 
@@ -15,6 +15,12 @@ _NAME = re.compile(r"rank-(\d{5,7})")
 def rank_directory(job: Path | str, rank: int) -> Path:
     """Where a rank keeps its checkpoints, in the directory of its job."""
     return Path(job, f"rank-{rank:05d}")
+
+
+def job_of(directory: Path | str) -> Path | None:
+    """The job that a rank's directory belongs to, by its name; None for any other directory."""
+    directory = Path(directory)
+    return directory.parent if _NAME.fullmatch(directory.name) else None
 
 
 def rank_directories(job: Path | str) -> dict[int, Path]:

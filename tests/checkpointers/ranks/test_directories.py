@@ -14,8 +14,8 @@ from lastgood import PCcheck
 from lastgood.checkpointers.attach.data_cursor import CountedLoader
 from lastgood.checkpointers.export.formats import load_exported
 from lastgood.checkpointers.pccheck.system import PCcheckOptions
-from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
-from lastgood.checkpointers.ranks.directories import job_of, shared_job_id, whole_checkpoints
+from lastgood.checkpointers.rank_directory import job_of, rank_directories, rank_directory
+from lastgood.checkpointers.ranks.directories import shared_job_id, whole_checkpoints
 from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.cli.export import export as export_command
 from lastgood.cli.inspect import inspect

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from lastgood.files import (
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
 
-__all__ = ["ID_FILE", "Buffers", "JobCheckpoint", "job_of", "shared_job_id", "whole_checkpoints"]
+__all__ = ["ID_FILE", "Buffers", "JobCheckpoint", "shared_job_id", "whole_checkpoints"]
 
 Buffers = Literal["equal", "rank0"]
 """What of modules' buffers on another number of ranks: they must be equal on all that wrote, or rank 0's are taken."""
@@ -34,13 +33,6 @@ Buffers = Literal["equal", "rank0"]
 ID_FILE = "job-id"
 """In the directory of a job of several ranks: the id that all of them take."""
 _ID_BYTES = 16
-_NAME = re.compile(r"rank-(\d{5,7})")
-
-
-def job_of(directory: Path | str) -> Path | None:
-    """The job that a rank's directory belongs to, by its name; None for any other directory."""
-    directory = Path(directory)
-    return directory.parent if _NAME.fullmatch(directory.name) else None
 
 
 def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood.checkpointers.rank_directory import rank_directory
-from lastgood.checkpointers.ranks.directories import Buffers, job_of, shared_job_id, whole_checkpoints
+from lastgood.checkpointers.rank_directory import job_of, rank_directory
+from lastgood.checkpointers.ranks.directories import Buffers, shared_job_id, whole_checkpoints
 from lastgood.checkpointers.ranks.replicated import Declared, Division, StoreExchange
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from lastgood.files import ReadableBy

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lastgood.checkpointers.rank_directory import job_of
 from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs
-from lastgood.checkpointers.ranks.directories import JobCheckpoint, job_of, whole_checkpoints
+from lastgood.checkpointers.ranks.directories import JobCheckpoint, whole_checkpoints
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.known import all_traits
-from lastgood.checkpointers.rank_directory import rank_directories
-from lastgood.checkpointers.ranks.directories import job_of, whole_checkpoints
+from lastgood.checkpointers.rank_directory import job_of, rank_directories
+from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.checkpointers.traits import Keeps, Traits

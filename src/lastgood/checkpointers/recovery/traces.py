@@ -13,7 +13,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from lastgood.checkpointers.ranks.directories import ID_FILE, job_of
+from lastgood.checkpointers.rank_directory import job_of
+from lastgood.checkpointers.ranks.directories import ID_FILE
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.errors import LastgoodError, LockHeld
 from lastgood.locks import FileLock
