@@ -23,7 +23,7 @@ from lastgood.bounds import memory_for
 from lastgood.checkpointers.export.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_files.archive import check_proportion, is_zip, read_torch_file, reading_cost
-from lastgood.checkpointers.torch_files.files import pack_numpy, unpack_numpy
+from lastgood.checkpointers.torch_files.files import map_containers, pack_numpy, unpack_numpy
 from lastgood.errors import ConfigError, MismatchError, StateError, StorageError
 from lastgood.files import (
     open_new,
@@ -276,11 +276,7 @@ def _one_dtype_each(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
         if dtypes.setdefault(value.untyped_storage().data_ptr(), value.dtype) != value.dtype:
             return value.clone()
         return value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _one_dtype_each(item, dtypes)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_one_dtype_each(item, dtypes) for item in value)
-    return value
+    return map_containers(lambda item: _one_dtype_each(item, dtypes), value)
 
 
 def _load_pt(path: Path) -> dict[str, Any]:

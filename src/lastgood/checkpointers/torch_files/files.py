@@ -37,7 +37,7 @@ from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 from lastgood.state.optimizers import state_of
 
-__all__ = ["TorchFiles", "pack_numpy", "plain_tree", "unpack_numpy"]
+__all__ = ["TorchFiles", "map_containers", "pack_numpy", "plain_tree", "unpack_numpy"]
 
 _log = logging.getLogger("lastgood")
 _NAME = re.compile(r"checkpoint-(\d{8,})-step-(\d+)\.pt")
@@ -197,7 +197,7 @@ def plain_tree(value: Any) -> Any:
         return value
     if is_stateful(value):
         return plain_tree(state_of(value, "state"))
-    return _map_containers(plain_tree, value)
+    return map_containers(plain_tree, value)
 
 
 def pack_numpy(value: Any, path: str, depth: int = 0) -> Any:
@@ -214,13 +214,13 @@ def pack_numpy(value: Any, path: str, depth: int = 0) -> Any:
         raise StateError(f"{path}: the key {_NUMPY!r} is kept for Lastgood; name it otherwise")
     if depth > MOST_DEPTH:
         raise StateError(f"{path}: is deeper than {MOST_DEPTH} levels, or a container in it holds itself")
-    return _map_containers(lambda item: pack_numpy(item, path, depth + 1), value)
+    return map_containers(lambda item: pack_numpy(item, path, depth + 1), value)
 
 
 def unpack_numpy(value: Any, where: str) -> Any:
     """What `pack_numpy` was given. `where` names the file. Raises CorruptCheckpoint."""
     if type(value) not in (dict, OrderedDict) or _NUMPY not in value:
-        return _map_containers(lambda item: unpack_numpy(item, where), value)
+        return map_containers(lambda item: unpack_numpy(item, where), value)
     try:
         require(value.keys() == {_NUMPY, "shape", "data"}, "it has other entries")
         return _numpy_value(value[_NUMPY], value["shape"], value["data"])
@@ -238,7 +238,8 @@ def _numpy_value(description: Any, shape: Any, data: Any) -> Any:
     return array[()] if shape is None else array
 
 
-def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
+def map_containers(function: Callable[[Any], Any], value: Any) -> Any:
+    """A container of plain trees with `function` applied to each item; anything else as it is."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, function(item)) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -258,16 +259,6 @@ def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _explain(path: Path, tree: Mapping[str, Any], error: BaseException) -> str:
-    needed = _tensor_bytes(tree)
+    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in _named_tensors(tree, "state"))
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
     return f"{path}: writing about {needed} bytes failed with {free} bytes free on that file system: {error}"
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(_tensor_bytes, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_tensor_bytes, value))
-    return 0
