@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +19,7 @@ from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.bounds import Budget, Refused, require
-from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names, reading, size_maker
+from lastgood.checkpointers.torch_files.archive import TorchFile, dtype_names, file_names, reading
 from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular, read_bounded
 from lastgood.pickles import Maker, Record, load_pickle
@@ -112,8 +111,7 @@ def metadata_names() -> Mapping[tuple[str, str], Any]:
     return {
         **{(module, name): Record.maker(f"{module}.{name}") for module, name in classes},
         ("torch.serialization", "_get_layout"): Maker("torch.serialization._get_layout", _layout),
-        ("collections", "OrderedDict"): Maker("collections.OrderedDict", lambda: OrderedDict()),
-        ("torch", "Size"): size_maker(),
+        **{name: file_names()[name] for name in (("collections", "OrderedDict"), ("torch", "Size"))},
         **dtype_names(),
     }
 

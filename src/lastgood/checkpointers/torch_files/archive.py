@@ -36,7 +36,6 @@ __all__ = [
     "read_torch_file",
     "reading",
     "reading_cost",
-    "size_maker",
 ]
 
 _MOST_SIZE = 1 << 62
@@ -225,10 +224,10 @@ def _names() -> Mapping[tuple[str, str], Any]:
         ("torch._tensor", "_rebuild_from_type_v2"): _of_class,
         ("torch", "Size"): _size,
         ("torch", "device"): _device,
-        ("collections", "OrderedDict"): _ordered,
+        ("collections", "OrderedDict"): lambda: OrderedDict(),
         ("collections", "Counter"): _counter,
         ("builtins", "complex"): _complex,
-        ("builtins", "bytes"): _no_bytes,
+        ("builtins", "bytes"): lambda: b"",
         ("builtins", "bytearray"): _bytearray,
         ("_codecs", "encode"): _encode,
     }
@@ -347,15 +346,6 @@ def _device(kind: Any, index: Any = None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-def size_maker() -> Maker:
-    """Stands for torch.Size."""
-    return Maker("torch.Size", _size)
-
-
-def _ordered() -> OrderedDict[Any, Any]:
-    return OrderedDict()
-
-
 def _counter(counts: Any = None) -> Counter[Any]:
     require(counts is None or type(counts) is dict, "a Counter in it is damaged")
     return Counter(counts)
@@ -369,10 +359,6 @@ def _listed(items: Any) -> list[Any]:
 def _complex(real: Any, imaginary: Any) -> complex:
     require(type(real) is float and type(imaginary) is float, "a complex number in it is damaged")
     return complex(real, imaginary)
-
-
-def _no_bytes() -> bytes:
-    return b""
 
 
 def _bytearray(content: Any = b"") -> bytearray:
