@@ -81,21 +81,16 @@ class LossWatch:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(loss.device))
             self._pending.append((step, host, event))
-            return self._arrived()
+            return self._arrived(wait=False)
         return self._judge(step, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
     def finish(self) -> list[Judgement]:
         """Wait for the losses that are still on their way."""
-        found = []
-        while self._pending:
-            step, host, event = self._pending.popleft()
-            event.synchronize()
-            found += self._judge(step, float(host))
-        return found
+        return self._arrived(wait=True)
 
-    def _arrived(self) -> list[Judgement]:
+    def _arrived(self, *, wait: bool) -> list[Judgement]:
         found = []
-        while self._pending and (len(self._pending) > _MAX_PENDING or self._pending[0][2].query()):
+        while self._pending and (wait or len(self._pending) > _MAX_PENDING or self._pending[0][2].query()):
             step, host, event = self._pending.popleft()
             event.synchronize()
             found += self._judge(step, float(host))
