@@ -181,11 +181,5 @@ class BudgetKeeper:
 
 
 def _as_facts(profile: Profile) -> dict[str, float | None]:
-    return {
-        "iteration_s": profile.iteration_s,
-        "room_s": profile.room_s,
-        "snapshot_s": profile.snapshot_s,
-        "persist_s": profile.persist_s,
-        "stall_s": profile.stall_s,
-        "cost_s": profile.cost_s,
-    }
+    names = ("iteration_s", "room_s", "snapshot_s", "persist_s", "stall_s", "cost_s")
+    return {name: getattr(profile, name) for name in names}

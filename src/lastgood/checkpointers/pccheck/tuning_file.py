@@ -42,6 +42,7 @@ TUNING_VERSION = 1
 _MAX_FILE_BYTES = MIB
 _MAX_INTERVAL = 10**9
 _SETTINGS = ("max_in_flight", "writer_threads", "chunk_bytes", "pool_bytes", "keep")
+_MEASURED = ("machine", "measured_at", "direct_io", "iteration_s", "state_bytes", "slowdown")
 
 
 def shortest_interval(worst_write_s: float, max_in_flight: int, slowdown: float, iteration_s: float) -> int:
@@ -177,19 +178,11 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
     settings: dict[str, Any] = {"tuning_version": TUNING_VERSION, "interval_steps": tuning.interval_steps}
     settings.update({key: getattr(tuning.options, key) for key in _SETTINGS})
     measured: dict[str, Any] = {
-        "machine": tuning.machine,
-        "measured_at": tuning.measured_at,
-        "direct_io": tuning.direct_io,
-        "iteration_s": tuning.iteration_s,
-        "state_bytes": tuning.state_bytes,
-        "slowdown": tuning.slowdown,
+        **{key: getattr(tuning, key) for key in _MEASURED},
         "worst_write_s": tuning.chosen.worst_write_s,
         "curve": [
             {
-                "max_in_flight": point.max_in_flight,
-                "writer_threads": point.writer_threads,
-                "chunk_bytes": point.chunk_bytes,
-                "stream_bytes": point.stream_bytes,
+                **point.model_dump(exclude={"write_s"}),
                 "writes": len(point.write_s),
                 "least_write_s": round(min(point.write_s), 6),
                 "median_write_s": round(point.median_write_s, 6),
