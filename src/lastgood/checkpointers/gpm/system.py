@@ -61,21 +61,12 @@ _PINNED_CHUNKS = 16
 
 
 class GPMOptions(BaseOptions):
-    """Knobs of GPM; the paper has none."""
+    """Options of GPM; the paper has none. Two areas on the disk, and no host memory that grows with the state."""
 
     copy_threads: int = Field(default=4, ge=1, le=64)
     """CPU threads that store into the mapping, and that sum what a device stored."""
     chunk_bytes: int = Field(default=4 * MIB, ge=4096, multiple_of=4096, le=256 * MIB)
     """Unit of checksums, and of copies through the pinned area, which holds 16 of them."""
-
-    def disk_bytes(self, state_bytes: int) -> int:
-        """Two areas."""
-        return 2 * state_bytes
-
-    def host_bytes(self, state_bytes: int) -> int:
-        """Nothing that grows with the state; the pinned area, where a CUDA device needs one, is 16 chunks."""
-        del state_bytes
-        return 0
 
 
 class GPM(Checkpointer):
