@@ -5,21 +5,30 @@ from __future__ import annotations
 import difflib
 from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from lastgood.errors import ConfigError
 from lastgood.files import local_path
+from lastgood.models import FrozenModel
 
 __all__ = ["BaseOptions", "KeepOptions", "check_when_to_save", "made_options"]
 
 
-class BaseOptions(BaseModel):
+class BaseOptions(FrozenModel):
     """Base of every system's options: unknown keys and wrong types are refused, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path_options: ClassVar[tuple[str, ...]] = ()
     """Names of those that are paths: a checkpointer takes relative ones from where the process is when it is made."""
+    later_options: ClassVar[tuple[str, ...]] = ()
+    """Names of those that came later. Records of runs are named by a hash of the options: older ones keep their names
+    as long as such an option has its default."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = handler(self)
+        fields = type(self).model_fields
+        absent = [name for name in self.later_options if dumped.get(name) == fields[name].default]
+        return {name: value for name, value in dumped.items() if name not in absent}
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Disk space that this system needs at once for a state of `state_bytes`."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
@@ -48,7 +48,9 @@ _log = logging.getLogger("lastgood")
 
 
 class GeminiOptions(BaseOptions):
-    """Knobs of Gemini."""
+    """Options of Gemini."""
+
+    later_options: ClassVar[tuple[str, ...]] = ("peers",)
 
     machines: int = Field(default=2, ge=2, le=65536)
     """Machines of the job (the paper's N)."""
@@ -86,14 +88,6 @@ class GeminiOptions(BaseOptions):
         if self.part_bytes > MAX_CHUNK_BYTES:
             raise ValueError(f"buffer_bytes / buffer_parts must be at most {MAX_CHUNK_BYTES}")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Records of runs are named by a hash of their options: those from before this option keep their names."""
-        dumped: dict[str, Any] = handler(self)
-        if dumped.get("peers") == "here":
-            del dumped["peers"]
-        return dumped
 
     @property
     def part_bytes(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lastgood.checkpointers.agreement.address import check_control
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S
@@ -18,9 +18,12 @@ __all__ = ["PCcheckOptions"]
 
 
 class PCcheckOptions(BaseOptions):
-    """Knobs of PCcheck; N, p and b are the paper's names."""
+    """Options of PCcheck; N, p and b are the paper's names."""
 
     path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
+    later_options: ClassVar[tuple[str, ...]] = (
+        "control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated",
+    )  # fmt: skip
 
     max_in_flight: int = Field(default=2, ge=1, le=64)
     """N: checkpoints in progress at once."""
@@ -79,17 +82,6 @@ class PCcheckOptions(BaseOptions):
     @classmethod
     def _control_is_an_address(cls, control: str | None) -> str | None:
         return None if control is None else check_control(control)
-
-    @model_serializer(mode="wrap")
-    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Records of runs are named by a hash of their options: those from before these options keep their names."""
-        fields = type(self).model_fields
-        dumped: dict[str, Any] = handler(self)
-        later = ("control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated")
-        for name in later:
-            if dumped.get(name) == fields[name].default:
-                dumped.pop(name, None)
-        return dumped
 
     @model_validator(mode="after")
     def _archive_has_both(self) -> PCcheckOptions:
