@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,47 +23,42 @@ __all__ = ["Buffers", "RankedJob"]
 _log = logging.getLogger("lastgood")
 
 
+@dataclass(frozen=True)
 class RankedJob:
-    """What a rank does because there are others. `other_job` is where it goes on from while its own job has nothing.
+    """What a rank does because there are others."""
 
-    `directory` is the rank's own; `buffers` is what `restore_ranks` takes.
-    """
+    directory: Path
+    """The rank's own."""
+    rank: int
+    world_size: int
+    other_job: str | None
+    """Where it goes on from while its own job has nothing."""
+    buffers: Buffers
+    """What `restore_ranks` takes."""
+    readable_by: ReadableBy
 
-    def __init__(
-        self,
-        directory: Path,
-        rank: int,
-        world_size: int,
-        other_job: str | None,
-        buffers: Buffers = "equal",
-        readable_by: ReadableBy = ReadableBy.OWNER,
-    ) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._world_size = world_size
-        self._other_job = other_job
-        self._buffers = buffers
-        self._readable_by = readable_by
-        self._job = job_of(directory) if world_size > 1 else None
+    @property
+    def _job(self) -> Path | None:
+        return job_of(self.directory) if self.world_size > 1 else None
 
     def job_id(self) -> bytes | None:
         """One for all ranks, where their directories lie in one; None for what the directory has, or a new one."""
-        if self._job is None or (self._directory / "job.json").exists():
+        if self._job is None or (self.directory / "job.json").exists():
             return None
-        return shared_job_id(self._job, self._readable_by)
+        return shared_job_id(self._job, self.readable_by)
 
     def goes_on_from_another(self, view: SlotView | None) -> bool:
         """Whether to restore from the other job: there is one named, and this one has no checkpoint of all ranks.
 
         Raises MismatchError, StorageError where this job has something, and its ranks do not belong together.
         """
-        if self._other_job is None:
+        if self.other_job is None:
             return False
         if view is None:
             from lastgood.storage import SlotStore
 
-            view = SlotStore.peek(self._directory)
-        own = view.committed() if self._directory.is_dir() else []
+            view = SlotStore.peek(self.directory)
+        own = view.committed() if self.directory.is_dir() else []
         if self._job is None or not own:
             return not own
         try:
@@ -74,16 +70,16 @@ class RankedJob:
         """Restore from the other job; returns the step. Raises as `restore_ranks`, and CheckpointError for nothing."""
         from lastgood.checkpointers.ranks.reshard import restore_ranks
 
-        assert self._other_job is not None
-        world = (self._rank, self._world_size)
+        assert self.other_job is not None
+        world = (self.rank, self.world_size)
         try:
             found = restore_ranks(
-                self._other_job, state, world, threads, step, good_only=good_only, buffers=self._buffers
+                self.other_job, state, world, threads, step, good_only=good_only, buffers=self.buffers
             )
         except NoCheckpoint as error:
             # Not as NoCheckpoint: a job that was told to go on must not begin again without a message.
             raise CheckpointError(f"resume_from: {error}") from error
-        _log.info("%s: goes on from step %d of %s", self._directory, found, self._other_job)
+        _log.info("%s: goes on from step %d of %s", self.directory, found, self.other_job)
         return found
 
     def division(self, declared: Declared, flat: FlatState) -> Division:
@@ -93,9 +89,9 @@ class RankedJob:
         """
         if self._job is None:
             raise ConfigError(
-                f"{self._directory}: with replicated={declared!r} ranks read each other's directories, and this one is "
-                f"not named as theirs; use {rank_directory(self._directory.parent, self._rank)}"
+                f"{self.directory}: with replicated={declared!r} ranks read each other's directories, and this one is "
+                f"not named as theirs; use {rank_directory(self.directory.parent, self.rank)}"
             )
-        division = Division(declared, self._rank, self._world_size, StoreExchange(self._rank, self._world_size))
+        division = Division(declared, self.rank, self.world_size, StoreExchange(self.rank, self.world_size))
         division.check_equal(flat)
         return division

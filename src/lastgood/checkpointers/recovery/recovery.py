@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +30,14 @@ __all__ = ["Recovery"]
 _log = logging.getLogger("lastgood")
 
 
+@dataclass(frozen=True)
 class Recovery:
-    """Chooses among the checkpoints of one directory and reads one. Needs no lock; works beside an open store.
+    """Chooses among the checkpoints of one directory and reads one. Needs no lock; works beside an open store."""
 
-    `world` is (rank, number of ranks) of the training that restores.
-    """
-
-    def __init__(self, directory: Path, threads: int, world: tuple[int, int]) -> None:
-        self.directory = directory
-        self._threads = threads
-        self._world = world
+    directory: Path
+    threads: int
+    world: tuple[int, int]
+    """(rank, number of ranks) of the training that restores."""
 
     def latest(self, store: SlotStore | None, *, of_all_ranks: bool = False) -> int | None:
         """Step of the newest whole checkpoint that was not judged bad (and is one of all ranks), or None."""
@@ -65,7 +64,7 @@ class Recovery:
         self._check_world(info)
         with store.hold(info):
             reading = self._reading(store, info, state)
-            reading.read(self._threads)
+            reading.read(self.threads)
         return reading.load
 
     def restore(
@@ -107,7 +106,7 @@ class Recovery:
                 with view.hold(info):
                     reading = self._reading(view, info, state)
                     touched |= reading.touches_live
-                    reading.read(self._threads)
+                    reading.read(self.threads)
             except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
                 unread.append(str(error))
@@ -142,14 +141,14 @@ class Recovery:
         live = LiveTensors(state, {tensor.part for tensor in tensors if tensor.shard is not None})
         if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
             return InPlace(view, info, layout, live)
-        return FromRanks(parts_of(self.directory, info), state, self._world)
+        return FromRanks(parts_of(self.directory, info), state, self.world)
 
     def _check_world(self, info: SlotInfo) -> None:
         found = (info.record.rank, info.record.world_size)
-        if found != self._world:
+        if found != self.world:
             raise MismatchError(
                 f"{info.path}: the checkpoint of step {info.step} is that of rank {found[0]} of {found[1]}, and this "
-                f"training is rank {self._world[0]} of {self._world[1]}; restore with as many ranks as wrote it, or "
+                f"training is rank {self.world[0]} of {self.world[1]}; restore with as many ranks as wrote it, or "
                 'give a new directory and this job with resume_from="..."'
             )
 
