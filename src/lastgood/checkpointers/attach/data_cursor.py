@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lastgood._lazy import torch
@@ -23,17 +22,6 @@ _log = logging.getLogger("lastgood")
 
 _NOT_BEGUN: Mapping[str, Any] = {}
 """Stands for the own state of a loader that was never iterated over."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a resume begins."""
-
-    epoch: int
-    batches: int
-    total_batches: int
-    loader: Any
-    """The loader's own state, if it has one."""
 
 
 class CountedLoader(Checked):
@@ -79,7 +67,8 @@ class CountedLoader(Checked):
         self.batches = 0
         """Batches of this epoch that were handed out."""
         self.total_batches = 0
-        self._resume: _Place | None = None
+        self._resume: Mapping[str, Any] | None = None
+        """The state that the next loop goes on from."""
         self._resume_generators: dict[str, Any] | None = None
         """Where the generators stood when the resumed loop was begun first: a look at a batch draws from them."""
         self._epoch_start: dict[str, Any] = {}
@@ -200,7 +189,7 @@ class CountedLoader(Checked):
         """Take a place; the next loop begins there. Raises DataError and MismatchError as `check_saved` does."""
         self.check_saved(state, "data")
         state, midway = self._moved(state)
-        self._take(_Place(int(state["epoch"]), int(state["batches"]), int(state["total_batches"]), state["loader"]))
+        self._take(state)
         if "loader_epoch" in state:
             set_epoch(self.loader, int(state["loader_epoch"]))
         self._epoch_start = dict(state["epoch_start"])
@@ -208,7 +197,7 @@ class CountedLoader(Checked):
         self._resume = self._resume_generators = None
         own = self._own_generators()
         if midway:
-            self._resume = _Place(self.epoch, self.batches, self.total_batches, state["loader"])
+            self._resume = state
         elif len(own) == len(state["generators"]):
             # Between two epochs there is nothing to replay: the next order is drawn from where they stood.
             for generator, saved in zip(own, state["generators"], strict=True):
@@ -289,35 +278,36 @@ class CountedLoader(Checked):
 
     def _replicas(self) -> int | None:
         """To how many ranks the loader's sampler deals out one order; None if it says nothing of it."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        samplers = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = (getattr(sampler, "num_replicas", None) for sampler in samplers)
+        found = (getattr(sampler, "num_replicas", None) for sampler in self._samplers())
         return next((number for number in found if type(number) is int and number > 0), None)
 
-    def _take(self, place: _Place) -> None:
-        self.epoch, self.batches, self.total_batches = place.epoch, place.batches, place.total_batches
-        if place.loader is not None:
-            self._loaded, self._begun = place.loader, False
-            if place.loader != _NOT_BEGUN:
-                self.loader.load_state_dict(place.loader)  # type: ignore[attr-defined]
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.batches, self.total_batches = (
+            int(state[key]) for key in ("epoch", "batches", "total_batches")
+        )
+        own = state["loader"]
+        if own is not None:
+            self._loaded, self._begun = own, False
+            if own != _NOT_BEGUN:
+                self.loader.load_state_dict(own)  # type: ignore[attr-defined]
 
-    def _replayed(self, place: _Place) -> Iterator[Any]:
-        """An iterator that stands behind the consumed batches; the generators stay as they are."""
-        self._take(place)
+    def _replayed(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """An iterator that stands after the consumed batches; the generators stay as they are."""
+        self._take(state)
         now = RngState()
         if self._resume_generators is None:
             self._resume_generators = now.state_dict()
         try:
-            if place.loader is not None:
+            if state["loader"] is not None:
                 return iter(self.loader)
             self._set_generators(self._epoch_start)
             batches = iter(self.loader)
-            for number in range(place.batches):
+            for number in range(self.batches):
                 try:
                     next(batches)
                 except StopIteration:
                     raise DataError(
-                        f"the checkpoint was made after batch {place.batches} of an epoch, and the loader now ends "
+                        f"the checkpoint was made after batch {self.batches} of an epoch, and the loader now ends "
                         f"after {number}; attach the data that it was made with"
                     ) from None
             return batches
@@ -340,14 +330,15 @@ class CountedLoader(Checked):
         for generator, state in zip(own, states["own"], strict=True):
             generator.set_state(state)
 
+    def _samplers(self) -> tuple[Any, ...]:
+        """Those that the loader has; None for those that it lacks."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        return getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
     def _own_generators(self) -> list[torch.Generator]:
         """Generators that the loader or its samplers were given, each once."""
-        loader = self.loader
-        sampler = getattr(loader, "sampler", None)
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
         found: list[torch.Generator] = []
-        for holder in holders:
+        for holder in (self.loader, *self._samplers()):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
                 found.append(generator)
