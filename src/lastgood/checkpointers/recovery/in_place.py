@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from lastgood.host_memory import fresh_memory
 from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflatten
 from lastgood.state.build import tensor_over
 from lastgood.state.layout import Node
-from lastgood.state.shards import Shard, wrap
+from lastgood.state.shards import wrap
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["InPlace"]
 
 _WINDOW_BYTES = 64 * MIB
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A tensor's place inside its block."""
-
-    name: str
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    shard: Shard | None
 
 
 class InPlace:
@@ -100,15 +88,10 @@ def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[
     """For each block of the checkpoint the memory it is read into, and whether some of that is live."""
     live, state = own.flat, own.state
     ours = {name for name, part in state.items() if keeps_its_tensors(part)}
+    places_of_live = _places(list(own.named.values()), len(live.blocks), ours)
     by_places = {
-        (places, layout_bytes): number
-        for number, (places, layout_bytes) in enumerate(
-            zip(
-                _places(list(own.named.values()), len(live.blocks), ours),
-                live.layout.block_bytes,
-                strict=True,
-            )
-        )
+        (places, size): number
+        for number, (places, size) in enumerate(zip(places_of_live, live.layout.block_bytes, strict=True))
         if places
     }
     tensors = named_tensors(layout, where)
@@ -127,15 +110,14 @@ def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[
     return targets, touches
 
 
-def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[_Placed]]:
-    """What lies in each block; empty where something in it is another part's."""
-    found: dict[int, set[_Placed]] = defaultdict(set)
+def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[NamedTensor]]:
+    """What lies in each block, whatever its number; empty where something in it is another part's."""
+    found: dict[int, set[NamedTensor]] = defaultdict(set)
     spoilt = set()
     for tensor in tensors:
         if tensor.part not in ours or tensor.is_array:
             spoilt.add(tensor.block)
-        place = _Placed(tensor.name, tensor.offset, tensor.dtype, tensor.shape, tensor.stride, tensor.shard)
-        found[tensor.block].add(place)
+        found[tensor.block].add(replace(tensor, block=-1))
     return [frozenset() if number in spoilt else frozenset(found[number]) for number in range(blocks)]
 
 
@@ -149,13 +131,11 @@ def _covered(tensors: Sequence[NamedTensor], size: int) -> bool:
     return reached == size
 
 
-def _device_of(places: frozenset[_Placed], state: Mapping[str, Any]) -> torch.device:
+def _device_of(tensors: frozenset[NamedTensor], state: Mapping[str, Any]) -> torch.device:
     """Where an optimizer will want tensors that it does not have yet: beside their parameter, if of its shape."""
     devices = set()
-    for place in places:
-        part = place.name.partition(".")[0]
-        whole = place.shape if place.shard is None else place.shard.shape
-        parameter = parameter_beside(state.get(part), part, place.name, whole)
+    for tensor in tensors:
+        parameter = parameter_beside(state.get(tensor.part), tensor.part, tensor.name, tensor.whole_shape)
         devices.add(torch.device("cpu") if parameter is None else parameter.device)
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
