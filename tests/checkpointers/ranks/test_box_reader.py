@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,9 +35,11 @@ def stored(tmp_path_factory):
     return view, info, layout, {tensor.name: tensor for tensor in named_tensors(layout, "here")}
 
 
+@contextlib.contextmanager
 def reader(stored):
-    view, info, layout, _ = stored
-    return BoxReader([view], [info], [layout], 2)
+    view, info, layout = stored[:3]
+    with view.hold(info):
+        yield BoxReader([view], [info], [layout], 2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,7 +102,7 @@ def test_a_damaged_chunk_is_seen_where_it_is_touched(tmp_path):
     with info.path.open("r+b") as file:
         file.seek((1 << 20) + 10 * CHUNK + 5)
         file.write(b"\xff\xfe")
-    with BoxReader([view], [info], [layout], 2) as boxes:
+    with reader((view, info, layout)) as boxes:
         target = torch.zeros(10, 100)
         boxes.want(0, tensor, Overlap((0, 0), (0, 0), (10, 100)), target)
         boxes.finish()
@@ -113,7 +117,7 @@ def test_dense_bytes_are_those_of_the_tensor(tmp_path):
     info = stored_state(tmp_path, state)
     view = SlotStore.peek(tmp_path)
     layout = read_layout(view, info)
-    with BoxReader([view], [info], [layout], 2) as boxes:
+    with reader((view, info, layout)) as boxes:
         for tensor in named_tensors(layout, "here"):
             if not tensor.nbytes:
                 continue

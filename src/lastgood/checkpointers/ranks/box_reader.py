@@ -7,10 +7,8 @@ through a window of host memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lastgood._lazy import torch
@@ -23,8 +21,6 @@ from lastgood.state.layout_rules import dtype_named
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["BoxReader", "dense_bytes"]
@@ -39,7 +35,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 class BoxReader:
-    """Reads from one checkpoint of each of several ranks. The slots are held while it is open.
+    """Reads from one checkpoint of each of several ranks, whose slots the caller holds.
 
     Raises CorruptCheckpoint, StorageError and WaitTimeout wherever it reads.
     """
@@ -52,22 +48,11 @@ class BoxReader:
         self._sizes = [layout.block_bytes for layout in layouts]
         self._blocks = [layout.block_offsets() for layout in layouts]
         self._threads = threads
-        self._held = ExitStack()
         self._rows: dict[int, list[tuple[int, int, int]]] = {}
         """By rank: offset in the stream, bytes, address."""
         self._keep: list[torch.Tensor] = []
         self.bytes_read = 0
         """Of streams, whole chunks counted as they are read."""
-
-    def __enter__(self) -> Self:
-        for view, info in zip(self._views, self._infos, strict=True):
-            self._held.enter_context(view.hold(info))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._held.close()
 
     def want(self, rank: int, tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
         """Read a box of a rank's tensor into `target`, by the next `finish` at the latest.

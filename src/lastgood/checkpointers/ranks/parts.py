@@ -6,6 +6,7 @@ What a restore on other ranks, an export and `lastgood verify` rely on is compar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +124,14 @@ class RankParts:
         """Of all parts."""
         return sum(info.stream_bytes for info in self.checkpoint.infos)
 
-    def reader(self, threads: int) -> BoxReader:
-        """Reads the parts; to be used as a context manager."""
-        return BoxReader(self.checkpoint.views, self.checkpoint.infos, self.layouts, threads)
+    @contextmanager
+    def reader(self, threads: int) -> Iterator[BoxReader]:
+        """Reads the parts; their slots are held meanwhile."""
+        views, infos = self.checkpoint.views, self.checkpoint.infos
+        with ExitStack() as held:
+            for view, info in zip(views, infos, strict=True):
+                held.enter_context(view.hold(info))
+            yield BoxReader(views, infos, self.layouts, threads)
 
     def tree_of_part(self, rank: int, name: str, reader: BoxReader) -> Any:
         """What one rank's `state_dict` of an entry returned, in fresh memory: plain values and CPU tensors."""
