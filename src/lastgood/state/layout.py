@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,7 +52,16 @@ from lastgood.state.layout_rules import MAX_DEPTH, MAX_NUMBER, check_tree_of_lay
 from lastgood.text import parse_json
 from lastgood.units import format_bytes
 
-__all__ = ["BLOCK_ALIGNMENT", "LAYOUT_VERSION", "RANKS_VERSION", "Layout", "Node", "check_cost"]
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "LAYOUT_VERSION",
+    "RANKS_VERSION",
+    "Layout",
+    "Node",
+    "check_cost",
+    "map_leaves",
+    "tensor_nodes",
+]
 
 LAYOUT_VERSION = 1
 RANKS_VERSION = 2
@@ -97,7 +106,7 @@ class Layout:
 
     def tensor_count(self) -> int:
         """Number of tensors and arrays in the tree, aliases counted each."""
-        return _count_tensors(self.tree)
+        return sum(1 for _ in tensor_nodes(self.tree))
 
     def to_json(self) -> bytes:
         """The layout and all plain values as one JSON document in UTF-8.
@@ -211,17 +220,31 @@ _MAPPINGS = frozenset("doC")
 _VALUES = frozenset("nbifcsyYN")
 
 
-def _count_tensors(node: Node) -> int:
+def tensor_nodes(node: Node) -> Iterator[Node]:
+    """The nodes of all tensors and arrays in a tree, in order: T, A or R; for a part of a tensor the local one."""
     tag = node[0]
-    if tag in "TAHR":
-        return 1
+    if tag in "TAR":
+        yield node
+    elif tag in "mH":
+        yield from tensor_nodes(node[1])
+    elif tag in _SEQUENCES:
+        for child in node[1]:
+            yield from tensor_nodes(child)
+    elif tag in _MAPPINGS:
+        for _, value in node[1]:
+            yield from tensor_nodes(value)
+
+
+def map_leaves(change: Callable[[Node], Node], node: Node) -> Node:
+    """A tree in which each node that is no container of others is replaced by what `change` makes of it, in order."""
+    tag = node[0]
     if tag == "m":
-        return _count_tensors(node[1])
+        return [tag, map_leaves(change, node[1])]
     if tag in _SEQUENCES:
-        return sum(_count_tensors(child) for child in node[1])
+        return [tag, [map_leaves(change, child) for child in node[1]]]
     if tag in _MAPPINGS:
-        return sum(_count_tensors(value) for _, value in node[1])
-    return 0
+        return [tag, [[key, map_leaves(change, value)] for key, value in node[1]]]
+    return change(node)
 
 
 def _hash_structure(node: Node, hasher: Any) -> None:

@@ -18,7 +18,7 @@ from lastgood.checkpointers.ranks.parts import RankParts, differences
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.errors import NoCheckpoint, NoGoodCheckpoint
 from lastgood.state import Layout
-from lastgood.state.layout import Node
+from lastgood.state.layout import Node, map_leaves
 from lastgood.state.layout_rules import dtype_named
 
 __all__ = ["export_job"]
@@ -126,19 +126,7 @@ class _Merged:
         node = self._parts.part(rank, name)
         assert node is not None
         tensors = iter([tensor for tensor in self._parts.named[rank].values() if tensor.part == name])
-        return self._rewritten(node, rank, tensors)
-
-    def _rewritten(self, node: Node, rank: int, tensors: Iterator[NamedTensor]) -> Node:
-        tag = node[0]
-        if tag in "TAHR":
-            return self._tensor(rank, next(tensors))
-        if tag == "m":
-            return [tag, self._rewritten(node[1], rank, tensors)]
-        if tag in "lteE":
-            return [tag, [self._rewritten(child, rank, tensors) for child in node[1]]]
-        if tag in "doC":
-            return [tag, [[key, self._rewritten(value, rank, tensors)] for key, value in node[1]]]
-        return node
+        return map_leaves(lambda leaf: self._tensor(rank, next(tensors)) if leaf[0] in "TAHR" else leaf, node)
 
     def _tensor(self, rank: int, tensor: NamedTensor) -> Node:
         shape = list(tensor.whole_shape)

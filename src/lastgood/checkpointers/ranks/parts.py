@@ -17,7 +17,7 @@ from lastgood.checkpointers.ranks.directories import JobCheckpoint, whole_checkp
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten
-from lastgood.state.layout import Node
+from lastgood.state.layout import Node, tensor_nodes
 from lastgood.state.shards import Runs
 
 if TYPE_CHECKING:
@@ -175,18 +175,7 @@ def _described(tensor: NamedTensor) -> str:
 
 def used_blocks(node: Node, tags: str = "TA") -> set[int]:
     """Numbers of the blocks that tensors in a tree lie in."""
-    tag = node[0]
-    if tag == "H":
-        return used_blocks(node[1], tags)
-    if tag in "TA":
-        return {node[1]} - {-1} if tag in tags else set()
-    if tag == "m":
-        return used_blocks(node[1], tags)
-    if tag in "lteE":
-        return {number for child in node[1] for number in used_blocks(child, tags)}
-    if tag in "doC":
-        return {number for _, value in node[1] for number in used_blocks(value, tags)}
-    return set()
+    return {tensor[1] for tensor in tensor_nodes(node) if tensor[0] in tags} - {-1}
 
 
 def differences(first: Node, second: Node, path: str) -> Iterator[tuple[str, str, str]]:

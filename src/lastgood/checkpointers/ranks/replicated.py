@@ -20,7 +20,7 @@ from lastgood import _native
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.errors import ConfigError, StateError, WaitTimeout
 from lastgood.state import FlatState, Layout
-from lastgood.state.layout import RANKS_VERSION, Node
+from lastgood.state.layout import RANKS_VERSION, Node, map_leaves
 from lastgood.state.shards import Placement, describe_shard
 from lastgood.text import parse_json
 
@@ -219,24 +219,16 @@ def without_blocks(flat: FlatState, left_out: Mapping[int, int]) -> FlatState:
     kept = [number for number in range(len(flat.blocks)) if number not in left_out]
     renumbered = {number: new for new, number in enumerate(kept)}
 
-    def rewritten(node: Node) -> Node:
-        tag = node[0]
-        if tag == "T" and node[1] in left_out:
-            return ["R", left_out[node[1]], *node[3:]]
-        if tag in "TA":
-            return [tag, renumbered.get(node[1], -1), *node[2:]]
+    def rewritten(leaf: Node) -> Node:
+        tag = leaf[0]
         if tag == "H":
-            return [tag, rewritten(node[1]), *node[2:]]
-        if tag == "m":
-            return [tag, rewritten(node[1])]
-        if tag in "lteE":
-            return [tag, [rewritten(child) for child in node[1]]]
-        if tag in "doC":
-            return [tag, [[key, rewritten(value)] for key, value in node[1]]]
-        return node
+            return [tag, rewritten(leaf[1]), *leaf[2:]]
+        if tag == "T" and leaf[1] in left_out:
+            return ["R", left_out[leaf[1]], *leaf[3:]]
+        return [tag, renumbered.get(leaf[1], -1), *leaf[2:]] if tag in "TA" else leaf
 
     layout = Layout(
-        rewritten(flat.layout.tree),
+        map_leaves(rewritten, flat.layout.tree),
         tuple(flat.layout.block_bytes[number] for number in kept),
         sum(number < flat.layout.deferred_blocks for number in kept),
         RANKS_VERSION,

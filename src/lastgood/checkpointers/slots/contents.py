@@ -15,7 +15,7 @@ from lastgood.bounds import memory_for
 from lastgood.checkpointers.copies.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
-from lastgood.state.layout import MAX_LAYOUT_BYTES, RANKS_VERSION, Node
+from lastgood.state.layout import MAX_LAYOUT_BYTES, Node, tensor_nodes
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
 
@@ -224,7 +224,7 @@ def layout_in(meta: bytes, info: SlotInfo) -> Layout:
         raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
     if digest != info.layout_digest or layout.stream_bytes != info.meta_offset:
         raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
-    others = _owners(layout.tree) if layout.version == RANKS_VERSION else set()
+    others = {node[1] for node in tensor_nodes(layout.tree) if node[0] == "R"}
     wrong = sorted(rank for rank in others if rank >= info.record.world_size or rank == info.record.rank)
     if wrong:
         raise CorruptCheckpoint(
@@ -232,20 +232,6 @@ def layout_in(meta: bytes, info: SlotInfo) -> Layout:
             f"{wrong[0]}"
         )
     return layout
-
-
-def _owners(node: Node) -> set[int]:
-    """Ranks that tensors of a tree were left to."""
-    tag = node[0]
-    if tag == "R":
-        return {node[1]}
-    if tag in "mH":
-        return _owners(node[1])
-    if tag in "lteE":
-        return {rank for child in node[1] for rank in _owners(child)}
-    if tag in "doC":
-        return {rank for _, value in node[1] for rank in _owners(value)}
-    return set()
 
 
 def read_tree(view: SlotView, info: SlotInfo, threads: int) -> dict[str, Any]:
