@@ -193,7 +193,7 @@ def test_the_time_does_not_grow_with_the_square_of_equal_names():
         return tree if value is None else ["d", [[["s", key], node(item)] for key, item in value.items()]]
 
     layout = Layout.from_json(layout_json(node(root), [4]), "here")
-    names = [tensor.name for tensor in named_tensors(layout, "here")]
+    names = [tensor.name for tensor in named_tensors(layout)]
     assert len(set(names)) == 1 << (depth - 1)
 
 
@@ -239,8 +239,8 @@ def test_what_passes_can_be_built_and_described(data):
         return
     blocks = [torch.zeros(size, dtype=torch.uint8) for size in layout.block_bytes]
     layout.digest()
-    find_sharing(named_tensors(layout, "here"))
-    named_values(layout, "here")
+    find_sharing(named_tensors(layout))
+    named_values(layout)
     unflatten(layout, blocks, "here")
 
 

@@ -230,11 +230,10 @@ def _describe_layout(info: SlotInfo, layout: Layout, root: str | None = None) ->
     """`root`: the one name under which all lies, which is left out."""
     from lastgood.checkpointers.slots.contents import find_sharing, named_tensors, named_values
 
-    where = f"{info.path}: step {info.step}"
     if root is not None and layout.tree[0] == "d" and [key for key, _ in layout.tree[1]] == [["s", root]]:
         inside = layout.tree[1][0][1]
         layout = replace(layout, tree=inside) if inside[0] in "do" else layout
-    tensors = named_tensors(layout, where)
+    tensors = named_tensors(layout)
     sharing = find_sharing(tensors)
     parts: dict[str, dict[str, int]] = {}
     for tensor, shared in zip(tensors, sharing, strict=True):
@@ -261,7 +260,7 @@ def _describe_layout(info: SlotInfo, layout: Layout, root: str | None = None) ->
             }
             for tensor, shared in zip(tensors, sharing, strict=True)
         ],
-        "values": [{"name": name, "value": text} for name, text in named_values(layout, where)],
+        "values": [{"name": name, "value": text} for name, text in named_values(layout)],
         "parts": parts,
     }
 

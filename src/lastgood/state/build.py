@@ -16,7 +16,7 @@ from lastgood.state.layout import Layout, Node
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
 
-__all__ = ["Leaf", "stateful_paths", "tensor_over", "unflatten"]
+__all__ = ["Leaf", "plain_value", "stateful_paths", "tensor_over", "unflatten"]
 
 Leaf = Callable[[Node], Any]
 """Gives the tensor for a node of tag T, H or R, or None: then it is built over the blocks."""
@@ -37,6 +37,11 @@ def unflatten(layout: Layout, blocks: Sequence[torch.Tensor], where: str, leaf: 
     if not isinstance(tree, dict):
         raise CorruptCheckpoint(f"{where}: the layout's root is not a mapping")
     return tree
+
+
+def plain_value(node: Node) -> Any:
+    """The value of a node that holds no tensors."""
+    return _Builder(()).node(node)
 
 
 def stateful_paths(layout: Layout) -> frozenset[tuple[Any, ...]]:

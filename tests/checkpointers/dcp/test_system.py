@@ -158,7 +158,7 @@ def test_memory_of_every_kind_comes_back_to_the_bit(opened, tmp_path):
 
 def test_no_name_is_given_twice():
     state = {LAYOUT_NAME: torch.ones(1), "lastgood.block.1": torch.ones(1), "x": torch.ones(3).expand(2, 3)}
-    names = [tensor.name for tensor in stored_tensors(flatten(state).layout, "here")]
+    names = [tensor.name for tensor in stored_tensors(flatten(state).layout)]
     assert len({*names, LAYOUT_NAME}) == 4
 
 

@@ -32,7 +32,7 @@ def stored(tmp_path_factory):
     info = stored_state(directory, STATE)
     view = SlotStore.peek(directory)
     layout = read_layout(view, info)
-    return view, info, layout, {tensor.name: tensor for tensor in named_tensors(layout, "here")}
+    return view, info, layout, {tensor.name: tensor for tensor in named_tensors(layout)}
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def test_a_damaged_chunk_is_seen_where_it_is_touched(tmp_path):
     info = stored_state(tmp_path, {"tall": STATE["tall"]})
     view = SlotStore.peek(tmp_path)
     layout = read_layout(view, info)
-    (tensor,) = named_tensors(layout, "here")
+    (tensor,) = named_tensors(layout)
     with info.path.open("r+b") as file:
         file.seek((1 << 20) + 10 * CHUNK + 5)
         file.write(b"\xff\xfe")
@@ -118,7 +118,7 @@ def test_dense_bytes_are_those_of_the_tensor(tmp_path):
     view = SlotStore.peek(tmp_path)
     layout = read_layout(view, info)
     with reader((view, info, layout)) as boxes:
-        for tensor in named_tensors(layout, "here"):
+        for tensor in named_tensors(layout):
             if not tensor.nbytes:
                 continue
             value = state[tensor.name].contiguous()

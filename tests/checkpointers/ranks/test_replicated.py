@@ -119,7 +119,7 @@ def test_together_the_ranks_write_each_deferred_byte_once_and_all_else_each():
         assert sum(part.layout.block_bytes) - sum(part.layout.block_bytes[: part.layout.deferred_blocks]) == (
             whole.payload_bytes - deferred
         )
-    named = [{tensor.name: tensor for tensor in named_tensors(part.layout, "here")} for part in parts]
+    named = [{tensor.name: tensor for tensor in named_tensors(part.layout)} for part in parts]
     for name, tensor in named[0].items():
         other = named[1][name]
         assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
@@ -166,9 +166,9 @@ def test_what_is_declared_alike_and_is_not_is_refused_by_name():
 
 def test_a_layout_without_blocks_says_who_has_them():
     flat = flatten({"model": torch.nn.Linear(3, 2), "plain": torch.arange(3)})
-    (weight,) = (tensor for tensor in named_tensors(flat.layout, "here") if tensor.name == "model.weight")
+    (weight,) = (tensor for tensor in named_tensors(flat.layout) if tensor.name == "model.weight")
     rest = without_blocks(flat, {weight.block: 4})
-    tensors = {tensor.name: tensor for tensor in named_tensors(rest.layout, "here")}
+    tensors = {tensor.name: tensor for tensor in named_tensors(rest.layout)}
     assert len(rest.blocks) == len(flat.blocks) - 1
     assert {tensor.name: tensor.owner for tensor in tensors.values()} == {
         "model.weight": 4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ from tests.state.support.trees import TREES
 
 
 def names(state):
-    return [tensor.name for tensor in named_tensors(flatten(state).layout, "test")]
+    return [tensor.name for tensor in named_tensors(flatten(state).layout)]
 
 
 def test_names_are_paths():
@@ -57,32 +59,32 @@ def test_names_that_would_be_equal_are_numbered():
 @given(st.dictionaries(st.text(max_size=3), TREES, max_size=5))
 def test_any_tree_has_unique_names(state):
     layout = flatten(state).layout
-    found = named_tensors(layout, "test")
+    found = named_tensors(layout)
     assert len({tensor.name for tensor in found}) == len(found) == layout.tensor_count()
     assert all(tensor.name.isprintable() for tensor in found)
-    values = named_values(layout, "test")
+    values = named_values(layout)
     assert all(isinstance(text, str) and len(text) <= 60 for _, text in values)
 
 
 def test_values_are_short():
-    values = dict(named_values(flatten({"plain": plain_values(), "long": "x" * 1000}).layout, "test"))
+    values = dict(named_values(flatten({"plain": plain_values(), "long": "x" * 1000}).layout))
     assert values["plain.number"] == str(1 << 70)
     assert values["plain.tuple"] == "(1, (2, 'x'))"
     assert values["plain.3.deep"] == "{}"
     assert len(values["long"]) == 60
     mixed = {"groups": [{"lr": 0.1, "params": list(range(1000))}], "pair": (torch.ones(1), 2)}
-    values = dict(named_values(flatten(mixed).layout, "test"))
+    values = dict(named_values(flatten(mixed).layout))
     assert list(values) == ["groups.0.lr", "groups.0.params", "pair.1"]
 
 
 def test_sharing_counts_memory_once():
     base = torch.zeros(10)
-    tensors = named_tensors(flatten({"x": base[:6], "y": base[4:], "all": base, "same": base}).layout, "test")
+    tensors = named_tensors(flatten({"x": base[:6], "y": base[4:], "all": base, "same": base}).layout)
     sharing = dict(zip((tensor.name for tensor in tensors), find_sharing(tensors), strict=True))
     assert sum(one.own_bytes for one in sharing.values()) == 40
     assert sharing["all"].shares_with is None
     assert {sharing[name].shares_with for name in ("x", "y", "same")} == {"all"}
-    apart = named_tensors(flatten({"x": base[:4], "y": base[4:]}).layout, "test")
+    apart = named_tensors(flatten({"x": base[:4], "y": base[4:]}).layout)
     assert [(one.own_bytes, one.shares_with) for one in find_sharing(apart)] == [(16, None), (24, None)]
 
 
@@ -136,8 +138,9 @@ def test_a_stream_without_a_sound_layout_is_refused(tmp_path, meta, words):
     ],
 )
 def test_a_layout_that_reaches_outside_its_blocks_is_refused(node):
+    document = {"layout_version": 1, "block_bytes": [16], "deferred_blocks": 0, "tree": ["d", [[["s", "x"], node]]]}
     with pytest.raises(CorruptCheckpoint, match="somewhere"):
-        named_tensors(Layout(["d", [[["s", "x"], node]]], (16,), 0), "somewhere")
+        Layout.from_json(json.dumps(document).encode(), "somewhere")
 
 
 def test_a_slot_that_is_reused_is_no_damage(tmp_path):

@@ -56,7 +56,7 @@ def _read_slots(folder: Path) -> None:
             assert str(status)
         info = view.newest()
         view.verify(info, 1)
-        named_tensors(read_layout(view, info), "here")
+        named_tensors(read_layout(view, info))
         read_tree(view, info, 1)
 
 

@@ -24,15 +24,14 @@ LAYOUT_NAME = "lastgood.layout"
 """The name under which the layout is stored, as one uint8 tensor of JSON."""
 
 
-def stored_tensors(layout: Layout, where: str) -> list[NamedTensor]:
+def stored_tensors(layout: Layout) -> list[NamedTensor]:
     """The tensors that hold every byte of a layout's blocks that belongs to the state, each once.
 
     A tensor that lies alone in its memory, or beside others, is stored under its own name, with its dtype and shape;
     one that shares memory under the first of its names. Where tensors overlap in other ways, or leave gaps (expanded,
     sliced), their block is stored whole, as bytes, under "lastgood.block.N"; numpy arrays are stored as bytes too.
-    Raises CorruptCheckpoint for what is no layout.
     """
-    tensors = [tensor for tensor in named_tensors(layout, where) if tensor.nbytes]
+    tensors = [tensor for tensor in named_tensors(layout) if tensor.nbytes]
     taken = {LAYOUT_NAME, *(tensor.name for tensor in tensors)}
     result = []
     tensors.sort(key=lambda tensor: (tensor.block, tensor.offset))  # stable: of one place the first name stays first
@@ -66,19 +65,9 @@ def _bytes(name: str, block: int, offset: int, nbytes: int) -> NamedTensor:
     return NamedTensor(name, "", block, offset, "uint8", (nbytes,), (1,), 1)
 
 
-def view_of(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
-    """A tensor's elements in its live or fresh block."""
-    view = torch.empty(0, dtype=getattr(torch, tensor.dtype), device=block.device)
-    first = block.data_ptr() - block.untyped_storage().data_ptr() + tensor.offset
-    view.set_(block.untyped_storage(), first // tensor.itemsize, tensor.shape, tensor.stride)
-    return view
-
-
 def live_tensors(flat: FlatState) -> dict[str, torch.Tensor]:
     """The live tensors of a state under the names by which they are stored, and its layout. Copies none of them."""
-    tensors = {
-        tensor.name: view_of(flat.blocks[tensor.block], tensor) for tensor in stored_tensors(flat.layout, "the state")
-    }
+    tensors = {tensor.name: tensor.over(flat.blocks) for tensor in stored_tensors(flat.layout)}
     tensors[LAYOUT_NAME] = torch.frombuffer(bytearray(flat.layout.to_json()), dtype=torch.uint8)
     return tensors
 
@@ -104,5 +93,5 @@ def read_tree(
     if layout.payload_bytes > nbytes + 16 * len(layout.block_bytes):
         raise CorruptCheckpoint(f"{checkpoint}: its layout is of {layout.payload_bytes} bytes, its files of {nbytes}")
     blocks = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in layout.block_bytes]
-    load({tensor.name: view_of(blocks[tensor.block], tensor) for tensor in stored_tensors(layout, str(checkpoint))})
+    load({tensor.name: tensor.over(blocks) for tensor in stored_tensors(layout)})
     return unflatten(layout, blocks, str(checkpoint)), stateful_paths(layout)

@@ -109,7 +109,7 @@ def export_checkpoint(
     check_target(out, to, force)
     with view.hold(info):
         layout = read_layout(view, info)
-        tensors = named_tensors(layout, f"{info.path}: step {info.step}")
+        tensors = named_tensors(layout)
         left = next((tensor for tensor in tensors if tensor.owner is not None), None)
         if left is not None:
             raise MismatchError(
@@ -139,7 +139,7 @@ def write_export(
     `info` is what the file says of its source; `out` was checked. Raises as `export_checkpoint`.
     """
     where = f"{info.path}: step {info.step}"
-    tensors = named_tensors(layout, where)
+    tensors = named_tensors(layout)
     aliases: dict[str, str] = {}
     if to is not ExportFormat.PT:
         _check_elements(out, to, tensors, layout)

@@ -246,7 +246,7 @@ def load_safetensors(path: Path) -> dict[str, Any]:
         facts = file.facts()
         layout = Layout.from_json(facts["layout"].encode(), str(path), path.stat().st_size)
         file.budget.take(layout.payload_bytes)
-        tensors = named_tensors(layout, str(path))
+        tensors = named_tensors(layout)
         aliases = _aliases(tensors)
         checksums = parse_json(facts["crc32c"], f"{path}: its checksums", most_bytes=_MAX_HEADER_BYTES)
         require(

@@ -52,7 +52,7 @@ def export_job(
         merged = _Merged(parts, reader)
         done = write_export(out, to, merged.layout, chosen[0].infos[0], merged.blocks(), force=force)
     nbytes, aliases = done
-    tensors = len(named_tensors(merged.layout, parts.checkpoint.where))
+    tensors = len(named_tensors(merged.layout))
     return Exported(out, to, chosen[0].step, tensors, nbytes, time.perf_counter() - started, aliases)
 
 

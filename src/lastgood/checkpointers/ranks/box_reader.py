@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lastgood._lazy import torch
 from lastgood.addresses import address_in, row_addresses
 from lastgood.checkpointers.ranks.boxes import Overlap, row_elements, row_offsets
-from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, read_timeout_s
+from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, exact_dtype, read_timeout_s
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout_rules import dtype_named
@@ -30,8 +30,6 @@ _ROW_BYTES = 512
 """Shorter rows are copied by torch out of a window, which is quicker than one range for each."""
 _MAX_ROWS = 1 << 16
 """Of one box that is read without a window: each takes a range of some 100 bytes in Python."""
-_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""Types whose copies keep every bit, by width."""
 
 
 class BoxReader:
@@ -174,7 +172,7 @@ class BoxReader:
             return
         first = sum(begin * step for begin, step in zip(overlap.source, tensor.stride, strict=True)) * tensor.itemsize
         window = self.span(rank, tensor, first, nbytes)
-        kind = getattr(torch, _INTEGERS[tensor.itemsize])
+        kind = exact_dtype(tensor.itemsize)
         source = window.view(kind).as_strided(overlap.shape, tensor.stride)
         part = target.view(kind)
         for at, (begin, size) in enumerate(zip(overlap.target, overlap.shape, strict=True)):
@@ -214,6 +212,5 @@ def dense_bytes(reader: BoxReader, rank: int, tensor: NamedTensor) -> bytes:
     span = reader.span(rank, tensor, 0, tensor.end - tensor.offset)
     if tensor.is_array:
         return bytes(span.numpy())
-    kind = getattr(torch, _INTEGERS[tensor.itemsize])
-    dense = span.view(kind).as_strided(tensor.shape, tensor.stride).contiguous()
+    dense = span.view(exact_dtype(tensor.itemsize)).as_strided(tensor.shape, tensor.stride).contiguous()
     return dense.numpy().tobytes()

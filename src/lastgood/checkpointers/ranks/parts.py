@@ -14,7 +14,7 @@ from lastgood.checkpointers.rank_directory import job_of
 from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs
 from lastgood.checkpointers.ranks.directories import JobCheckpoint, whole_checkpoints
-from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout
+from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout, short_value
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import Node, tensor_nodes
@@ -32,10 +32,7 @@ class RankParts:
     def __init__(self, checkpoint: JobCheckpoint) -> None:
         self.checkpoint = checkpoint
         self.layouts = [read_layout(view, info) for view, info in zip(checkpoint.views, checkpoint.infos, strict=True)]
-        self.named: list[dict[str, NamedTensor]] = [
-            {tensor.name: tensor for tensor in named_tensors(layout, self.where(rank))}
-            for rank, layout in enumerate(self.layouts)
-        ]
+        self.named = [{tensor.name: tensor for tensor in named_tensors(layout)} for layout in self.layouts]
 
     def where(self, rank: int) -> str:
         """For messages."""
@@ -223,5 +220,4 @@ def _words(node: Node) -> str:
         return f"a {kind[0]} of {kind[1]} {tuple(kind[2])}"
     if node[0] in "lteEdoC":
         return f"a container of {len(node[1])} entries"
-    value = repr(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], "a value")["x"])
-    return value if len(value) <= 60 else f"{value[:57]}..."
+    return short_value(node)

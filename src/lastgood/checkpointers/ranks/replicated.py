@@ -192,7 +192,7 @@ class Division:
         spread = iter(flat.sharded)
         groups: dict[int, set[Group]] = {}
         names: dict[int, list[str]] = {}
-        for tensor in named_tensors(flat.layout, "the state"):
+        for tensor in named_tensors(flat.layout):
             group = self._group(tensor, next(spread) if tensor.shard is not None else None)
             if 0 <= tensor.block < flat.layout.deferred_blocks:
                 groups.setdefault(tensor.block, set()).add(group)

@@ -45,8 +45,8 @@ class InPlace:
         self._layout = layout
         self._state = state = live.state
         self._where = f"{info.path}, step {info.step}"
-        self.targets, self.touches_live = _choose_targets(layout, live, self._where)
-        self._spread = [live.like(tensor) for tensor in named_tensors(layout, self._where) if tensor.shard is not None]
+        self.targets, self.touches_live = _choose_targets(layout, live)
+        self._spread = [live.like(tensor) for tensor in named_tensors(layout) if tensor.shard is not None]
         # Shapes, dtypes and names are known without the data: what does not fit is refused before anything changes.
         tree = self._tree([_host_like(target) for target in self.targets])
         check_tree(state, tree, self._where, stateful_paths(layout))
@@ -84,7 +84,7 @@ def _host_like(target: torch.Tensor) -> torch.Tensor:
     return target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8, device="cpu")
 
 
-def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[torch.Tensor], bool]:
+def _choose_targets(layout: Layout, own: LiveTensors) -> tuple[list[torch.Tensor], bool]:
     """For each block of the checkpoint the memory it is read into, and whether some of that is live."""
     live, state = own.flat, own.state
     ours = {name for name, part in state.items() if keeps_its_tensors(part)}
@@ -94,7 +94,7 @@ def _choose_targets(layout: Layout, own: LiveTensors, where: str) -> tuple[list[
         for number, (places, size) in enumerate(zip(places_of_live, live.layout.block_bytes, strict=True))
         if places
     }
-    tensors = named_tensors(layout, where)
+    tensors = named_tensors(layout)
     by_block = defaultdict(list)
     for tensor in tensors:
         by_block[tensor.block].append(tensor)

@@ -137,7 +137,7 @@ class Recovery:
     def _reading(self, view: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> InPlace | FromRanks:
         """Straight from this rank's own part, where that is all that it wants; else from the parts of all ranks."""
         layout = read_layout(view, info)
-        tensors = named_tensors(layout, f"{info.path}: step {info.step}")
+        tensors = named_tensors(layout)
         live = LiveTensors(state, {tensor.part for tensor in tensors if tensor.shard is not None})
         if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
             return InPlace(view, info, layout, live)

@@ -33,12 +33,10 @@ def check_content(view: SlotView, info: SlotInfo, entry: str | None = None) -> N
     if is_spill(meta):
         spill_in(meta, info)
         return
-    where = f"{info.path}: step {info.step}"
     layout = layout_in(meta, info)
     if entry is not None and [key for key, _ in layout.tree[1]] != [["s", entry]]:
-        raise CorruptCheckpoint(f"{where}: does not hold {entry!r} alone")
-    tensors = named_tensors(layout, where)
-    if any(tensor.owner is not None for tensor in tensors):
+        raise CorruptCheckpoint(f"{info.path}: step {info.step}: does not hold {entry!r} alone")
+    if any(tensor.owner is not None for tensor in named_tensors(layout)):
         parts_of(view.directory, info).check_rank(info.record.rank)
 
 

@@ -15,6 +15,7 @@ from lastgood.bounds import memory_for
 from lastgood.checkpointers.copies.chunks import host_ranges
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
+from lastgood.state.build import plain_value, tensor_over
 from lastgood.state.layout import MAX_LAYOUT_BYTES, Node, tensor_nodes
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
@@ -26,6 +27,7 @@ __all__ = [
     "NamedTensor",
     "Sharing",
     "check_dense",
+    "exact_dtype",
     "find_sharing",
     "layout_in",
     "look_at_slots",
@@ -36,6 +38,7 @@ __all__ = [
     "read_meta",
     "read_timeout_s",
     "read_tree",
+    "short_value",
     "typed_view",
     "was_overwritten",
     "words_on_none",
@@ -43,8 +46,6 @@ __all__ = [
 
 _LOOKED_AT = 64
 """Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
-_MALFORMED = (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What walking a layout raises that is JSON, but no layout."""
 _RESERVED = "__metadata__"
 """safetensors keeps this name for itself."""
 
@@ -94,6 +95,10 @@ class NamedTensor:
             return 0
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return (reach + 1) * self.itemsize
+
+    def over(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor itself, in the block that it lies in."""
+        return tensor_over(blocks, self.block, self.offset, self.dtype, list(self.shape), list(self.stride))
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -218,11 +223,7 @@ def layout_in(meta: bytes, info: SlotInfo) -> Layout:
     """The layout that a checkpoint's meta data are, checked against its commit record. Raises as `read_layout`."""
     where = f"{info.path}: step {info.step}"
     layout = Layout.from_json(meta, where, info.stream_bytes)
-    try:
-        digest = layout.digest()
-    except _MALFORMED as error:
-        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
-    if digest != info.layout_digest or layout.stream_bytes != info.meta_offset:
+    if layout.digest() != info.layout_digest or layout.stream_bytes != info.meta_offset:
         raise CorruptCheckpoint(f"{where}: the layout does not match the commit record")
     others = {node[1] for node in tensor_nodes(layout.tree) if node[0] == "R"}
     wrong = sorted(rank for rank in others if rank >= info.record.world_size or rank == info.record.rank)
@@ -271,7 +272,7 @@ def read_blocks(
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
+def named_tensors(layout: Layout) -> list[NamedTensor]:
     """Every tensor and numpy array of a layout with a name of its own, in the order of the tree.
 
     A name is the path to the tensor, joined by dots: texts as they are ("model.layers.0.weight"), numbers of lists,
@@ -279,26 +280,21 @@ def named_tensors(layout: Layout, where: str) -> list[NamedTensor]:
     printed is escaped as Python does in a text. Where two paths would give one name, the first in the tree's order has
     it, and the others get "#2", "#3" and so on behind it, leaving out what is another tensor's path. So names depend
     on the structure alone, and all checkpoints of one training have the same.
-
-    `where` names the source in errors. Raises CorruptCheckpoint for what is no layout, or reaches outside its blocks.
     """
-    try:
-        found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in "TAHR"]
-        plain = {_join(path) for path, _ in found}
-        taken = {_RESERVED}
-        numbers: dict[str, int] = {}  # so that as many paths of one text take no more time each
-        tensors = []
-        for path, node in found:
-            wanted = name = _join(path)
-            number = numbers.get(wanted, 2)
-            while name in taken or (name in plain and name != wanted):
-                name = f"{wanted}#{number}"
-                number += 1
-            numbers[wanted] = number
-            taken.add(name)
-            tensors.append(_describe(name, path, node, layout))
-    except _MALFORMED as error:
-        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+    found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in "TAHR"]
+    plain = {_join(path) for path, _ in found}
+    taken = {_RESERVED}
+    numbers: dict[str, int] = {}  # so that as many paths of one text take no more time each
+    tensors = []
+    for path, node in found:
+        wanted = name = _join(path)
+        number = numbers.get(wanted, 2)
+        while name in taken or (name in plain and name != wanted):
+            name = f"{wanted}#{number}"
+            number += 1
+        numbers[wanted] = number
+        taken.add(name)
+        tensors.append(_describe(name, _join(path[:1]), node))
     return tensors
 
 
@@ -316,21 +312,13 @@ def check_dense(tensor: NamedTensor, held_bytes: int, where: str) -> None:
         )
 
 
-def named_values(layout: Layout, where: str) -> list[tuple[str, str]]:
+def named_values(layout: Layout) -> list[tuple[str, str]]:
     """Every plain value: its path, as in `named_tensors` but not made unique, and a short text.
 
     An empty container is one value, and so is a list, tuple or set of nothing but plain values.
-
-    Raises CorruptCheckpoint for what is no layout.
     """
-    try:
-        return [
-            (_join(path), _short(unflatten(Layout(["d", [[["s", "x"], node]]], (), 0), [], where)["x"]))
-            for path, node in _leaves(layout.tree, whole=_is_plain)
-            if node[0] not in "TAHR"
-        ]
-    except _MALFORMED as error:
-        raise CorruptCheckpoint(f"{where}: the layout cannot be read: {error!r}") from error
+    leaves = _leaves(layout.tree, whole=_is_plain)
+    return [(_join(path), short_value(node)) for path, node in leaves if node[0] not in "TAHR"]
 
 
 def find_sharing(tensors: Sequence[NamedTensor]) -> list[Sharing]:
@@ -354,6 +342,11 @@ def find_sharing(tensors: Sequence[NamedTensor]) -> list[Sharing]:
     return result
 
 
+def exact_dtype(itemsize: int) -> torch.dtype:
+    """A type of elements of this width of which a copy keeps every bit."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
+
+
 def typed_view(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
     """The elements of `tensor` in its block (uint8, owning its memory), as integers or complex numbers of their width.
 
@@ -362,7 +355,7 @@ def typed_view(block: torch.Tensor, tensor: NamedTensor) -> torch.Tensor:
     if tensor.is_array:
         # Always in C order, and with elements of any width.
         return block[tensor.offset : tensor.end]
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
+    kind = exact_dtype(tensor.itemsize)
     view = torch.empty(0, dtype=kind, device="cpu")
     view.set_(block.untyped_storage(), tensor.offset // kind.itemsize, tensor.shape, tensor.stride)
     return view
@@ -383,7 +376,7 @@ def _leaves(
         yield from _leaves(node[1], path, whole)
     elif tag in "doC" and node[1]:
         for key, value in node[1]:
-            yield from _leaves(value, (*path, _key(key)), whole)
+            yield from _leaves(value, (*path, plain_value(key)), whole)
     elif tag in "lteE" and node[1] and not whole(node):
         for number, value in enumerate(node[1]):
             yield from _leaves(value, (*path, number), whole)
@@ -397,12 +390,6 @@ def _is_plain(node: Node) -> bool:
     return node[0] not in "doCmTAHR"
 
 
-def _key(node: Node) -> Any:
-    if node[0] in "si":
-        return node[1]
-    return unflatten(Layout(["d", [[node, ["n"]]]], (), 0), [], "a key").popitem()[0]
-
-
 def _join(path: _Path) -> str:
     text = ".".join(part if isinstance(part, str) else repr(part) for part in path)
     if text.isprintable():
@@ -410,40 +397,23 @@ def _join(path: _Path) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _describe(name: str, path: _Path, node: Node, layout: Layout) -> NamedTensor:
+def _describe(name: str, part: str, node: Node) -> NamedTensor:
     shard = owner = None
     if node[0] == "H":
         shard, node = Shard.from_node(node[2:], node[1][-2]), node[1]
     if node[0] == "R":
         owner, node = node[1], ["T", -1, 0, *node[2:]]
-        if type(owner) is not int or owner < 0:
-            raise ValueError(f"{name}: rank {owner} is impossible")
     block, offset, dtype = node[1:4]
     shape = tuple(node[4])
-    part = _join(path[:1])
     if node[0] == "A":
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         width = numpy_dtype(dtype).itemsize
-        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, width, is_array=True)
-    else:
-        kind = dtype_named(dtype)
-        strides = tuple(node[5])
-        tensor = NamedTensor(name, part, block, offset, dtype, shape, strides, kind.itemsize, shard=shard, owner=owner)
-    if not all(type(number) is int and number >= 0 for number in (*shape, *tensor.stride)) or type(offset) is not int:
-        raise ValueError(f"{name}: sizes and strides must not be negative: {shape}, {tensor.stride}")
-    if len(tensor.stride) != len(shape):
-        raise ValueError(f"{name}: {len(shape)} sizes and {len(tensor.stride)} strides")
-    if tensor.nbytes:
-        size = layout.block_bytes[block] if type(block) is int and 0 <= block < len(layout.block_bytes) else 0
-        misplaced = not tensor.is_array and offset % tensor.itemsize
-        if offset < 0 or tensor.end > size or misplaced:
-            raise ValueError(f"{name} reaches from byte {offset} to {tensor.end} of block {block} of {size} bytes")
-    return tensor
+        return NamedTensor(name, part, block, offset, dtype, shape, strides, width, is_array=True)
+    width = dtype_named(dtype).itemsize
+    return NamedTensor(name, part, block, offset, dtype, shape, tuple(node[5]), width, shard=shard, owner=owner)
 
 
-_SHORT = 60
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
+def short_value(node: Node) -> str:
+    """A plain value as Python writes it, cut to 60 characters."""
+    text = repr(plain_value(node))
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,7 +9,6 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.state import flatten, is_stateful
-from lastgood.state.build import tensor_over
 from lastgood.state.shards import describe_shard, is_sharded
 
 __all__ = ["LiveTensors", "keeps_its_tensors", "parameter_beside"]
@@ -57,7 +56,7 @@ class LiveTensors:
         self.state = state
         shown = {name: part for name, part in state.items() if name in spread or _shows_itself(part)}
         self.flat = flatten(shown, spread=True)
-        self.named = {tensor.name: tensor for tensor in named_tensors(self.flat.layout, "the state")}
+        self.named = {tensor.name: tensor for tensor in named_tensors(self.flat.layout)}
         shards = [name for name, tensor in self.named.items() if tensor.shard is not None]
         self._spread: dict[str, Any] = dict(zip(shards, self.flat.sharded, strict=True))
 
@@ -66,9 +65,7 @@ class LiveTensors:
         tensor = self.named.get(name)
         if tensor is None or tensor.is_array or not keeps_its_tensors(self.state[tensor.part]):
             return None
-        return tensor_over(
-            self.flat.blocks, tensor.block, tensor.offset, tensor.dtype, list(tensor.shape), list(tensor.stride)
-        )
+        return tensor.over(self.flat.blocks)
 
     def like(self, tensor: NamedTensor) -> Any:
         """The live DTensor that a checkpoint's tensor belongs to or is to be spread as; None if it is in one piece.
