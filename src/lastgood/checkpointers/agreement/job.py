@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -114,7 +114,7 @@ class JobOfRanks:
                 report = self._report(wanted, beside())
             except LastgoodError as error:
                 with contextlib.suppress(LastgoodError):  # all others raise it, instead of waiting for this rank
-                    self._join(address, self._refused(wanted, error))
+                    self._join(address, self._without_content(wanted, f"{type(error).__name__}: {error}"))
                 raise
             member, offer = self._join(address, report)
             store = make_store(offer.job_id)
@@ -152,72 +152,59 @@ class JobOfRanks:
         assert offer is not None, "no incarnation begins without an offer"
         return member, offer
 
-    def _refused(self, wanted: Wanted, error: LastgoodError) -> Report:
-        settings = self._settings
+    def _without_content(self, wanted: Wanted, beside: str) -> Report:
+        """The report of a rank whose directory holds nothing, or cannot be looked at."""
         return Report(
-            settings.rank,
-            settings.world_size,
+            self._settings.rank,
+            self._settings.world_size,
             socket.gethostname(),
             str(self.directory.absolute()),
             None,
             wanted=wanted,
-            beside=f"{type(error).__name__}: {error}",
+            beside=beside,
         )
 
     def _report(self, wanted: Wanted, beside: str) -> Report:
         from lastgood.storage import SlotStore
-        from lastgood.storage.format import Job, RecordKind
+        from lastgood.storage.format import RecordKind
         from lastgood.storage.reader import SlotState, job_of_slots, newest_first, read_job, refuse_foreign
 
-        settings = self._settings
-        job: Job | None = None
-        held: tuple[Held, ...] = ()
-        damaged: list[str] = []
-        highest = (0, 0)
-        mark = None
-        reached = -1
-        if self.directory.is_dir():
-            view = SlotStore.peek(self.directory)
-            if view.held:
-                raise LockHeld(f"{self.directory}: another process writes here; it must end first")
-            statuses = view.statuses()
-            job = read_job(self.directory) or job_of_slots(statuses)
-            refuse_foreign(statuses)
-            book = view.book()
-            held = tuple(
-                Held(
-                    info.incarnation,
-                    info.step,
-                    book.is_bad(info.sequence),
-                    book.verdicts[info.sequence].reason if book.is_bad(info.sequence) else "",
-                    book.failed_restarts(info.sequence, info.step),
-                )
-                for info in newest_first(statuses)
+        report = self._without_content(wanted, beside)
+        if not self.directory.is_dir():
+            return report
+        view = SlotStore.peek(self.directory)
+        if view.held:
+            raise LockHeld(f"{self.directory}: another process writes here; it must end first")
+        statuses = view.statuses()
+        job = read_job(self.directory) or job_of_slots(statuses)
+        refuse_foreign(statuses)
+        book = view.book()
+        held = tuple(
+            Held(
+                info.incarnation,
+                info.step,
+                book.is_bad(info.sequence),
+                book.verdicts[info.sequence].reason if book.is_bad(info.sequence) else "",
+                book.failed_restarts(info.sequence, info.step),
             )
-            for status in statuses:
-                if status.record is not None:
-                    highest = max(highest, (status.record.incarnation, status.record.step))
-                if status.state is SlotState.TORN and (
-                    status.record is None or status.record.kind is RecordKind.COMMITTED
-                ):
-                    damaged.append(f"{status.path.name}: {status.detail}")
-            found = view.global_commit()
-            mark = None if found is None else (found.incarnation, found.step)
-            reached = max(book.reached, -1 if found is None else found.step)
-        return Report(
-            settings.rank,
-            settings.world_size,
-            socket.gethostname(),
-            str(self.directory.absolute()),
-            None if job is None else job.job_id.hex(),
-            highest,
-            held,
-            tuple(damaged),
-            mark,
-            wanted,
-            reached,
-            None if job is None else (job.rank, job.world_size),
-            beside,
+            for info in newest_first(statuses)
+        )
+        records = [status.record for status in statuses if status.record is not None]
+        torn = [
+            status
+            for status in statuses
+            if status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
+        ]
+        found = view.global_commit()
+        return replace(
+            report,
+            job_id=None if job is None else job.job_id.hex(),
+            highest=max([(0, 0), *((record.incarnation, record.step) for record in records)]),
+            held=held,
+            damaged=tuple(f"{status.path.name}: {status.detail}" for status in torn),
+            mark=None if found is None else (found.incarnation, found.step),
+            reached=max(book.reached, -1 if found is None else found.step),
+            wrote=None if job is None else (job.rank, job.world_size),
         )
 
     def _check_unchanged(self, store: SlotStore, report: Report) -> None:
@@ -255,8 +242,7 @@ class JobOfRanks:
                     "ranks tell checkpoints by their steps"
                 )
             self._last_step = step
-            decided = self._fates.get(step)
-        return decided if decided is not None and decided.fate is not Fate.GLOBAL else None
+        return self.decided_against(step)
 
     def decided_against(self, step: int) -> Decided | None:
         """What ended the checkpoint of `step` for all ranks, if something did."""

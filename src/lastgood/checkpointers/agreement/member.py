@@ -313,7 +313,6 @@ class Member:
                 self._error = error
                 self._link_lost = str(error)
                 self._note_trouble()
-                self._changed.notify_all()
 
     # -- what is heard ---------------------------------------------------------------------------------------------
 
