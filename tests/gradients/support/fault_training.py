@@ -149,11 +149,11 @@ def ranks_in_threads() -> Iterator[None]:
     """Let Checkmate take threads for ranks."""
     distributed = SimpleNamespace(get_world_size=lambda group: RANKS, all_reduce=_all_reduce)
     world = mock.Mock(side_effect=lambda: (_here.rank, RANKS))
-    together = mock.Mock(side_effect=lambda rank, ranks: _here.meeting)
+    exchange = mock.Mock(side_effect=lambda *_: _here.meeting)
+    restore = "lastgood.checkpointers.checkmate.restore"
     with contextlib.ExitStack() as stack:
-        for module in ("checkmate.incarnation", "checkmate.restore"):
-            stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.world_of_torch", world))
-            stack.enter_context(mock.patch(f"lastgood.checkpointers.{module}.ranks_together", together))
+        stack.enter_context(mock.patch(f"{restore}.world_of_torch", world))
+        stack.enter_context(mock.patch(f"{restore}.RankExchange", exchange))
         stack.enter_context(mock.patch("lastgood.gradients.tap.bucket.torch", SimpleNamespace(distributed=distributed)))
         yield
 

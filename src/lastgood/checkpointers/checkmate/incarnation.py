@@ -14,7 +14,6 @@ from lastgood._lazy import torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.restore import (
     Restored,
-    check_shadows,
     job_of,
     ranks_together,
     read_token,
@@ -40,7 +39,6 @@ from lastgood.gradients.trainer.updates import Shares, Update, UpdateNotes
 from lastgood.optim.probe import probed
 from lastgood.optim.spec import OptimizerSpec
 from lastgood.wire.records import ITEM_BYTES
-from lastgood.world import world_of_torch
 
 __all__ = ["Incarnation", "begin_incarnation"]
 
@@ -141,10 +139,8 @@ def begin_incarnation(
     for what shadows cannot follow; CheckpointError, WaitTimeout for shadows that do not take part; as `open_ring` for a
     ring.
     """
-    check_shadows(options)
     token = read_token(options)
-    rank, ranks = world_of_torch()
-    together = ranks_together(rank, ranks)
+    rank, ranks, together = ranks_together()
     tracked = TrackedParameters(state)
     buckets = _takes_buckets(options, tap, tracked)
     ring_tap = tap if isinstance(tap, RingTap) else None

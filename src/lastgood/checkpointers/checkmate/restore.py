@@ -36,7 +36,6 @@ from lastgood.world import world_of_torch
 __all__ = [
     "Restored",
     "check_held",
-    "check_shadows",
     "find_newest",
     "job_of",
     "ranks_together",
@@ -80,24 +79,24 @@ class _Plan:
 # -- where shadows are -------------------------------------------------------------------------------------------------
 
 
-def check_shadows(options: CheckmateOptions) -> None:
-    """Raises ConfigError if no shadow is named."""
+def read_token(options: CheckmateOptions) -> bytes:
+    """The secret that shadows want to see. Raises ConfigError if there is none, no shadow, or others may read it."""
     if not options.shadows:
         raise ConfigError(
             'checkmate: give shadows=["host:port", ...]; `lastgood shadow serve` starts one each (docs/checkmate.md)'
         )
-
-
-def read_token(options: CheckmateOptions) -> bytes:
-    """The secret that shadows want to see. Raises ConfigError if there is none, or others may read it."""
     if options.token_file is None:
         raise ConfigError("checkmate: give token_file=, the one that `lastgood shadow serve --token-file` has")
     return read_token_file(Path(options.token_file))
 
 
-def ranks_together(rank: int, ranks: int) -> RankExchange | None:
-    """How ranks tell each other what rank 0 found; None for one alone. All of them call it together."""
-    return None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
+def ranks_together() -> tuple[int, int, RankExchange | None]:
+    """This rank, the number of ranks, and how they tell each other what one found (None for one alone).
+
+    All of them call it together.
+    """
+    rank, ranks = world_of_torch()
+    return rank, ranks, None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
 
 
 def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | None:
@@ -126,7 +125,6 @@ def _statuses(options: CheckmateOptions, token: bytes) -> list[Status]:
 
 def find_newest(directory: Path, options: CheckmateOptions) -> int | None:
     """The newest step that all shadows hold, or None. Fences nobody off."""
-    check_shadows(options)
     token = read_token(options)
     job_of(directory, options, token)
     try:
@@ -179,22 +177,9 @@ def restore_together(
     directory: Path, state: Mapping[str, Any], options: CheckmateOptions, step: int | None
 ) -> Restored:
     """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
-    check_shadows(options)
     token = read_token(options)
-    rank, ranks = world_of_torch()
-    together = ranks_together(rank, ranks)
-    told: tuple[_Plan | None, LastgoodError | None] = (None, None)
-    if rank == 0:
-        try:
-            told = (_find(directory, options, token, step), None)
-        except LastgoodError as one:
-            told = (None, one)  # the others wait for what this rank tells
-    if together is not None:
-        told = together.tell(told)[0]
-    plan, error = told
-    if error is not None:
-        raise error
-    assert plan is not None
+    rank, ranks, together = ranks_together()
+    plan: _Plan = _found_by_first(rank, together, lambda: _find(directory, options, token, step))
     if plan.ranks != ranks:
         raise MismatchError(
             f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
@@ -205,6 +190,22 @@ def restore_together(
     for part in (load.fetch, load.apply):
         _all_do(part, together, plan.choice.step)
     return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+
+
+def _found_by_first(rank: int, together: RankExchange | None, find: Callable[[], Any]) -> Any:
+    """What rank 0 finds, on all ranks; what it raises, all raise."""
+    told: tuple[Any, LastgoodError | None] = (None, None)
+    if rank == 0:
+        try:
+            told = (find(), None)
+        except LastgoodError as one:
+            told = (None, one)  # the others wait for what this rank tells
+    if together is not None:
+        told = together.tell(told)[0]
+    found, error = told
+    if error is not None:
+        raise error
+    return found
 
 
 def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) -> None:
@@ -226,18 +227,8 @@ def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) 
 
 def check_held(directory: Path, options: CheckmateOptions, step: int | None) -> None:
     """Raise as `restore_together` would now, where it would find nothing; all ranks call it. Fences nobody off."""
-    rank, ranks = world_of_torch()
-    together = ranks_together(rank, ranks)
-    fault: LastgoodError | None = None
-    if rank == 0:
-        try:
-            _look(directory, options, read_token(options), step)
-        except LastgoodError as one:
-            fault = one
-    if together is not None:
-        fault = together.tell(fault)[0]
-    if fault is not None:
-        raise fault
+    rank, _, together = ranks_together()
+    _found_by_first(rank, together, lambda: _look(directory, options, read_token(options), step))
 
 
 def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> str:
