@@ -13,7 +13,10 @@ from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.host_memory import map_memory
 from lastgood.wire.frames import Wire, available_memory_bytes
 
-__all__ = ["Area", "Memory", "Store"]
+__all__ = ["DESCRIBED", "Area", "Memory", "Store"]
+
+DESCRIBED = ("sequence", "step", "nbytes", "meta_bytes")
+"""What peers and trainers tell each other of a checkpoint."""
 
 _MAX_OWNERS = 1024
 
@@ -64,12 +67,7 @@ class Area:
 
     def describe(self) -> dict[str, int]:
         """As it is told to a trainer."""
-        return {
-            "sequence": self.sequence,
-            "step": self.step,
-            "nbytes": self.nbytes,
-            "meta_bytes": self.meta_bytes,
-        }
+        return {key: getattr(self, key) for key in DESCRIBED}
 
 
 @dataclass(eq=False)

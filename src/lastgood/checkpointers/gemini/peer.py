@@ -25,7 +25,7 @@ from typing import Any
 
 from lastgood import _native
 from lastgood.checkpointers.gemini.address_file import Address
-from lastgood.checkpointers.gemini.areas import Area, Memory, Store
+from lastgood.checkpointers.gemini.areas import DESCRIBED, Area, Memory, Store
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 from lastgood.wire.frames import MAX_CHUNK_BYTES, Frame, Kind, Wire, keep_alive, peer_handshake
 from lastgood.wire.gate import PROOF_S, Gate, Guest, open_listener
@@ -84,7 +84,7 @@ class Connection:
     def _begin(self, message: dict[str, Any]) -> None:
         self._end_landing()
         number = _integer(message, "owner", 1 << 31)
-        sizes = {key: _integer(message, key, (1 << 63) - 1) for key in ("sequence", "step", "nbytes", "meta_bytes")}
+        sizes = {key: _integer(message, key, (1 << 63) - 1) for key in DESCRIBED}
         part_bytes = _integer(message, "part_bytes", MAX_CHUNK_BYTES)
         parts = _integer(message, "parts", _MAX_PARTS)
         if not (parts and part_bytes and 0 < sizes["meta_bytes"] <= sizes["nbytes"]):

@@ -17,6 +17,7 @@ from typing import Any
 
 import lastgood
 from lastgood.checkpointers.gemini.address_file import Address
+from lastgood.checkpointers.gemini.areas import DESCRIBED
 from lastgood.checkpointers.gemini.partition import Network, chunks_for_gap
 from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.cluster.ssh.remote import REMOTE_MARK
@@ -225,7 +226,7 @@ class PeerLink:
 
     def _described(self, item: Any) -> Held:
         try:
-            values = [item[key] for key in ("sequence", "step", "nbytes", "meta_bytes")]
+            values = [item[key] for key in DESCRIBED]
         except (TypeError, KeyError) as error:
             raise CorruptCheckpoint(f"{self.address} described no checkpoint: {item!r:.200}") from error
         if any(type(value) is not int or value < 0 for value in values) or values[3] > values[2]:
@@ -320,13 +321,12 @@ class Peers:
         """What all peers of `machines` hold of `owner`, newest first, and why some did not answer."""
         held: list[Held] = []
         silent = []
-        for machine in machines:
-            for path in self.addresses(machine):
-                try:
-                    with self.connect(path) as link:
-                        held += link.held(owner)
-                except (LastgoodError, OSError) as error:
-                    silent.append(f"{path.name}: {error}")
+        for path in self.known(machines):
+            try:
+                with self.connect(path) as link:
+                    held += link.held(owner)
+            except (LastgoodError, OSError) as error:
+                silent.append(f"{path.name}: {error}")
         return sorted(held, key=lambda one: -one.sequence), silent
 
     def retire_older(self, link: PeerLink, machine: int) -> None:
