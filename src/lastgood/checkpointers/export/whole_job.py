@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def export_job(
     parts.check_together()
     with parts.reader(threads) as reader:
         merged = _Merged(parts, reader)
-        done = write_export(out, to, merged.layout, chosen[0].infos[0], merged.blocks(), force=force)
-    nbytes, aliases = done
+        nbytes, aliases = write_export(out, to, merged.layout, chosen[0].infos[0], merged.blocks(), force=force)
     tensors = len(named_tensors(merged.layout))
     return Exported(out, to, chosen[0].step, tensors, nbytes, time.perf_counter() - started, aliases)
 
@@ -133,18 +133,14 @@ class _Merged:
         if tensor.owner is not None:
             rank = self._parts.source(rank, tensor.name).key
             tensor = self._parts.named[rank][tensor.name]
-        strides = [1] * len(shape)
-        for axis in range(len(shape) - 1, 0, -1):
-            strides[axis - 1] = strides[axis] * max(1, shape[axis])
         number = self._block(rank, tensor)
         if tensor.is_array:
             return ["A", number, 0, tensor.dtype, shape]
+        strides = [prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape))]
         return ["T", number, 0, tensor.dtype, shape, strides]
 
     def _block(self, rank: int, tensor: NamedTensor) -> int:
-        size = tensor.itemsize
-        for length in tensor.whole_shape:
-            size *= length
+        size = tensor.itemsize * prod(tensor.whole_shape)
         if not size:
             return -1
         if tensor.nbytes:
