@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from lastgood import _native
 from lastgood.errors import WaitTimeout
 
 __all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Endable", "Ending", "ends_by_error"]
@@ -148,8 +149,6 @@ def _take_sigterm() -> None:
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
-        from lastgood import _native
-
         descriptor = _native.end_watch_begin()
         if _reader[1:] != [os.getpid()]:  # none yet, or that of the process that forked this one
             thread = threading.Thread(target=_end_beside, args=(descriptor,), name="lastgood-sigterm", daemon=True)
@@ -166,30 +165,27 @@ def _set_limits() -> None:
     """The longest time that any checkpointer may take counts for the process."""
     if not _reader:
         return
-    found = [ending.checkpointer() for ending in _live]
-    limit_s = max((one.exit_drain_s() for one in found if one is not None), default=0.0)
-    from lastgood import _native
-
+    limit_s = max((one.exit_drain_s() for one in _living()), default=0.0)
     _native.end_watch_limits(min(PATIENCE_S, limit_s / 2), limit_s)
+
+
+def _living() -> list[Endable]:
+    return [one for one in (ending.checkpointer() for ending in list(_live)) if one is not None]
 
 
 def _give_back_sigterm() -> None:
     if not _live and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
-        from lastgood import _native
-
         _native.end_watch_stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_beside(descriptor: int) -> None:
     """In a thread: once the main thread has not answered SIGTERM, make durable what is in progress."""
-    from lastgood import _native
-
     while True:
         os.read(descriptor, 8)
         try:
             _asked.append(signal.SIGTERM)
-            found = [one for one in (ending.checkpointer() for ending in list(_live)) if one is not None]
+            found = _living()
             limit_s = max((one.exit_drain_s() for one in found), default=0.0)
             left_s = limit_s - min(PATIENCE_S, limit_s / 2)
             _log.warning(
@@ -208,8 +204,6 @@ def _end_beside(descriptor: int) -> None:
 
 
 def _leave(number: int, frame: Any) -> None:
-    from lastgood import _native
-
     del frame
     _native.end_watch_answered()
     if not _live:
