@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -82,7 +82,7 @@ class TorchDCP(DirectorySystem):
     def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any] | None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-        from lastgood.checkpointers.dcp.torch_io import DraftWriter
+        from lastgood.checkpointers.dcp.torch_io import DraftWriter, KeptStager
 
         writer = DraftWriter(draft, self.options.writer_threads)
         devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
@@ -92,7 +92,7 @@ class TorchDCP(DirectorySystem):
             save(tensors, storage_writer=writer, no_dist=True)
             return None
         if self._stager is None:
-            self._stager = _stager(devices, pinned=self.options.pinned, shared=self._helper is not None)
+            self._stager = KeptStager(devices, pinned=self.options.pinned, shared=self._helper is not None)
         with contextlib.ExitStack() as stack:
             if len(devices) == 1:
                 stack.enter_context(torch.cuda.device(devices[0]))  # the one that DCP waits for after its copies
@@ -151,23 +151,6 @@ class TorchDCP(DirectorySystem):
 
 
 # -- DCP's threads and processes ---------------------------------------------------------------------------------------
-
-
-def _stager(devices: Sequence[torch.device], *, pinned: bool, shared: bool) -> Any:
-    """DCP's stager, which keeps its memory from save to save, and copies all before save() goes on."""
-    from torch.distributed.checkpoint.staging import StagingOptions
-
-    from lastgood.checkpointers.dcp.torch_io import KeptStager
-
-    return KeptStager(
-        StagingOptions(
-            use_pinned_memory=pinned and bool(devices),
-            use_shared_memory=shared,
-            use_async_staging=False,
-            # After copies that do not block, DCP waits for the current device only.
-            use_non_blocking_copy=pinned and len(devices) == 1,
-        )
-    )
 
 
 class _Helper:

@@ -12,9 +12,10 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -49,13 +50,20 @@ class _KeptCopies(StateDictStager):
 
 
 class KeptStager(DefaultStager):
-    """DCP's stager, which keeps its memory from save to save, until `end`.
+    """DCP's stager, which keeps its memory from save to save, until `end`, and copies all before save() goes on.
 
     torch 2.11 closes what copies after each copy, and the stager after each save, also one that it was given; the
     next save then fails with ``KeyError: type``.
     """
 
-    def __init__(self, config: StagingOptions) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, pinned: bool, shared: bool) -> None:
+        config = StagingOptions(
+            use_pinned_memory=pinned and bool(devices),
+            use_shared_memory=shared,
+            use_async_staging=False,
+            # After copies that do not block, DCP waits for the current device only.
+            use_non_blocking_copy=pinned and len(devices) == 1,
+        )
         super().__init__(config)
         self._kept = _KeptCopies(pin_memory=config.use_pinned_memory, share_memory=config.use_shared_memory)
         self._state_dict_stager = self._kept
