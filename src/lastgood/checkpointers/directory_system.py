@@ -108,7 +108,7 @@ class DirectorySystem(Checkpointer):
             if future is None:
                 self._commit(event, draft)
                 return
-            flight = LibrarySave(self.name, event, draft, future, self.options.limit_s, self._land)
+            flight = LibrarySave(self, event, draft, future)
             try:
                 flight.start()
             except BaseException:
@@ -233,31 +233,22 @@ def in_thread(wait: Callable[[], object], name: str) -> Future[Any]:
 
 
 class LibrarySave(threading.Thread):
-    """Waits for one save of a library, for a bounded time, and then calls `landed`."""
+    """Waits for one save of a system's library, for a bounded time, and then lets it land."""
 
-    def __init__(
-        self,
-        system: str,
-        event: CheckpointEvent,
-        draft: Draft,
-        future: Future[Any],
-        limit_s: float,
-        landed: Callable[[LibrarySave], None],
-    ) -> None:
-        super().__init__(name=f"{system}-commit-{event.step}")
+    def __init__(self, system: DirectorySystem, event: CheckpointEvent, draft: Draft, future: Future[Any]) -> None:
+        super().__init__(name=f"{system.name}-commit-{event.step}")
         self.event = event
         self.draft = draft
         self.future = future
-        self._limit_s = limit_s
-        self._landed = landed
+        self._system = system
         self._woken = threading.Event()
         self._given_up = False
 
     def run(self) -> None:
         """In the thread: wait, then commit or fail."""
         self.future.add_done_callback(lambda _: self._woken.set())
-        self._woken.wait(self._limit_s)
-        self._landed(self)
+        self._woken.wait(self._system.options.limit_s)
+        self._system._land(self)
 
     def give_up(self) -> None:
         """Fail now, if the library is not done."""
@@ -272,4 +263,4 @@ class LibrarySave(threading.Thread):
         elif self._given_up:
             raise CheckpointError(f"given up while {what}")
         else:
-            raise WaitTimeout(f"waited {self._limit_s:.0f} s while {what}")
+            raise WaitTimeout(f"waited {self._system.options.limit_s:.0f} s while {what}")
