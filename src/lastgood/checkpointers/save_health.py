@@ -66,17 +66,23 @@ class SaveHealth:
     def status(self, events: Sequence[CheckpointEvent]) -> SaveStatus:
         """How things are. `events` are the newest ones."""
         with self._lock:
-            return self._status(events)
+            for event in reversed(events):
+                if event.outcome is Outcome.DURABLE and event.finished_s is not None:
+                    if event.finished_s > self._since_s:
+                        self._since_s, self._newest_step = event.finished_s, event.step
+                        self._failed, self._error = 0, ""
+                    break
+            return SaveStatus(self._newest_step, time.perf_counter() - self._since_s, self._failed, self._error)
 
     def failed(self, event: CheckpointEvent, kind: str, events: Sequence[CheckpointEvent]) -> None:
         """A save failed: say so the first time, at the 2nd, 4th, 8th and so on in a row, and if its kind is new."""
         with self._lock:
-            self._status(events)
+            self.status(events)
             self._failed += 1
             self._error = event.error or ""
             told = kind not in self._kinds or self._failed & (self._failed - 1) == 0
             self._kinds.add(kind)
-            failed, status = self._failed, self._status(events)
+            failed, status = self._failed, self.status(events)
         if told:
             row = "" if failed == 1 else f"; {failed} saves in a row have failed"
             _log.warning(
@@ -99,12 +105,3 @@ class SaveHealth:
                 f"{self._name}: the training ends at step {step}: {status}, and max_unsaved_s allows "
                 f"{self._max_unsaved_s:g} s{why}"
             )
-
-    def _status(self, events: Sequence[CheckpointEvent]) -> SaveStatus:
-        for event in reversed(events):
-            if event.outcome is Outcome.DURABLE and event.finished_s is not None:
-                if event.finished_s > self._since_s:
-                    self._since_s, self._newest_step = event.finished_s, event.step
-                    self._failed, self._error = 0, ""
-                break
-        return SaveStatus(self._newest_step, time.perf_counter() - self._since_s, self._failed, self._error)
