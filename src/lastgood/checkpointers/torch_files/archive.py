@@ -161,13 +161,11 @@ _AXIS_BYTES = 200
 """For each of its sizes and strides."""
 
 
+@dataclass(frozen=True)
 class _Kind:
     """Stands for a class of storages, which says the dtype; None for bytes."""
 
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -177,13 +175,11 @@ class _Storage:
     budget: Budget
 
 
+@dataclass(frozen=True)
 class _TensorClass:
     """Stands for a class of tensors."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 _STORAGES = {
