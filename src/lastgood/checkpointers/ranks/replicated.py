@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lastgood import _native
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
@@ -24,7 +24,7 @@ from lastgood.state.layout import RANKS_VERSION, Node, map_leaves
 from lastgood.state.shards import Placement, describe_shard
 from lastgood.text import parse_json
 
-__all__ = ["Declared", "Division", "Exchange", "Item", "StoreExchange", "assign", "holders", "without_blocks"]
+__all__ = ["Declared", "Division", "Item", "StoreExchange", "assign", "holders", "without_blocks"]
 
 _log = logging.getLogger("lastgood")
 
@@ -72,15 +72,8 @@ def holders(ranks: Any, coordinate: Sequence[int], placements: Sequence[Placemen
     return tuple(sorted(int(rank) for rank in ranks[place].reshape(-1)))
 
 
-class Exchange(Protocol):
-    """How ranks show each other a short text."""
-
-    def gather(self, text: bytes) -> list[bytes]:
-        """The texts of all ranks, in their order; each rank calls it equally often. Raises WaitTimeout."""
-
-
 class StoreExchange:
-    """Through the key-value store of torch's process group: no collective, so none can hang."""
+    """How ranks show each other a short text: through torch's key-value store. No collective, so none can hang."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
         import torch.distributed as dist
@@ -104,7 +97,7 @@ class StoreExchange:
         self._rounds = 0
 
     def gather(self, text: bytes) -> list[bytes]:
-        """See `Exchange`."""
+        """The texts of all ranks, in their order; each rank calls it equally often. Raises WaitTimeout."""
         if len(text) > _MAX_TEXT_BYTES:
             raise StateError(f"replicas: {len(text)} bytes of groups are too many to compare; use replicated='none'")
         self._rounds += 1
@@ -122,7 +115,7 @@ class StoreExchange:
 class Division:
     """Leaves out of a rank's checkpoints what other ranks write. `declared` says what is held alike."""
 
-    def __init__(self, declared: Declared, rank: int, world_size: int, exchange: Exchange) -> None:
+    def __init__(self, declared: Declared, rank: int, world_size: int, exchange: StoreExchange) -> None:
         self._declared = declared
         self._rank = rank
         self._world_size = world_size

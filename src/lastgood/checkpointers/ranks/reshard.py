@@ -37,7 +37,7 @@ from lastgood.state.layout import Node
 from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
 
-__all__ = ["FromRanks", "decides_itself", "restore_ranks"]
+__all__ = ["FromRanks", "restore_ranks"]
 
 _log = logging.getLogger("lastgood")
 
@@ -97,11 +97,6 @@ def restore_ranks(
     raise NoCheckpoint(f"{job}: no checkpoint of step {step} of all ranks; steps {[one.step for one in found]}")
 
 
-def decides_itself(part: Any) -> bool:
-    """Whether a part of a state knows how to go on with another number of ranks (`lastgood.state.NewWorld`)."""
-    return callable(getattr(part, "load_from_ranks", None))
-
-
 class FromRanks:
     """One restore into `state`, from the parts of all ranks. Make it (nothing is changed), `read`, then `load`.
 
@@ -118,7 +113,12 @@ class FromRanks:
         # Of plain values and the structure: on the same number of ranks each has its own.
         self._base = 0 if self._new_world else self._rank
         self._where = parts.checkpoint.where
-        self._deciding = {name: part for name, part in state.items() if self._new_world and decides_itself(part)}
+        self._deciding = {
+            name: part
+            for name, part in state.items()
+            if self._new_world and callable(getattr(part, "load_from_ranks", None))
+        }
+        """Parts that know how to go on with another number of ranks (`lastgood.state.NewWorld`)."""
         self._first_ranks = {
             f"{name}.{buffer}"
             for name, part in state.items()
