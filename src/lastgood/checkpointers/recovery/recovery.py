@@ -45,14 +45,12 @@ class Recovery:
         if view is None:
             return None
         found = view.committed()
-        if of_all_ranks:
-            commit = None if store is not None else view.global_commit()
+        if of_all_ranks and store is not None:
+            found = store.everywhere()
+        elif of_all_ranks:
+            commit = view.global_commit()
             known = (-1, -1) if commit is None else (commit.incarnation, commit.step)
-            found = (
-                [info for info in found if (info.incarnation, info.step) <= known]
-                if store is None
-                else store.everywhere()
-            )
+            found = [info for info in found if (info.incarnation, info.step) <= known]
         book = view.book()
         return next((info.step for info in found if not book.is_bad(info.sequence)), None)
 
