@@ -66,7 +66,7 @@ class LocalStore:
         assert isinstance(draft, LocalDraft)
         temporary = draft.path
         sequence = max((known.sequence for known in self.found()), default=0) + 1
-        final = self.directory / self._stored(sequence, draft.step).name
+        final = self.directory / StoredCheckpoint(sequence, draft.step, "").name
         if not (temporary / MANIFEST).exists():
             raise StorageError(f"{temporary}: has no manifest, so it is not complete; seal() comes before commit()")
         with storage_errors(final, "committing a checkpoint"):
@@ -97,8 +97,8 @@ class LocalStore:
     def found(self) -> list[StoredCheckpoint]:
         """By the names in the directory."""
         matches = (_NAME.fullmatch(path.name) for path in entries_of(self.directory))
-        found = (self._stored(int(match[1]), int(match[2]), match[0]) for match in matches if match)
-        return sorted(found, reverse=True)
+        found = [(int(match[1]), int(match[2]), str(self.directory / match[0])) for match in matches if match]
+        return [StoredCheckpoint(*one) for one in sorted(found, reverse=True)]
 
     def read(self, checkpoint: StoredCheckpoint, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """From the file itself; follows no link."""
@@ -111,10 +111,6 @@ class LocalStore:
     def local_folder(self, checkpoint: StoredCheckpoint) -> Iterator[Path]:
         """The checkpoint itself."""
         yield Path(checkpoint.where)
-
-    def _stored(self, sequence: int, step: int, name: str | None = None) -> StoredCheckpoint:
-        stored = StoredCheckpoint(sequence, step, "")
-        return StoredCheckpoint(sequence, step, str(self.directory / (name or stored.name)))
 
     def _drop_old(self) -> None:
         for one in self.found()[self.keep :]:
