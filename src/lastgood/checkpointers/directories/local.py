@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.checkpointers.directories.manifest import MANIFEST, files_in, manifest_text, sum_file
@@ -39,6 +40,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,18})-step-(\d{1,18})")
 _OLDER_TEMPORARY = re.compile(r"(step-\d+-[0-9a-f]{32}|checkpoint-\d{8,18}-step-\d{1,18})\.tmp")
 
 
+@dataclass(frozen=True)
 class LocalStore:
     """Checkpoints ``checkpoint-SEQUENCE-step-STEP/`` in one directory, the newest with the highest sequence.
 
@@ -46,15 +48,14 @@ class LocalStore:
     read by its owner alone; `readable_by` is for checkpoints.
     """
 
-    def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
-        self.directory = directory
-        self.keep = keep
-        self._readable_by = readable_by
+    directory: Path
+    keep: int
+    readable_by: ReadableBy = ReadableBy.OWNER
 
     def prepare(self) -> None:
         """Make the directory, and remove what a killed process left half-written."""
         with storage_errors(self.directory, "preparing the checkpoint directory"):
-            make_directory(self.directory, self._readable_by.directory_mode)
+            make_directory(self.directory, self.readable_by.directory_mode)
             remove_temporary_files(self.directory, _OLDER_TEMPORARY)
 
     def begin(self, step: int) -> LocalDraft:
@@ -73,10 +74,10 @@ class LocalStore:
             written = 0
             for path in files_in(temporary).values():
                 written += path.stat().st_size
-                path.chmod(self._readable_by.file_mode)
+                path.chmod(self.readable_by.file_mode)
             for path in (one for one in temporary.rglob("*") if one.is_dir()):
-                path.chmod(self._readable_by.directory_mode)
-            temporary.chmod(self._readable_by.directory_mode)
+                path.chmod(self.readable_by.directory_mode)
+            temporary.chmod(self.readable_by.directory_mode)
             sync_directory(temporary)
             temporary.rename(final)
         with storage_errors(self.directory, "flushing a checkpoint's name"):

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ _OLDER_TEMPORARY = re.compile(r"checkpoint-\d{8,}-step-\d+\.tmp")
 _FORMAT = "lastgood-torch-1"
 
 
+@dataclass(frozen=True)
 class TorchFiles:
     """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP.pt`` in one directory.
 
@@ -52,15 +54,14 @@ class TorchFiles:
     to an earlier step, the steps of the incarnation that was given up are older, though their numbers are higher.
     """
 
-    def __init__(self, directory: Path, keep: int, readable_by: ReadableBy = ReadableBy.OWNER) -> None:
-        self.directory = directory
-        self.keep = keep
-        self._readable_by = readable_by
+    directory: Path
+    keep: int
+    readable_by: ReadableBy = ReadableBy.OWNER
 
     def prepare(self) -> None:
         """Remove what a killed process left half-written. Only under the directory's lock. Raises StorageError."""
         with storage_errors(self.directory, "preparing the checkpoint directory"):
-            make_directory(self.directory, self._readable_by.directory_mode)
+            make_directory(self.directory, self.readable_by.directory_mode)
             remove_temporary_files(self.directory, _OLDER_TEMPORARY)
 
     def write(
@@ -86,7 +87,7 @@ class TorchFiles:
             if objects is not None:
                 document["objects"] = sorted(objects, key=repr)
             cost = reading_cost(document, "state")
-            os.close(open_new(temporary, mode=self._readable_by.file_mode))
+            os.close(open_new(temporary, mode=self.readable_by.file_mode))
             torch.save(document, temporary)
             check_proportion(cost, temporary, str(final))
             written_s = time.perf_counter()
