@@ -27,7 +27,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
     torch's own copy would start its intra-op threads a second time in a background thread, beside the training's.
     """
-    if source.device.type == "cpu":
+    if source.device.type == target.device.type == "cpu":
         target.numpy()[...] = source.numpy()
     else:
         target.copy_(source, non_blocking=True)
@@ -47,14 +47,15 @@ class DeviceStreams:
             self._streams[device] = stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to host memory: from a device on its side stream, from the host at once."""
-        if not source.is_cuda:
+        """Copy from a device to the host or back on its side stream, and within the host at once."""
+        on_device = source if source.is_cuda else target
+        if not on_device.is_cuda:
             copy_bytes(target, source)
             return
-        stream = self._streams[source.device]
+        stream = self._streams[on_device.device]
         with torch.cuda.stream(stream):
             copy_bytes(target, source)
-        source.record_stream(stream)
+        on_device.record_stream(stream)
 
     @contextlib.contextmanager
     def behind(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

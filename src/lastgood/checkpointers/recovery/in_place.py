@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lastgood._lazy import torch
 from lastgood.addresses import address_in
 from lastgood.checkpointers.copies.chunks import host_ranges
-from lastgood.checkpointers.copies.device_streams import copy_bytes
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import PinnedMemory
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, read_timeout_s
 from lastgood.checkpointers.slots.live_tensors import LiveTensors, keeps_its_tensors, parameter_beside
@@ -153,33 +153,24 @@ def _read_through_windows(
     size = min(max(1, _WINDOW_BYTES // chunk) * chunk, -(-layout.stream_bytes // PAGESIZE) * PAGESIZE)
     pinned = PinnedMemory(2 * size)
     windows = pinned.tensor[:size], pinned.tensor[size : 2 * size]
-    streams = {target.device: torch.cuda.Stream(target.device) for target in targets if target.is_cuda}
-    for device, stream in streams.items():
-        stream.wait_stream(torch.cuda.current_stream(device))
+    streams = DeviceStreams(targets)
     offsets = layout.block_offsets()
     block = 0
     try:
         for number, begin in enumerate(range(0, layout.stream_bytes, size)):
             window, end = windows[number % 2], min(begin + size, layout.stream_bytes)
             if number >= 2:
-                for stream in streams.values():  # the copies out of this window, two rounds ago
-                    stream.synchronize()
+                streams.synchronize()  # the copies out of this window, two rounds ago
             ranges = [(address_in(window, 0, end - begin), end - begin)]
             view.read_into(info, ranges, threads, offset=begin, timeout_s=read_timeout_s(size))
             while block < len(targets) and offsets[block] < end:
                 target, start = targets[block], offsets[block]
                 first, last = max(start, begin), min(start + target.numel(), end)
                 if last > first:
-                    source = window[first - begin : last - begin]
-                    if target.is_cuda:
-                        with torch.cuda.stream(streams[target.device]):
-                            target[first - start : last - start].copy_(source, non_blocking=True)
-                    else:
-                        copy_bytes(target[first - start : last - start], source)
+                    streams.copy(target[first - start : last - start], window[first - begin : last - begin])
                 if start + target.numel() > end:
                     break
                 block += 1
     finally:
-        for stream in streams.values():
-            stream.synchronize()
+        streams.synchronize()
         pinned.release()
