@@ -34,8 +34,8 @@ class Flights:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._flights: dict[int, Flight] = {}
-        """By number of the save; guarded by `_landed`."""
+        self._flights: list[Flight] = []
+        """In the order of their saves; guarded by `_landed`."""
         self._landed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -85,13 +85,13 @@ class Flights:
                 if why or time.monotonic() >= deadline:
                     raise CheckpointError(f"{error}; {why or 'its checkpoints wait for other ranks'}") from error
 
-    def launch(self, number: int, flight: Flight, work: Callable[[int, Flight], None]) -> None:
+    def launch(self, flight: Flight, work: Callable[[Flight], None]) -> None:
         """It begins: call `work` in a thread, which calls `remove` at its end."""
         with self._landed:
-            self._flights[number] = flight
+            self._flights.append(flight)
         # A daemon: an ending process waits for it for a bounded time, in `end`.
         name = f"pccheck-step-{flight.event.step}"
-        thread = threading.Thread(target=work, args=(number, flight), name=name, daemon=True)
+        thread = threading.Thread(target=work, args=(flight,), name=name, daemon=True)
         finishes_beside(thread)
         thread.start()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
@@ -106,7 +106,7 @@ class Flights:
         """The steps that are still in progress after `timeout_s`."""
         with self._landed:
             self._landed.wait_for(lambda: not self._flights, timeout_s)
-            return sorted(flight.event.step for flight in self._flights.values())
+            return sorted(flight.event.step for flight in self._flights)
 
     def wait_for_written(self, timeout_s: float) -> list[int]:
         """The steps that are still being written here after `timeout_s`; others may wait for other ranks."""
@@ -116,16 +116,16 @@ class Flights:
             flight.event.step for flight in flights if not flight.written.wait(max(0.0, deadline - time.monotonic()))
         ]
 
-    def remove(self, number: int) -> None:
+    def remove(self, flight: Flight) -> None:
         """It has ended, or never began."""
         with self._landed:
-            self._flights.pop(number, None)
+            self._flights = [one for one in self._flights if one is not flight]
             self._landed.notify_all()
 
     def all(self) -> list[Flight]:
         """Those that are in progress now."""
         with self._landed:
-            return list(self._flights.values())
+            return list(self._flights)
 
     def sequence_of(self, step: int) -> int | None:
         """Sequence of the newest one of `step`, if it is in progress."""

@@ -79,7 +79,6 @@ class PCcheck(Checkpointer):
         self._flights = Flights(self.options.max_in_flight)
         self._job: JobOfRanks | None = None
         self._division: Division | None = None
-        self._saves = 0
         self._judging = Judging(self.directory, self.options.loss_spike, self._flights)
         self._how = ""
         self._archive: Archive | None = None
@@ -324,19 +323,17 @@ class PCcheck(Checkpointer):
             event.finished_s = time.perf_counter()
             event.outcome = Outcome.SKIPPED
             return
-        self._saves += 1
-        number = self._saves
         self._how = slot.how
         flight = None
         try:
             pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
             flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s(), self._still.find(flat))
-            self._flights.launch(number, flight, self._fly)
+            self._flights.launch(flight, self._fly)
         except BaseException:
             # No thread will ever finish this one.
-            self._flights.remove(number)
             slot.abort()
             if flight is not None:
+                self._flights.remove(flight)
                 flight.dismiss()
             raise
         if self._job is not None:
@@ -346,7 +343,7 @@ class PCcheck(Checkpointer):
         """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
         return DEFAULT_TIMEOUT_S + self._capacity / 1e7
 
-    def _fly(self, number: int, flight: Flight) -> None:
+    def _fly(self, flight: Flight) -> None:
         event = flight.event
         try:
             self._land(event, flight.run())
@@ -358,7 +355,7 @@ class PCcheck(Checkpointer):
             else:
                 self._fail(event, error)
         finally:
-            self._flights.remove(number)
+            self._flights.remove(flight)
 
     def _land(self, event: CheckpointEvent, info: SlotInfo | None) -> None:
         """It is durable here, or superseded if None; of several ranks, all must have it."""
