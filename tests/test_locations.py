@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood import PCcheck
-from lastgood.checkpointers.directories.local import LocalStore
-from lastgood.checkpointers.directories.stores import open_store
+from lastgood import PCcheck, TorchDCP
 from lastgood.errors import ConfigError
-from lastgood.files import ReadableBy
 from lastgood.locations import Location
 
 
@@ -22,7 +19,7 @@ def test_a_url_stays_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match="is a URL, and Lastgood reads and writes file systems only"):
         _ = location.path
     with pytest.raises(ConfigError, match="is a URL"):
-        open_store(location, 2, ReadableBy.OWNER)
+        TorchDCP(location)
     with pytest.raises(ConfigError, match="is a URL"):
         PCcheck(location)
 
@@ -40,6 +37,4 @@ def test_a_folder_is_where_it_was_when_it_was_named(tmp_path: Path, monkeypatch:
     assert location.scheme == "file"
     assert location.path == tmp_path / "a" / "b" == Path(str(location))
     assert Location.parse("/a:/b").path == Path("/a:/b")
-    store = open_store(location, 2, ReadableBy.OWNER)
-    assert isinstance(store, LocalStore) and store.directory == location.path
-    assert PCcheck(location).directory == location.path
+    assert PCcheck(location).directory == TorchDCP(location).directory == location.path

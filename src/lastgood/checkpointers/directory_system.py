@@ -19,10 +19,10 @@ from pydantic import Field
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
+from lastgood.checkpointers.directories.local import LocalStore
 from lastgood.checkpointers.directories.manifest import check_files
 from lastgood.checkpointers.directories.named_state import live_tensors
-from lastgood.checkpointers.directories.store import Draft
-from lastgood.checkpointers.directories.stores import open_store
+from lastgood.checkpointers.directories.store import CheckpointStore, Draft
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, KeepOptions
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StorageError, WaitTimeout
@@ -59,7 +59,7 @@ class DirectorySystem(Checkpointer):
 
     def __init__(self, directory: Path | str | Location, options: DirectoryOptions | None = None, **given: Any) -> None:
         super().__init__(directory, options, **given)
-        self._store = open_store(self.location, self.options.keep, self.readable_by)
+        self._store: CheckpointStore = LocalStore(self.directory, self.options.keep, self.readable_by)
         self._flight: LibrarySave | None = None
         self._late: Future[Any] | None = None
         """A save of the library that outlived its checkpoint, and may still read the copied memory."""
