@@ -95,7 +95,7 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
 def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """How the parts of a job's ranks fit together, and the step that a restore takes; after each was verified."""
     from lastgood.checkpointers.ranks.directories import whole_checkpoints
-    from lastgood.checkpointers.recovery.restorable import check_job_checkpoint
+    from lastgood.checkpointers.ranks.parts import RankParts
     from lastgood.checkpointers.slots.contents import was_overwritten
 
     whole = {
@@ -111,7 +111,7 @@ def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dic
         if (step is not None and checkpoint.step != step) or any(info.path not in whole for info in checkpoint.infos):
             continue  # said already, or written since
         try:
-            check_job_checkpoint(checkpoint)
+            RankParts(checkpoint).check_together()
         except CheckpointError as error:
             if not any(map(was_overwritten, checkpoint.infos)):
                 found["trouble"].append(f"cannot be put together: {error}")

@@ -1,7 +1,7 @@
 """What a restore would make of a directory's checkpoints, for somebody who has no state to restore into.
 
-A restore, an export and `lastgood verify` read a checkpoint through the same checks (`stored.layout_in`, `RankParts`);
-here they are made without the rest. What is left to a restore is the comparison with the state that it is given.
+A restore, an export and `lastgood verify` read a checkpoint through the same checks (`layout_in`, `RankParts`); here
+they are made without the rest. What is left to a restore is the comparison with the state that it is given.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lastgood.checkpointers.ranks.directories import JobCheckpoint
-from lastgood.checkpointers.ranks.parts import RankParts, parts_of
+from lastgood.checkpointers.ranks.parts import parts_of
 from lastgood.checkpointers.slots.contents import layout_in, named_tensors, read_meta
 from lastgood.errors import CorruptCheckpoint, NoGoodCheckpoint
 
 if TYPE_CHECKING:
     from lastgood.storage import SlotInfo, SlotView
 
-__all__ = ["check_content", "check_job_checkpoint", "step_to_restore"]
+__all__ = ["check_content", "step_to_restore"]
 
 
 def check_content(view: SlotView, info: SlotInfo, entry: str | None = None) -> None:
@@ -38,11 +37,6 @@ def check_content(view: SlotView, info: SlotInfo, entry: str | None = None) -> N
         raise CorruptCheckpoint(f"{info.path}: step {info.step}: does not hold {entry!r} alone")
     if any(tensor.owner is not None for tensor in named_tensors(layout)):
         parts_of(view.directory, info).check_rank(info.record.rank)
-
-
-def check_job_checkpoint(checkpoint: JobCheckpoint) -> None:
-    """Raise what an export, or a restore on another number of ranks, would raise for how the parts fit together."""
-    RankParts(checkpoint).check_together()
 
 
 def step_to_restore(view: SlotView, whole: Collection[Path]) -> int:
