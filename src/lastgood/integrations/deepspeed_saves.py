@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from lastgood._lazy import torch
 from lastgood._native import ChunkPool
-from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
+from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, PinnedMemory, make_pool
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
@@ -264,8 +264,7 @@ class TagSaves:
         """All bytes have left the training's memory when this returns."""
         timeout_s = self._options.timeout_s
         if self._pinned is None:
-            padding = padding_block()
-            ranges = host_ranges(flat.blocks, flat.layout.block_bytes, padding)
+            ranges = host_ranges(flat.blocks, flat.layout.block_bytes, writes=True)
             file.write.copy_host([*ranges, (meta.data_ptr(), meta.numel())], timeout_s)
             return
         lander = Lander(file.write, timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +18,22 @@ from lastgood.state.layout import BLOCK_ALIGNMENT
 if TYPE_CHECKING:
     from lastgood.storage import SlotWrite
 
-__all__ = ["Lander", "copy_through_pool", "host_ranges", "padding_block", "stream_pieces"]
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "stream_pieces"]
 
 
-def padding_block() -> torch.Tensor:
-    """Zeros to write between blocks."""
+@functools.cache
+def _padding() -> torch.Tensor:
+    """Zeros to write between blocks; kept, as their address is handed on."""
     return torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
 
 
-def host_ranges(
-    blocks: Sequence[torch.Tensor], sizes: Sequence[int], padding: torch.Tensor | None
-) -> list[tuple[int, int]]:
+def host_ranges(blocks: Sequence[torch.Tensor], sizes: Sequence[int], *, writes: bool) -> list[tuple[int, int]]:
     """(address, bytes) of each block of host memory and of the padding behind it, in stream order.
 
-    For writing, the caller keeps `padding` (from `padding_block`) alive as long as the blocks; None, for reading, gives
-    address 0, where the store skips bytes. Raises CorruptCheckpoint if a block has fewer bytes than its size.
+    For reading, the padding has address 0, where the store skips bytes. Raises CorruptCheckpoint if a block has fewer
+    bytes than its size.
     """
-    skip = 0 if padding is None else padding.data_ptr()
+    skip = _padding().data_ptr() if writes else 0
     ranges = []
     for block, size in zip(blocks, sizes, strict=True):
         ranges.append((address_in(block, 0, size), size))
@@ -131,11 +131,10 @@ def stream_pieces(
 
     `taken` is called with the number of each block when the piece after it is asked for.
     """
-    padding = padding_block()
     for number, (block, size) in enumerate(zip(blocks, layout.block_bytes, strict=True)):
         yield block
         if taken is not None:
             taken(number)
         if size % BLOCK_ALIGNMENT:
-            yield padding[: BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT]
+            yield _padding()[: BLOCK_ALIGNMENT - size % BLOCK_ALIGNMENT]
     yield meta

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lastgood._lazy import torch
-from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges, padding_block
+from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, freeze
 from lastgood.checkpointers.copies.still_weights import StillBlocks
@@ -236,6 +236,5 @@ class Flight:
 
     def _copy_host(self, first: int, last: int) -> None:
         """Copy blocks of host memory from number `first` up to `last`; they lie in the stream in this order."""
-        padding = padding_block()
-        ranges = host_ranges(self._blocks[first:last], self._layout.block_bytes[first:last], padding)
+        ranges = host_ranges(self._blocks[first:last], self._layout.block_bytes[first:last], writes=True)
         self._slot.copy_host(ranges, self._timeout_s)

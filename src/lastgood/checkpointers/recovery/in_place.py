@@ -57,7 +57,7 @@ class InPlace:
         if any(target.is_cuda for target in self.targets):
             _read_through_windows(self._view, self._info, layout, self.targets, threads)
             return
-        ranges = host_ranges(self.targets, layout.block_bytes, None)
+        ranges = host_ranges(self.targets, layout.block_bytes, writes=False)
         self._view.read_into(self._info, ranges, threads, timeout_s=read_timeout_s(layout.stream_bytes))
 
     def load(self) -> None:

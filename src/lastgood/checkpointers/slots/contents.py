@@ -262,7 +262,7 @@ def read_blocks(
             last += 1
         sizes = layout.block_bytes[first:last]
         blocks = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        ranges = host_ranges(blocks, sizes, None)
+        ranges = host_ranges(blocks, sizes, writes=False)
         view.read_into(info, ranges, threads, offset=offsets[first], timeout_s=read_timeout_s(sum(sizes)))
         yield from zip(range(first, last), blocks, strict=True)
         del blocks  # before the next ones are made
