@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.bounds import Budget, json_cost, require
@@ -63,21 +65,8 @@ _TAGS = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 """What safetensors calls the dtypes that it knows. It has no complex32 and no complex128."""
-_ARRAY_TAGS = {
-    "|b1": "BOOL",
-    "|u1": "U8",
-    "|i1": "I8",
-    "<u2": "U16",
-    "<i2": "I16",
-    "<u4": "U32",
-    "<i4": "I32",
-    "<u8": "U64",
-    "<i8": "I64",
-    "<f2": "F16",
-    "<f4": "F32",
-    "<f8": "F64",
-    "<c8": "C64",
-}
+_ARRAY_TAGS = {np.dtype(name).str: tag for name, tag in _TAGS.items() if not name.startswith(("bfloat", "float8_"))}
+"""The same for numpy's dtypes, which has these."""
 
 _OWN = "lastgood."
 _LAYOUT = "lastgood.layout"
