@@ -16,7 +16,8 @@ from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
 from lastgood.experiments.records.spec import Parallel, RunSpec
-from lastgood.experiments.services.registry import begin_meters, trainer_options
+from lastgood.experiments.runs.part import Part
+from lastgood.experiments.services.registry import trainer_options
 from lastgood.experiments.services.service import Meter
 from lastgood.experiments.systems.over_ranks import writers_of
 from lastgood.state import state_digest
@@ -80,11 +81,11 @@ _WAYS: Final[Mapping[Parallel, _Way]] = {
 checkpointer that follows it."""
 
 
-class JoinedPart:
+class JoinedPart(Part):
     """Rank `dist.get_rank()` of several. torch.distributed is initialised by `join`."""
 
     def __init__(self, spec: RunSpec, *, restoring: bool) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._restoring = restoring
         self._writers = writers_of(spec.system, spec.parallel)
         self._workload: Workload | None = None
@@ -173,7 +174,7 @@ class JoinedPart:
 
     def begin_meters(self, checkpoints: Path) -> Meter:
         """Rank 0 reports for all."""
-        return begin_meters(self._spec, checkpoints) if self.rank == 0 else dict
+        return super().begin_meters(checkpoints) if self.rank == 0 else dict
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
         """All ranks restore; if rank 0 writes for all, the others are done with their systems then."""

@@ -21,7 +21,7 @@ from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import Clocks, Counts, LiveProof, Resources, RestoredProof, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.pairs import measure_pairs
-from lastgood.experiments.runs.part import Alone, Part
+from lastgood.experiments.runs.part import Part
 from lastgood.experiments.runs.timeline import Timeline
 from lastgood.state import flatten, seed_everything
 from lastgood.training.loop import Segment, TrainingLoop, configure_compute
@@ -110,7 +110,7 @@ def train_and_measure(
     """
     # Ranks prove in these processes, and all systems and `none` must be measured alike.
     configure_compute(spec.threads, deterministic=False, later=spec.proof or spec.over_ranks)
-    part = part or Alone(spec)
+    part = part or Part(spec)
     report("building the workload")
     workload = build_planned(spec, data_dir)
     # Before it is spread over ranks: of a shard or a stage a rank has no more than its own.
@@ -199,7 +199,7 @@ def prove_restore(
 ) -> RestoredProof:
     """Restore the newest checkpoint into a scrambled training and say what came back. Runs in a fresh process."""
     configure_compute(spec.threads, deterministic=True)
-    part = part or Alone(spec)
+    part = part or Part(spec)
     found = restore_scrambled(spec, checkpoints, data_dir, report, part)
     loop = found.loop
     digest = loop.digest()
@@ -217,7 +217,7 @@ def train_and_prove(spec: RunSpec, checkpoints: Path, data_dir: Path, report: Re
     On CUDA: what makes cuBLAS deterministic is set when it starts, and would slow down a measurement.
     """
     configure_compute(spec.threads, deterministic=True)
-    part = Alone(spec)
+    part = Part(spec)
     loop = restore_scrambled(spec, checkpoints, data_dir, report, part).loop
     loop.checkpointer = part.writer(loop.checkpointer, checkpoints)
     loop.start()

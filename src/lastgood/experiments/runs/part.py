@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class
@@ -12,17 +12,21 @@ from lastgood.experiments.services.registry import begin_meters, trainer_options
 from lastgood.experiments.services.service import Meter
 from lastgood.workloads.base import Workload
 
-__all__ = ["Alone", "Part", "make_checkpointer"]
+__all__ = ["Part", "make_checkpointer"]
 
 
-class Part(Protocol):
-    """One process's part in a run."""
+class Part:
+    """One process's part in a run: this is that of a process that trains alone."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
 
     def parallelise(self, workload: Workload) -> None:
         """Make a workload that was just built this process's part of it."""
 
     def checkpointer(self, checkpoints: Path) -> Checkpointer:
         """The system, as this process uses it."""
+        return make_checkpointer(self._spec, checkpoints)
 
     def common_step(self, checkpointer: Checkpointer) -> int | None:
         """The step to restore; None: the checkpointer's newest."""
@@ -35,47 +39,15 @@ class Part(Protocol):
 
     def begin_meters(self, checkpoints: Path) -> Meter:
         """Begin to count what the run's services use, if this process is the one to report it."""
-
-    def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """What to train on with after a restore by `reader`."""
-
-    def barrier(self) -> None:
-        """Wait for the other processes."""
-
-
-class Alone:
-    """The part of a process that trains alone."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-
-    def parallelise(self, workload: Workload) -> None:
-        """It has all of it."""
-
-    def checkpointer(self, checkpoints: Path) -> Checkpointer:
-        """The system of the spec."""
-        return make_checkpointer(self._spec, checkpoints)
-
-    def common_step(self, checkpointer: Checkpointer) -> int | None:
-        """Its own newest."""
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Any state will do."""
-
-    def share_buffers(self) -> None:
-        """There is nobody to differ from."""
-
-    def begin_meters(self, checkpoints: Path) -> Meter:
-        """Of all services that it has."""
         return begin_meters(self._spec, checkpoints)
 
     def writer(self, reader: Checkpointer, checkpoints: Path) -> Checkpointer:
-        """The one that restored."""
+        """What to train on with after a restore by `reader`."""
         del checkpoints
         return reader
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Wait for the other processes."""
 
 
 def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:
