@@ -10,12 +10,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
-from lastgood.experiments.services.service import LOCAL, Meter, Seat
+from lastgood.experiments.services.service import LOCAL, Seat, Service
 
 __all__ = ["GeminiPeers"]
 
@@ -25,12 +25,14 @@ _IDLE_S: Final = 3600.0
 _PEER_S: Final = 30.0
 
 
-class GeminiPeers:
-    """A `Service`: a peer on every host. A run of one process has none: it is not measured over a network."""
+class GeminiPeers(Service):
+    """A peer on every host. A run of one process has none: it is not measured over a network.
 
-    name: Final = "peer"
-    directory: Final = "peers"
-    ready_s: Final = 60.0
+    Each peer makes its own secret, which its address file has; trainings find these files, and records have no more.
+    """
+
+    name = "peer"
+    directory = "peers"
 
     def __init__(self, spec: RunSpec) -> None:
         self._needed = spec.ranks > 1
@@ -42,11 +44,6 @@ class GeminiPeers:
         if list(names) == [LOCAL]:
             raise LastgoodError("peers need hosts of their own; give a hostfile, or several nodes")
         return names
-
-    def secrets(self, folder: Path) -> Mapping[Path, bytes]:
-        """None: each peer makes its own, which its address file has."""
-        del folder
-        return {}
 
     def command(self, seat: Seat, folder: Path) -> Sequence[str]:
         """In the folder that trainings look for address files in, at the address that other hosts reach."""
@@ -62,16 +59,6 @@ class GeminiPeers:
     def announce(self, ready: Sequence[tuple[Seat, bytes]], folder: Path) -> Mapping[Path, bytes]:
         """The address files, for hosts that do not share a peer's disk."""
         return {self.ready_file(seat.number, folder): content for seat, content in ready}
-
-    def options(self, checkpoints: Path) -> Mapping[str, Any]:
-        """None: trainings find the address files."""
-        del checkpoints
-        return {}
-
-    def meter(self, checkpoints: Path) -> Meter:
-        """The record has nothing of them."""
-        del checkpoints
-        return dict
 
     def check(self, place: Place | None, folder: Path) -> None:
         """Refuse peers that trainings started."""

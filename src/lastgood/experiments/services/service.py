@@ -12,10 +12,11 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from lastgood.cluster.launch.job import LOG_THERE
 from lastgood.cluster.ssh.remote import Remote, RemoteProcess
@@ -54,7 +55,7 @@ class Seat:
     """At which all hosts of the run reach it."""
 
 
-class Service(Protocol):
+class Service(ABC):
     """What a system needs beside the training. `folder` is the run's own, of the same name on every host.
 
     The harness calls `hosts` first, writes `secrets`, starts a `command` on each seat, waits for its `ready_file`,
@@ -62,18 +63,14 @@ class Service(Protocol):
     training call `options` and `meter`, with the folder that has the checkpoints in it.
     """
 
-    @property
-    def name(self) -> str:
-        """What one of its processes is called in messages, as ``shadow``."""
+    name: ClassVar[str]
+    """What one of its processes is called in messages, as ``shadow``."""
+    directory: ClassVar[str]
+    """Its folder in the run's, where its logs lie. It is removed from all hosts after the run."""
+    ready_s: ClassVar[float] = 60.0
+    """How long one of its processes may take until it is up."""
 
-    @property
-    def directory(self) -> str:
-        """Its folder in the run's, where its logs lie. It is removed from all hosts after the run."""
-
-    @property
-    def ready_s(self) -> float:
-        """How long one of its processes may take until it is up."""
-
+    @abstractmethod
     def hosts(self, names: Sequence[str]) -> Sequence[str]:
         """The host of each process, by number; none if this run needs no such service. `names`: the run's hosts.
 
@@ -82,23 +79,32 @@ class Service(Protocol):
 
     def secrets(self, folder: Path) -> Mapping[Path, bytes]:
         """Files that all hosts have before the first process starts; only this user can read them."""
+        del folder
+        return {}
 
+    @abstractmethod
     def command(self, seat: Seat, folder: Path) -> Sequence[str]:
         """The process on that seat. It stays in the foreground, ends with SIGTERM, and writes its log to its output."""
 
+    @abstractmethod
     def ready_file(self, number: int, folder: Path) -> Path:
         """A file that the process makes, in one step and not empty, on its own host, when it can be used."""
 
+    @abstractmethod
     def announce(self, ready: Sequence[tuple[Seat, bytes]], folder: Path) -> Mapping[Path, bytes]:
         """Files for all hosts that lack them, made from what is in the ready files. Raises LastgoodError for others."""
 
     def options(self, checkpoints: Path) -> Mapping[str, Any]:
         """Options for the checkpointer in each rank. Raises LastgoodError if nobody has started the service."""
+        del checkpoints
+        return {}
 
     def meter(self, checkpoints: Path) -> Meter:
         """Begin to count what the service uses. Raises HostError, as the meter does, if it does not answer."""
+        del checkpoints
+        return dict
 
-    def check(self, place: Place | None, folder: Path) -> None:
+    def check(self, place: Place | None, folder: Path) -> None:  # noqa: B027 - most have nothing to check
         """Raise LastgoodError if the training used something else than these processes. Called after it."""
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.services.place import Place
-from lastgood.experiments.services.service import Meter, Seat
+from lastgood.experiments.services.service import Meter, Seat, Service
 from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
 from lastgood.text import is_whole, parse_json
 
@@ -24,12 +23,11 @@ _MAX_ADDRESS_BYTES: Final = 1 << 16
 _SERVE: Final = (sys.executable, "-m", "lastgood", "shadow", "serve")
 
 
-class Shadows:
-    """A `Service`: as many shadows as the spec says; a file beside the checkpoints names them."""
+class Shadows(Service):
+    """As many shadows as the spec says; a file beside the checkpoints names them."""
 
-    name: Final = "shadow"
-    directory: Final = "shadows"
-    ready_s: Final = 60.0
+    name = "shadow"
+    directory = "shadows"
 
     def __init__(self, spec: RunSpec) -> None:
         self._shadows, self._trainers = spec.helpers, spec.ranks
@@ -78,9 +76,6 @@ class Shadows:
     def meter(self, checkpoints: Path) -> Meter:
         """What each of them uses."""
         return ShadowMeters.read(checkpoints).facts
-
-    def check(self, place: Place | None, folder: Path) -> None:
-        """Trainings start none themselves."""
 
     def _token_file(self, folder: Path) -> Path:
         return folder / self.directory / "token"
