@@ -38,20 +38,10 @@ def execute(
     if timeline is not None and timeline.is_dir():
         raise ConfigError(f"timeline {timeline} is a folder; name a file, for instance {timeline / 'trace.json'}")
     with exclusive_machine(spec, scratch, report) as mine, keep_logs_of_failure(mine.folder, logs, report):
-        return _execute(spec, data_dir, mine, report, timeline)
-
-
-def _execute(
-    spec: RunSpec,
-    data_dir: Path,
-    mine: ExclusiveRun,
-    report: Report,
-    timeline: Path | None,
-) -> RunRecord:
-    report("importing torch")
-    import_before_fork(spec.workload)
-    with run_services(services_of(spec), mine.folder, report) as services:
-        return _measure_and_prove(spec, data_dir, mine, services.watched(report), timeline)
+        report("importing torch")
+        import_before_fork(spec.workload)
+        with run_services(services_of(spec), mine.folder, report) as services:
+            return _measure_and_prove(spec, data_dir, mine, services.watched(report), timeline)
 
 
 def _measure_and_prove(
