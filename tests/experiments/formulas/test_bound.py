@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.experiments.formulas.bound import Bound, bound_iterations_per_s, throughput_bound
+from lastgood.experiments.formulas.bound import Bound, throughput_bound
 
 TERMS = {
     "iteration_s": st.floats(1e-4, 100),
@@ -68,7 +68,7 @@ def test_no_checkpoints_and_no_state_leave_training_alone() -> None:
 @given(**TERMS, factor=st.floats(1, 1000))
 def test_it_moves_one_way_in_each_term(factor: float, **terms: float) -> None:
     def bound(**changed: float) -> float:
-        return bound_iterations_per_s(**{**terms, **changed})
+        return throughput_bound(**{**terms, **changed}).iterations_per_s
 
     slack = 1 + 1e-9
     here = bound()

@@ -18,7 +18,7 @@ from typing import Literal
 
 from lastgood.sinks import Sink
 
-__all__ = ["IN_INTERVAL", "Binds", "Bound", "bound_iterations_per_s", "throughput_bound", "why_above"]
+__all__ = ["IN_INTERVAL", "Binds", "Bound", "throughput_bound", "why_above"]
 
 Binds = Sink | Literal["training", "copy"]
 
@@ -69,26 +69,6 @@ def throughput_bound(
     if by_sink < by_copy:
         return Bound(by_sink, sink)
     return Bound(by_copy, "copy" if exposed_s > 0 else "training")
-
-
-def bound_iterations_per_s(
-    *,
-    iteration_s: float,
-    interval_steps: int,
-    state_bytes: float,
-    copy_bytes_per_s: float,
-    persist_bytes_per_s: float,
-    hide_s: float,
-) -> float:
-    """The number of `throughput_bound` alone, in iterations per second."""
-    return throughput_bound(
-        iteration_s=iteration_s,
-        interval_steps=interval_steps,
-        state_bytes=state_bytes,
-        copy_bytes_per_s=copy_bytes_per_s,
-        persist_bytes_per_s=persist_bytes_per_s,
-        hide_s=hide_s,
-    ).iterations_per_s
 
 
 IN_INTERVAL = "the bound lies in its interval"
