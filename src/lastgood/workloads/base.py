@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from lastgood._lazy import torch
 
-__all__ = ["Batch", "BatchStream", "Stepper", "Workload", "WorkloadOptions"]
+__all__ = ["Batch", "BatchStream", "Setting", "Stepper", "Workload", "WorkloadOptions"]
 
 Batch = dict[str, "torch.Tensor"]
 
@@ -36,6 +37,16 @@ class WorkloadOptions(BaseModel, ABC):
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that lie beside the state in a step: fp32, one for each parameter."""
         return 4 * self.parameters()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a workload is built in, beside its options; see `lastgood.workloads.registry.build_workload`."""
+
+    data_dir: Path
+    data_path: Path | None
+    seed: int
+    device: str
 
 
 class BatchStream(ABC):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from lastgood.workloads.base import Batch, BatchStream, Workload
+from lastgood.workloads.base import Batch, BatchStream, Setting, Workload
 from lastgood.workloads.options import BlobOptions
 from lastgood.workloads.training_parts import seeded_build
 
@@ -54,11 +53,10 @@ class _Points(BatchStream):
         return {"inputs": inputs, "targets": (inputs * self._true).sum(dim=1)}
 
 
-def build_blob(options: BlobOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
-    """Build the workload ``blob``; it reads no data. See `lastgood.workloads.registry.build_workload`."""
-    del data_dir, data_path
-    stream = _Points(options.TRAINED, seed)
-    with seeded_build(seed, device):
+def build_blob(options: BlobOptions, setting: Setting) -> Workload:
+    """Build the workload ``blob``; it reads no data."""
+    stream = _Points(options.TRAINED, setting.seed)
+    with seeded_build(setting):
         model = Blob(options).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from transformers.models.bloom.modeling_bloom import BloomForCausalLM
 from transformers.models.opt.configuration_opt import OPTConfig
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 
-from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.base import Batch, Setting, Workload
 from lastgood.workloads.data.text_streams import BlockStream
 from lastgood.workloads.data.tokens import load_tokens
 from lastgood.workloads.options import BloomOptions, OptOptions
@@ -23,8 +22,8 @@ __all__ = ["LEARNING_RATE", "build_bloom", "build_opt"]
 LEARNING_RATE = 2e-4
 
 
-def build_opt(options: OptOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
-    """Build the workload ``opt``; see `lastgood.workloads.registry.build_workload`."""
+def build_opt(options: OptOptions, setting: Setting) -> Workload:
+    """Build the workload ``opt``."""
 
     def make() -> nn.Module:
         config = OPTConfig(
@@ -42,11 +41,11 @@ def build_opt(options: OptOptions, *, data_dir: Path, data_path: Path | None, se
         model: nn.Module = OPTForCausalLM(config)
         return model
 
-    return _build("opt", options, make, data_dir, data_path, seed, device)
+    return _build("opt", options, make, setting)
 
 
-def build_bloom(options: BloomOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
-    """Build the workload ``bloom``; see `lastgood.workloads.registry.build_workload`."""
+def build_bloom(options: BloomOptions, setting: Setting) -> Workload:
+    """Build the workload ``bloom``."""
 
     def make() -> nn.Module:
         config = BloomConfig(
@@ -60,21 +59,15 @@ def build_bloom(options: BloomOptions, *, data_dir: Path, data_path: Path | None
         model: nn.Module = BloomForCausalLM(config)
         return model
 
-    return _build("bloom", options, make, data_dir, data_path, seed, device)
+    return _build("bloom", options, make, setting)
 
 
 def _build(
-    name: str,
-    options: OptOptions | BloomOptions,
-    make_model: Callable[[], nn.Module],
-    data_dir: Path,
-    data_path: Path | None,
-    seed: int,
-    device: str,
+    name: str, options: OptOptions | BloomOptions, make_model: Callable[[], nn.Module], setting: Setting
 ) -> Workload:
-    tokens, facts = load_tokens(data_dir, data_path, options.vocabulary)
-    stream = BlockStream(tokens, options.batch_size, options.sequence_length, seed, facts["name"])
-    with seeded_build(seed, device):
+    tokens, facts = load_tokens(setting.data_dir, setting.data_path, options.vocabulary)
+    stream = BlockStream(tokens, options.batch_size, options.sequence_length, setting.seed, facts["name"])
+    with seeded_build(setting):
         model = make_model().train()
         optimizer, scheduler = adamw_with_warmup(model, LEARNING_RATE)
 

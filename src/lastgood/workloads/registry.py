@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lastgood.errors import ConfigError
-from lastgood.workloads.base import Workload, WorkloadOptions
+from lastgood.workloads.base import Setting, Workload, WorkloadOptions
 from lastgood.workloads.options import (
     BertOptions,
     BlobOptions,
@@ -101,7 +101,7 @@ def build_workload(
     if not isinstance(options, entry.options):
         raise ConfigError(f"workload {name} takes {entry.options.__name__}, not {type(options).__name__}")
     build = getattr(importlib.import_module(entry.module), f"build_{name}")
-    workload: Workload = build(options, data_dir=data_dir, data_path=data_path, seed=seed, device=device)
+    workload: Workload = build(options, Setting(data_dir, data_path, seed, device))
     return workload
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 
-from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.base import Batch, Setting, Workload
 from lastgood.workloads.data.squad import open_squad
 from lastgood.workloads.options import BertOptions
 from lastgood.workloads.training_parts import adamw_with_warmup, seeded_build
@@ -18,15 +16,15 @@ __all__ = ["build_bert"]
 _LEARNING_RATE = 5e-5
 
 
-def build_bert(options: BertOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
-    """Build the workload ``bert``; see `lastgood.workloads.registry.build_workload`."""
+def build_bert(options: BertOptions, setting: Setting) -> Workload:
+    """Build the workload ``bert``."""
     stream, facts = open_squad(
-        data_dir,
-        data_path,
+        setting.data_dir,
+        setting.data_path,
         batch_size=options.batch_size,
         length=options.sequence_length,
         vocabulary=options.vocabulary,
-        seed=seed,
+        seed=setting.seed,
     )
     config = BertConfig(
         vocab_size=options.vocabulary,
@@ -38,7 +36,7 @@ def build_bert(options: BertOptions, *, data_dir: Path, data_path: Path | None, 
         # Eager attention gives the same bits on every run, on CUDA too, where flash attention's backward does not.
         attn_implementation="eager",
     )
-    with seeded_build(seed, device):
+    with seeded_build(setting):
         model = BertForQuestionAnswering(config).train()
         optimizer, scheduler = adamw_with_warmup(model, _LEARNING_RATE)
 

@@ -9,21 +9,23 @@ from contextlib import contextmanager
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from lastgood.workloads.base import Setting
+
 __all__ = ["adamw_with_warmup", "seeded_build"]
 
 _WARMUP_STEPS = 100
 
 
 @contextmanager
-def seeded_build(seed: int, device: str) -> Iterator[None]:
-    """Build on `device` from `seed`; torch's global generators are left as a fresh `manual_seed(seed)` leaves them.
+def seeded_build(setting: Setting) -> Iterator[None]:
+    """Build on the device of `setting` from its seed; torch's generators are left as a fresh `manual_seed` leaves them.
 
     So a model's weights do not depend on what was drawn before, nor its dropout on how its weights were drawn.
     """
-    torch.manual_seed(seed)
-    with torch.device(device):
+    torch.manual_seed(setting.seed)
+    with torch.device(setting.device):
         yield
-    torch.manual_seed(seed)
+    torch.manual_seed(setting.seed)
 
 
 def adamw_with_warmup(model: torch.nn.Module, learning_rate: float) -> tuple[torch.optim.Optimizer, LambdaLR]:

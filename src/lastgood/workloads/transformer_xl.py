@@ -8,7 +8,6 @@ size of a BPE vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
 from lastgood.errors import MismatchError
-from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.base import Batch, Setting, Workload
 from lastgood.workloads.data.text_streams import LaneStream
 from lastgood.workloads.data.tokens import load_tokens
 from lastgood.workloads.options import TransformerXLOptions
@@ -201,18 +200,16 @@ class Memory:
         self.filled = filled
 
 
-def build_transformer_xl(
-    options: TransformerXLOptions, *, data_dir: Path, data_path: Path | None, seed: int, device: str
-) -> Workload:
-    """Build the workload ``transformer_xl``; see `lastgood.workloads.registry.build_workload`."""
-    tokens, facts = load_tokens(data_dir, data_path, options.vocabulary)
-    stream = LaneStream(tokens, options.batch_size, options.segment_length, seed, facts["name"])
-    with seeded_build(seed, device):
+def build_transformer_xl(options: TransformerXLOptions, setting: Setting) -> Workload:
+    """Build the workload ``transformer_xl``."""
+    tokens, facts = load_tokens(setting.data_dir, setting.data_path, options.vocabulary)
+    stream = LaneStream(tokens, options.batch_size, options.segment_length, setting.seed, facts["name"])
+    with seeded_build(setting):
         model = TransformerXL(
             options.vocabulary, options.layers, options.hidden, options.heads, options.feedforward
         ).train()
         optimizer, scheduler = adamw_with_warmup(model, _LEARNING_RATE)
-    memory = Memory(options.layers, options.batch_size, options.memory_length, options.hidden, device)
+    memory = Memory(options.layers, options.batch_size, options.memory_length, options.hidden, setting.device)
 
     def loss(batch: Batch) -> torch.Tensor:
         logits, states = model(batch["input_ids"], memory.read())

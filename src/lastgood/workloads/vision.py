@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,15 +10,12 @@ from torch.nn.functional import cross_entropy
 from torchvision.models.resnet import resnet18, resnet50
 from torchvision.models.vgg import VGG, cfgs, make_layers
 
-from lastgood.workloads.base import Batch, Workload
+from lastgood.workloads.base import Batch, Setting, Workload
 from lastgood.workloads.data.images import open_images
 from lastgood.workloads.options import Resnet18Options, Resnet50Options, Vgg16Options
 from lastgood.workloads.training_parts import seeded_build
 
 __all__ = ["build_resnet18", "build_resnet50", "build_vgg16"]
-
-_ResnetOptions = Resnet18Options | Resnet50Options
-_VisionOptionsT = TypeVar("_VisionOptionsT", bound=Vgg16Options | _ResnetOptions)
 
 _VGG_LEARNING_RATE = 0.001
 """Without BatchNorm the full size diverges within a hundred steps at ten times this rate."""
@@ -31,39 +26,26 @@ _WEIGHT_DECAY = 1e-4
 _PIXEL_MEAN, _PIXEL_SPREAD = 127.5, 63.75
 
 
-def build_vgg16(options: Vgg16Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str) -> Workload:
-    """Build the workload ``vgg16``; see `lastgood.workloads.registry.build_workload`."""
-    return _build("vgg16", options, _vgg16, _VGG_LEARNING_RATE, data_dir, data_path, seed, device)
+def build_vgg16(options: Vgg16Options, setting: Setting) -> Workload:
+    """Build the workload ``vgg16``."""
+    return _build("vgg16", options, lambda: _vgg16(options), _VGG_LEARNING_RATE, setting)
 
 
-def build_resnet18(
-    options: Resnet18Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str
-) -> Workload:
-    """Build the workload ``resnet18``; see `lastgood.workloads.registry.build_workload`."""
-    return _build_resnet("resnet18", resnet18, options, data_dir, data_path, seed, device)
+def build_resnet18(options: Resnet18Options, setting: Setting) -> Workload:
+    """Build the workload ``resnet18``."""
+    return _build_resnet("resnet18", resnet18, options, setting)
 
 
-def build_resnet50(
-    options: Resnet50Options, *, data_dir: Path, data_path: Path | None, seed: int, device: str
-) -> Workload:
-    """Build the workload ``resnet50``; see `lastgood.workloads.registry.build_workload`."""
-    return _build_resnet("resnet50", resnet50, options, data_dir, data_path, seed, device)
+def build_resnet50(options: Resnet50Options, setting: Setting) -> Workload:
+    """Build the workload ``resnet50``."""
+    return _build_resnet("resnet50", resnet50, options, setting)
 
 
 def _build_resnet(
-    name: str,
-    network: Callable[..., nn.Module],
-    options: _ResnetOptions,
-    data_dir: Path,
-    data_path: Path | None,
-    seed: int,
-    device: str,
+    name: str, network: Callable[..., nn.Module], options: Resnet18Options | Resnet50Options, setting: Setting
 ) -> Workload:
-    def make_model(options: _ResnetOptions) -> nn.Module:
-        return network(weights=None, num_classes=options.classes)
-
     learning_rate = _RESNET_LEARNING_RATE_PER_IMAGE * options.batch_size
-    return _build(name, options, make_model, learning_rate, data_dir, data_path, seed, device)
+    return _build(name, options, lambda: network(weights=None, num_classes=options.classes), learning_rate, setting)
 
 
 def _vgg16(options: Vgg16Options) -> nn.Module:
@@ -112,24 +94,21 @@ class _PoolTo7(nn.Module):
 
 def _build(
     name: str,
-    options: _VisionOptionsT,
-    make_model: Callable[[_VisionOptionsT], nn.Module],
+    options: Vgg16Options | Resnet18Options | Resnet50Options,
+    make_model: Callable[[], nn.Module],
     learning_rate: float,
-    data_dir: Path,
-    data_path: Path | None,
-    seed: int,
-    device: str,
+    setting: Setting,
 ) -> Workload:
     stream, facts = open_images(
-        data_dir,
-        data_path,
+        setting.data_dir,
+        setting.data_path,
         batch_size=options.batch_size,
         image_size=options.image_size,
         classes=options.classes,
-        seed=seed,
+        seed=setting.seed,
     )
-    with seeded_build(seed, device):
-        model = make_model(options).train()
+    with seeded_build(setting):
+        model = make_model().train()
         optimizer = torch.optim.SGD(
             model.parameters(),
             lr=learning_rate,
