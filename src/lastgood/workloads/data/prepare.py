@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lastgood.errors import ConfigError, DataError
 from lastgood.workloads.data import bible
-from lastgood.workloads.data.store import PREPARE, Manifest, make_folder, read_manifest, remove_folder
+from lastgood.workloads.data.store import PREPARE, Manifest, file_sha256, make_folder, read_manifest, remove_folder
 
-__all__ = ["DATASETS", "Dataset", "prepare_dataset", "prepared_dataset"]
+__all__ = ["DATASETS", "Dataset", "prepare_dataset", "prepared_dataset", "training_file"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ def prepared_dataset(kind: str, data_dir: Path) -> tuple[Path, Manifest]:
         if not (folder / name).is_file() or (folder / name).stat().st_size != expected.bytes:
             raise DataError(f"{folder / name}: missing or cut short; run `{PREPARE} --force`")
     return folder, manifest
+
+
+def training_file(kind: str, data_dir: Path, name: str, given: Path | None) -> tuple[Path, dict[str, str]]:
+    """The user's own file, or if none is given the file `name` of the prepared set; and its facts for the record."""
+    if given is not None:
+        return given, {"name": f"{kind}/{given.name}", "source": str(given), "sha256": file_sha256(given)}
+    folder, manifest = prepared_dataset(kind, data_dir)
+    facts = {"name": manifest.name, "source": manifest.source, "sha256": manifest.files[name].sha256}
+    return folder / name, facts
 
 
 def _dataset(kind: str) -> Dataset:

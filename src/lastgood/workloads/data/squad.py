@@ -19,8 +19,7 @@ from lastgood.text import parse_json, read_bytes
 from lastgood.units import GIB, format_bytes
 from lastgood.workloads.base import Batch, BatchStream
 from lastgood.workloads.data.order import EpochOrder
-from lastgood.workloads.data.prepare import prepared_dataset
-from lastgood.workloads.data.store import file_sha256
+from lastgood.workloads.data.prepare import training_file
 from lastgood.workloads.data.tokens import wordpiece_tokenizer
 
 __all__ = ["Question", "find_squad", "open_squad", "read_squad"]
@@ -105,13 +104,7 @@ def open_squad(
     Raises:
         DataError: The data is missing or is not of this format, or the tokenizer's cache cannot be written.
     """
-    if data_path is None:
-        folder, manifest = prepared_dataset("squad", data_dir)
-        path = folder / _TRAIN_NAMES[0]
-        facts = {"name": manifest.name, "source": manifest.source, "sha256": manifest.files[path.name].sha256}
-    else:
-        path = find_squad(data_path)
-        facts = {"name": f"squad/{path.name}", "source": str(path), "sha256": file_sha256(path)}
+    path, facts = training_file("squad", data_dir, _TRAIN_NAMES[0], data_path and find_squad(data_path))
     questions = read_squad(path)
     # Questions share contexts: each counts once.
     texts = [*(question.question for question in questions), *dict.fromkeys(question.context for question in questions)]

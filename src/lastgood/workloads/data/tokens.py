@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from lastgood.errors import DataError
 from lastgood.units import GIB, format_bytes
-from lastgood.workloads.data.prepare import prepared_dataset
-from lastgood.workloads.data.store import file_sha256, make_folder
+from lastgood.workloads.data.prepare import training_file
+from lastgood.workloads.data.store import make_folder
 
 __all__ = ["find_wikitext", "load_tokens", "read_text", "wordpiece_tokenizer"]
 
@@ -79,13 +79,7 @@ def load_tokens(
     Raises:
         DataError: The text is missing or not readable, or the cache cannot be written.
     """
-    if data_path is None:
-        folder, manifest = prepared_dataset("wikitext", data_dir)
-        path = folder / _TRAIN_NAMES[0]
-        facts = {"name": manifest.name, "source": manifest.source, "sha256": manifest.files[path.name].sha256}
-    else:
-        path = find_wikitext(data_path)
-        facts = {"name": f"wikitext/{path.name}", "source": str(path), "sha256": file_sha256(path)}
+    path, facts = training_file("wikitext", data_dir, _TRAIN_NAMES[0], data_path and find_wikitext(data_path))
 
     def fill(cache: Path) -> None:
         lines = read_text(path).splitlines(keepends=True)
