@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from matplotlib.patheffects import withStroke
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
-from lastgood.experiments.systems.labels import NONE_COLOUR
+from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TidyRow
 from lastgood.experiments.tables.frames import read_panel
 from lastgood.files import write_result
@@ -42,18 +43,19 @@ __all__ = [
     "bar_handle",
     "bound_handles",
     "draw_bar",
+    "draw_bound",
     "draw_grid",
     "draw_none",
     "draw_published",
     "draw_repetitions",
+    "heading",
     "is_false",
     "is_true",
-    "lay_out",
     "line_look",
     "mark_handles",
     "mark_of",
     "name_places",
-    "new_picture",
+    "one_panel",
     "pale_handle",
     "partial_line",
     "partial_text",
@@ -176,12 +178,6 @@ def is_false(value: object) -> bool:
     return str(value) == "False"
 
 
-def new_picture(width: Width) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; `lay_out` gives both their sizes."""
-    figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
-    return figure, figure.add_axes((0.1, 0.3, 0.8, 0.5))
-
-
 def draw_grid(axes: Axes) -> None:
     """Horizontal lines below all that is drawn."""
     axes.grid(axis="y", linewidth=0.4, color="#DDDDDD")
@@ -288,6 +284,19 @@ def mark_handles(marks: set[str]) -> list[Any]:
     ]
 
 
+def draw_bound(
+    axes: Axes, rows: pd.DataFrame, column: str, left: float, right: float, *, linewidth: float = 1.8, zorder: float = 7
+) -> set[str]:
+    """A line at the median bound of `rows`, and what sets it, for the legend; nothing if they have no bound."""
+    known = rows.dropna(subset=[column])
+    if known.empty:
+        return set()
+    binds = str(known["bound_binds"].mode().iloc[0])
+    look: Any = {"color": BOUND_COLOUR, "linewidth": linewidth, "linestyle": BOUND_DASHES[binds], "zorder": zorder}
+    axes.hlines(float(known[column].median()), left, right, **look)
+    return {binds}
+
+
 def bound_handles(seen: set[str]) -> list[Any]:
     """Legend entries for the bounds that were drawn, by what sets them."""
     return [
@@ -347,29 +356,45 @@ class PageText:
             )
 
 
-def lay_out(
-    figure: Figure,
-    axes: Axes,
-    handles: list[Any],
-    width: Width,
-    *,
-    title: str,
-    caption: str,
-    partial: str,
-    more_below_in: float = 0.0,
-) -> None:
-    """Stack title, legend, axes and caption with their real heights.
+def heading(frame: pd.DataFrame, topic: str = "") -> str:
+    """``Figure 8a: VGG-16`` of a panel's frame."""
+    return panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0]), topic)
 
-    `more_below_in` is what stands below the axes beside one line of numbers and the names of places, in inches.
+
+def one_panel(
+    words: Callable[[pd.DataFrame], str],
+    missing_runs: Callable[[pd.DataFrame], str] = partial_text,
+    title: Callable[[pd.DataFrame], str] = heading,
+    more_below_in: Callable[[pd.DataFrame], float] = lambda _: 0.0,
+) -> Callable[[Callable[[Axes, pd.DataFrame, Width], list[Any]]], Callable[..., Figure]]:
+    """Make a figure of a function that draws a frame on one pair of axes and returns the entries of the legend.
+
+    The figure's own function takes the frame, the width, and whether there is a caption (`words`). Title, legend, axes
+    and caption are stacked with their real heights; `more_below_in` is what stands below the axes beside one line of
+    numbers and the names of places, in inches.
     """
-    text = PageText(figure, handles, width, title=title, caption=caption, partial=partial)
-    width_in, axes_in = text.width_in, _AXES_HEIGHT_IN[width]
-    bottom_in = text.below_in + _XLABEL_IN + more_below_in
-    height_in = text.above_in + GAP_IN + axes_in + bottom_in
-    text.place(height_in)
-    axes_width_in = width_in - LEFT_IN - RIGHT_IN
-    axes.set_position((LEFT_IN / width_in, bottom_in / height_in, axes_width_in / width_in, axes_in / height_in))
-    axes.yaxis.set_label_coords(-0.36 / axes_width_in, 0.5)
+
+    def figure_of(content: Callable[[Axes, pd.DataFrame, Width], list[Any]]) -> Callable[..., Figure]:
+        @functools.wraps(content)
+        def draw(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
+            with plot_style():
+                figure = Figure(figsize=(WIDTHS_IN[width], 3.0))
+                axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
+                handles = content(axes, frame, width)
+                said = words(frame) if caption else ""
+                text = PageText(figure, handles, width, title=title(frame), caption=said, partial=missing_runs(frame))
+                width_in, axes_in = text.width_in, _AXES_HEIGHT_IN[width]
+                bottom_in = text.below_in + _XLABEL_IN + more_below_in(frame)
+                height_in = text.above_in + GAP_IN + axes_in + bottom_in
+                text.place(height_in)
+                left, wide_in = LEFT_IN / width_in, width_in - LEFT_IN - RIGHT_IN
+                axes.set_position((left, bottom_in / height_in, wide_in / width_in, axes_in / height_in))
+                axes.yaxis.set_label_coords(-0.36 / wide_in, 0.5)
+            return figure
+
+        return draw
+
+    return figure_of
 
 
 def _renderer(figure: Figure) -> RendererBase:

@@ -15,13 +15,13 @@ from matplotlib.ticker import MaxNLocator
 
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.plots.canvas import (
-    BOUND_DASHES,
     INK,
     LABEL_PT,
     Width,
     bar_handle,
     bound_handles,
     draw_bar,
+    draw_bound,
     draw_grid,
     draw_none,
     draw_repetitions,
@@ -44,7 +44,6 @@ from lastgood.experiments.plots.checkmate_numbers import (
 )
 from lastgood.experiments.plots.optimizer import plot_optimizer
 from lastgood.experiments.plots.page import lay_out_grid
-from lastgood.experiments.plots.style import BOUND_COLOUR
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 from lastgood.units import MIB
 
@@ -143,6 +142,10 @@ def _places(
     draw_grid(axes)
 
 
+def _bar(axes: Axes, x: float, height: float, style: SystemStyle, **more: Any) -> None:
+    axes.bar(x, height, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5, **more)
+
+
 def _below(axes: Axes, x: float, text: str) -> None:
     axes.annotate(
         text,
@@ -181,19 +184,7 @@ def _throughput(
             draw_repetitions(axes, [float(place)] * len(values), values, 2.2)
         _below(axes, place, f"{median:.3g}")
         own = median if system == subject_of(frame) else own
-        bound = rows["bound_iterations_per_s"].dropna()
-        if len(bound):
-            binds = str(rows["bound_binds"].mode().iloc[0])
-            bounds.add(binds)
-            axes.hlines(
-                float(bound.median()),
-                place - 0.48,
-                place + 0.48,
-                color=BOUND_COLOUR,
-                linewidth=1.6,
-                linestyle=BOUND_DASHES[binds],
-                zorder=7,
-            )
+        bounds |= draw_bound(axes, rows, "bound_iterations_per_s", place - 0.48, place + 0.48, linewidth=1.6)
     handles = draw_none(axes, none)
     if published and own is not None:
         # Where the other systems would be, had the subject the published gain over them here.
@@ -227,26 +218,19 @@ def _frequency(
     for place, (system, style) in enumerate(styles.items()):
         reach = found.get(system)
         if system == subject and found:
-            axes.bar(place, 1, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _bar(axes, place, 1, style)
             _below(axes, place, "1")
         elif reach is None:
             _below(axes, place, "-")
         elif reach.interval_steps is None:
             # Not reached: an open bar as far as was measured.
             axes.bar(place, reach.longest_steps, _BAR, color=style.colour, alpha=0.25, linewidth=0)
-            axes.bar(
-                place,
-                reach.longest_steps,
-                _BAR,
-                fill=False,
-                edgecolor=style.line_colour,
-                linewidth=0.5,
-                hatch=_HATCH_OPEN,
-            )
+            outline: Any = {"fill": False, "edgecolor": style.line_colour, "linewidth": 0.5, "hatch": _HATCH_OPEN}
+            axes.bar(place, reach.longest_steps, _BAR, **outline)
             axes.plot([place], [reach.longest_steps], marker="^", color=INK, markersize=4, clip_on=False)
             _below(axes, place, f">{reach.longest_steps}")
         else:
-            axes.bar(place, reach.interval_steps, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _bar(axes, place, reach.interval_steps, style)
             _below(axes, place, str(reach.interval_steps))
     if published and found:
         axes.bar(len(styles), published[1] - published[0], _BAR, bottom=published[0], **_PAPER)
@@ -269,7 +253,7 @@ def _lost(
         if lost is None:
             _below(axes, place, "-")
             continue
-        axes.bar(place, lost.mean, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+        _bar(axes, place, lost.mean, style)
         draw_repetitions(axes, [float(place)] * len(lost.steps), [float(step) for step in lost.steps], 2.6)
         _below(axes, place, f"{lost.mean:.3g}\nf{lost.interval_steps}")
     others = [lost.mean for system, lost in found.items() if system != subject]
@@ -287,7 +271,7 @@ def _bytes(axes: Axes, handed: dict[str, float], styles: dict[str, SystemStyle])
     _places(axes, styles, "(d) handed on by trainers", "MiB per iteration")
     for place, (system, style) in enumerate(styles.items()):
         if system in handed:
-            axes.bar(place, handed[system] / MIB, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+            _bar(axes, place, handed[system] / MIB, style)
             _below(axes, place, f"{handed[system] / MIB:.3g}")
     axes.set_ylim(0, None)
 
@@ -299,19 +283,9 @@ def _cpu(axes: Axes, found: dict[str, Any], styles: dict[str, SystemStyle]) -> l
         cost = found.get(system)
         if cost is None:
             continue
-        axes.bar(place, cost.trainer_cpu_s, _BAR, color=style.colour, edgecolor=INK, linewidth=0.5)
+        _bar(axes, place, cost.trainer_cpu_s, style)
         if cost.shadow_cpu_s:
-            axes.bar(
-                place,
-                cost.shadow_cpu_s,
-                _BAR,
-                bottom=cost.trainer_cpu_s,
-                color=style.colour,
-                edgecolor=INK,
-                linewidth=0.5,
-                hatch=_HATCH_SHADOWS,
-                alpha=0.6,
-            )
+            _bar(axes, place, cost.shadow_cpu_s, style, bottom=cost.trainer_cpu_s, hatch=_HATCH_SHADOWS, alpha=0.6)
             shadows = True
         _below(axes, place, f"{cost.trainer_cpu_s + cost.shadow_cpu_s:.2g}")
     if BASELINE in found:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lastgood.experiments.formulas.goodput import IDEAL
@@ -20,17 +19,15 @@ from lastgood.experiments.plots.canvas import (
     draw_grid,
     draw_published,
     draw_repetitions,
-    lay_out,
     name_places,
-    new_picture,
+    one_panel,
     pale_handle,
     partial_line,
-    plot_style,
     plotter,
 )
 from lastgood.experiments.plots.captions import goodput_caption
 from lastgood.experiments.plots.style import BOUND_COLOUR
-from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
+from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, system_styles
 from lastgood.experiments.tables.frames import read_panel
 from lastgood.experiments.tables.goodput import FORMULA, MEASURED, GoodputRow
 
@@ -47,38 +44,28 @@ def read_goodput(path: Path) -> pd.DataFrame:
     return read_panel(path, GoodputRow)
 
 
-def draw_goodput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
+def _partial_text(frame: pd.DataFrame) -> str:
+    there, expected = int(frame["runs_there"].max()), int(frame["runs_expected"].max())
+    return partial_line(there, expected, frame["runs_missing"].dropna())
+
+
+@one_panel(goodput_caption, _partial_text)
+def draw_goodput(axes: Axes, frame: pd.DataFrame, width: Width) -> list[Any]:
     """Bars are measured (the solid part: what was durable), lines and markers are the formula; from one panel's frame.
 
     The black line is Ideal, whose checkpoints cost nothing; the short lines are the bound.
     """
-    with plot_style():
-        figure, axes = new_picture(width)
-        systems = frame[frame["system"] != IDEAL]
-        styles = system_styles(sorted(set(systems["system"])))
-        intervals = sorted({int(interval) for interval in frame["interval_steps"]})
-        bars = systems[systems["source"] == MEASURED]
-        _set_axes(axes, intervals, frame)
-        handles = _draw_bars(axes, bars, styles, intervals, width)
-        handles += _draw_formulas(axes, systems[systems["source"] == FORMULA], styles, intervals)
-        handles += _draw_ideal(axes, frame[frame["system"] == IDEAL], intervals)
-        handles += _draw_bounds(axes, frame, intervals)
-        handles += _draw_published(axes, frame, intervals)
-        lay_out(
-            figure,
-            axes,
-            handles,
-            width,
-            title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
-            caption=goodput_caption(frame) if caption else "",
-            partial=_partial_text(frame),
-        )
-    return figure
-
-
-def _partial_text(frame: pd.DataFrame) -> str:
-    there, expected = int(frame["runs_there"].max()), int(frame["runs_expected"].max())
-    return partial_line(there, expected, frame["runs_missing"].dropna())
+    systems = frame[frame["system"] != IDEAL]
+    styles = system_styles(sorted(set(systems["system"])))
+    intervals = sorted({int(interval) for interval in frame["interval_steps"]})
+    _set_axes(axes, intervals, frame)
+    return [
+        *_draw_bars(axes, systems[systems["source"] == MEASURED], styles, intervals, width),
+        *_draw_formulas(axes, systems[systems["source"] == FORMULA], styles, intervals),
+        *_draw_ideal(axes, frame[frame["system"] == IDEAL], intervals),
+        *_draw_bounds(axes, frame, intervals),
+        *_draw_published(axes, frame, intervals),
+    ]
 
 
 plot_goodput = plotter(draw_goodput, read_goodput, _partial_text)

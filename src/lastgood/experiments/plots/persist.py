@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -20,13 +19,10 @@ from lastgood.experiments.plots.canvas import (
     Width,
     draw_grid,
     draw_repetitions,
-    lay_out,
     line_look,
     mark_handles,
     mark_of,
-    new_picture,
-    partial_text,
-    plot_style,
+    one_panel,
     plotter,
 )
 from lastgood.experiments.plots.captions import persist_caption
@@ -39,7 +35,12 @@ _MOST_ASIDE = 0.02
 """How far from its size a point may stand, as a share of the axis: beside the other systems, and still at its value."""
 
 
-def draw_persist(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
+def _title(frame: pd.DataFrame) -> str:
+    return panel_title(str(frame["figure"].iloc[0]), "", "time until one checkpoint is durable")
+
+
+@one_panel(persist_caption, title=_title)
+def draw_persist(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
     """A line for each system over logarithmic axes, from a tidy frame of one panel; the bound is size over disk rate.
 
     A marker is the median over runs of each run's median; circles are the runs, whiskers go from the fastest to the
@@ -47,28 +48,16 @@ def draw_persist(frame: pd.DataFrame, width: Width = "double", *, caption: bool 
     """
     if str(frame["axis"].iloc[0]) != PERSIST.axis:
         raise LastgoodError(f"a CSV of axis {frame['axis'].iloc[0]!r} holds no persist times against sizes")
-    with plot_style():
-        figure, axes = new_picture(width)
-        timed = frame.dropna(subset=["persist_p50_s"])
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        sizes_mb = sorted({float(value) for value in timed["axis_value"]})
-        if sizes_mb:
-            axes.set_xlim(sizes_mb[0] / 1.5, sizes_mb[-1] * 1.5)
-        handles, marks = _draw_systems(axes, timed)
-        handles += _draw_bound(axes, timed)
-        handles += mark_handles(marks)
-        _set_axes(axes, sizes_mb)
-        lay_out(
-            figure,
-            axes,
-            handles,
-            width,
-            title=panel_title(str(frame["figure"].iloc[0]), "", "time until one checkpoint is durable"),
-            caption=persist_caption(frame) if caption else "",
-            partial=partial_text(frame),
-        )
-    return figure
+    timed = frame.dropna(subset=["persist_p50_s"])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    sizes_mb = sorted({float(value) for value in timed["axis_value"]})
+    if sizes_mb:
+        axes.set_xlim(sizes_mb[0] / 1.5, sizes_mb[-1] * 1.5)
+    handles, marks = _draw_systems(axes, timed)
+    handles += _draw_bound(axes, timed)
+    _set_axes(axes, sizes_mb)
+    return handles + mark_handles(marks)
 
 
 plot_persist = plotter(draw_persist)
@@ -124,4 +113,3 @@ def _set_axes(axes: Axes, sizes_mb: list[float]) -> None:
     axes.set_xlabel("size of the checkpoint (MB)")
     axes.set_ylabel("time (ms)")
     draw_grid(axes)
-    axes.set_axisbelow(True)

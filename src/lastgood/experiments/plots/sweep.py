@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -18,28 +17,25 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, THREADS, FigureAxes
 from lastgood.experiments.plots.canvas import (
-    BOUND_DASHES,
     LABEL_PT,
     OVER_WHISKERS,
     Width,
     bound_handles,
+    draw_bound,
     draw_grid,
     draw_none,
     draw_repetitions,
-    lay_out,
+    heading,
     line_look,
     mark_handles,
     mark_of,
     name_places,
-    new_picture,
-    partial_text,
-    plot_style,
+    one_panel,
     plotter,
 )
 from lastgood.experiments.plots.captions import sweep_caption
 from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
-from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
-from lastgood.experiments.systems.labels import panel_title
+from lastgood.experiments.plots.style import series_styles
 
 __all__ = ["draw_sweep", "plot_sweep"]
 
@@ -79,38 +75,32 @@ _WORDS = {
 }
 
 
-def draw_sweep(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
+def _sides(frame: pd.DataFrame) -> tuple[FigureAxes, _Words]:
+    axis = str(frame["axis"].iloc[0])
+    if axis not in _WORDS:
+        raise LastgoodError(f"a CSV of axis {axis!r} is no sweep; known: {', '.join(_WORDS)}")
+    return _WORDS[axis]
+
+
+@one_panel(sweep_caption, title=lambda frame: heading(frame, _sides(frame)[1].topic))
+def draw_sweep(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
     """A marker for each cell, joined by a line for each series, from a tidy frame of one panel.
 
     Whiskers and circles are the repetitions. The black line at 1 is training without checkpoints, its band the range of
     those runs; the short lines are the bound.
     """
-    axis = str(frame["axis"].iloc[0])
-    if axis not in _WORDS:
-        raise LastgoodError(f"a CSV of axis {axis!r} is no sweep; known: {', '.join(_WORDS)}")
-    sides, words = _WORDS[axis]
-    with plot_style():
-        figure, axes = new_picture(width)
-        swept = frame[frame["system"] != BASELINE].dropna(subset=["slowdown"])
-        places = _values(swept, sides.columns)
-        series = _values(swept, sides.rows)
-        _set_x_axis(axes, places, words.place, sides)
-        handles, marks = _draw_series(axes, swept, sides, places, series, words.series)
-        rates = frame.loc[frame["system"] == BASELINE, "iterations_per_s"]
-        handles += draw_none(axes, rates.median() / rates, middle=1.0, zorder=2)
-        handles += _draw_bounds(axes, swept, sides, places, series)
-        handles += mark_handles(marks)
-        _set_y_axis(axes)
-        lay_out(
-            figure,
-            axes,
-            handles,
-            width,
-            title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0]), words.topic),
-            caption=sweep_caption(frame) if caption else "",
-            partial=partial_text(frame),
-        )
-    return figure
+    sides, words = _sides(frame)
+    swept = frame[frame["system"] != BASELINE].dropna(subset=["slowdown"])
+    places = _values(swept, sides.columns)
+    series = _values(swept, sides.rows)
+    axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
+    name_places(axes, [_name(place, sides) for place in places], words.place)
+    handles, marks = _draw_series(axes, swept, sides, places, series, words.series)
+    rates = frame.loc[frame["system"] == BASELINE, "iterations_per_s"]
+    handles += draw_none(axes, rates.median() / rates, middle=1.0, zorder=2)
+    handles += _draw_bounds(axes, swept, sides, places, series)
+    _set_y_axis(axes)
+    return handles + mark_handles(marks)
 
 
 plot_sweep = plotter(draw_sweep)
@@ -133,11 +123,6 @@ def _name(value: float, sides: FigureAxes) -> str:
         return f"{value:g}m"
     top = "m" if share.numerator == 1 else f"{share.numerator}m"
     return top if share.denominator == 1 else f"{top}/{share.denominator}"
-
-
-def _set_x_axis(axes: Axes, places: Sequence[float], label: str, sides: FigureAxes) -> None:
-    axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
-    name_places(axes, [_name(place, sides) for place in places], label)
 
 
 def _aside(number: int, series: int, places: int) -> float:
@@ -206,21 +191,13 @@ def _draw_bounds(
         levels = [float(cell["slowdown_bound"].median()) for cell in cells if len(cell)]
         if not levels:
             continue
-        alike = max(levels) <= (1 + _BOUNDS_ALIKE) * min(levels)
-        reach = half + _MOST_ASIDE * len(places)
-        spans = (
-            [(pd.concat([cell for cell in cells if len(cell)]), group, reach)]
-            if alike
-            else [(cell, group + _aside(number, len(series), len(places)), half) for number, cell in enumerate(cells)]
-        )
-        for runs, middle, width in spans:
-            if runs.empty:
-                continue
-            binds = str(runs["bound_binds"].mode().iloc[0])
-            level = float(runs["slowdown_bound"].median())
-            look: Any = {"color": BOUND_COLOUR, "linewidth": 1.8, "linestyle": BOUND_DASHES[binds]}
-            axes.hlines(level, middle - width, middle + width, zorder=3, **look)
-            seen.add(binds)
+        if max(levels) <= (1 + _BOUNDS_ALIKE) * min(levels):
+            reach = half + _MOST_ASIDE * len(places)
+            seen |= draw_bound(axes, pd.concat(cells), "slowdown_bound", group - reach, group + reach, zorder=3)
+            continue
+        for number, cell in enumerate(cells):
+            middle = group + _aside(number, len(series), len(places))
+            seen |= draw_bound(axes, cell, "slowdown_bound", middle - half, middle + half, zorder=3)
     return bound_handles(seen)
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.plots.canvas import (
-    BOUND_DASHES,
     LABEL_PT,
     LEFT_IN,
     RIGHT_IN,
@@ -20,23 +18,22 @@ from lastgood.experiments.plots.canvas import (
     bar_handle,
     bound_handles,
     draw_bar,
+    draw_bound,
     draw_grid,
     draw_none,
     draw_published,
     draw_repetitions,
     is_false,
     is_true,
-    lay_out,
     name_places,
+    one_panel,
     pale_handle,
-    partial_text,
-    plot_style,
     plotter,
 )
 from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
-from lastgood.experiments.plots.style import BOUND_COLOUR, WIDTHS_IN
-from lastgood.experiments.systems.labels import SystemStyle, panel_title, system_styles
+from lastgood.experiments.plots.style import WIDTHS_IN
+from lastgood.experiments.systems.labels import SystemStyle, system_styles
 
 __all__ = ["draw_throughput", "plot_throughput"]
 
@@ -66,44 +63,39 @@ class _Cell:
     """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
 
 
-def draw_throughput(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
+def _cells(frame: pd.DataFrame) -> dict[tuple[str, int], _Cell]:
+    """By system and interval."""
+    bars = frame[(frame["system"] != BASELINE) & (frame["interval_steps"] > 0)]
+    cells = bars.groupby(["system", "interval_steps"])
+    return {(str(system), int(float(str(interval)))): _cell(runs) for (system, interval), runs in cells}
+
+
+def _line_of_ratios_in(frame: pd.DataFrame) -> float:
+    """A second line of numbers below the bars, if there is one."""
+    return (LABEL_PT + 2) / 72 if any(cell.pairs for cell in _cells(frame).values()) else 0.0
+
+
+@one_panel(throughput_caption, more_below_in=_line_of_ratios_in)
+def draw_throughput(axes: Axes, frame: pd.DataFrame, width: Width) -> list[Any]:
     """Grouped bars, one group per interval and one bar per system, from a tidy frame of one panel.
 
     A bar's solid part is the durable throughput, its pale top what the drain takes off; whiskers and circles are the
     repetitions. The black line is training without checkpoints, the short lines are the bound.
     """
-    with plot_style():
-        width_in = WIDTHS_IN[width]
-        figure = Figure(figsize=(width_in, 3.0))
-        axes = figure.add_axes((0.1, 0.3, 0.8, 0.5))
-        bars = frame[(frame["system"] != BASELINE) & (frame["interval_steps"] > 0)]
-        styles = system_styles(sorted(set(bars["system"])))
-        intervals = sorted({int(interval) for interval in bars["interval_steps"]})
-        cells = {}
-        for system in styles:
-            for interval in intervals:
-                runs = bars[(bars["system"] == system) & (bars["interval_steps"] == interval)]
-                if len(runs):
-                    cells[system, interval] = _cell(runs)
-        axes_width_pt = 72 * (width_in - LEFT_IN - RIGHT_IN)
-        bar_pt = _set_x_axis(axes, intervals, len(styles), axes_width_pt)
-        _set_y_axis(axes, frame)
-        handles = _draw_cells(axes, cells, styles, intervals, bar_pt)
-        handles += draw_none(axes, frame.loc[frame["system"] == BASELINE, "iterations_per_s"])
-        handles += _draw_bounds(axes, bars, intervals, list(styles))
-        handles += _mark_handles(list(cells.values()))
-        handles += _draw_published(axes, cells, styles, intervals, frame[frame["system"] == BASELINE])
-        lay_out(
-            figure,
-            axes,
-            handles,
-            width,
-            title=panel_title(str(frame["figure"].iloc[0]), str(frame["workload"].iloc[0])),
-            caption=throughput_caption(frame) if caption else "",
-            partial=partial_text(frame),
-            more_below_in=(LABEL_PT + 2) / 72 if any(cell.pairs for cell in cells.values()) else 0.0,
-        )
-    return figure
+    bars = frame[(frame["system"] != BASELINE) & (frame["interval_steps"] > 0)]
+    none = frame[frame["system"] == BASELINE]
+    cells = _cells(frame)
+    styles = system_styles(sorted({system for system, _ in cells}))
+    intervals = sorted({interval for _, interval in cells})
+    bar_pt = _set_x_axis(axes, intervals, len(styles), 72 * (WIDTHS_IN[width] - LEFT_IN - RIGHT_IN))
+    _set_y_axis(axes, frame)
+    return [
+        *_draw_cells(axes, cells, styles, intervals, bar_pt),
+        *draw_none(axes, none["iterations_per_s"]),
+        *_draw_bounds(axes, bars, intervals, list(styles)),
+        *_mark_handles(list(cells.values())),
+        *_draw_published(axes, cells, styles, intervals, none),
+    ]
 
 
 plot_throughput = plotter(draw_throughput)
@@ -222,30 +214,13 @@ def _draw_bounds(axes: Axes, bars: pd.DataFrame, intervals: Sequence[int], syste
             continue
         of_systems = rows.groupby("system")["bound_iterations_per_s"].median()
         if of_systems.max() <= (1 + _BOUNDS_ALIKE) * of_systems.min():
-            spans = [(rows, -_GROUP_WIDTH / 2 - 0.05, _GROUP_WIDTH / 2 + 0.05)]
-        else:
-            spans = [
-                (
-                    rows[rows["system"] == system],
-                    -_GROUP_WIDTH / 2 + place * bar_width,
-                    bar_width - _GROUP_WIDTH / 2 + place * bar_width,
-                )
-                for place, system in enumerate(systems)
-            ]
-        for some, left, right in spans:
-            if some.empty:
-                continue
-            binds = str(some["bound_binds"].mode().iloc[0])
-            axes.hlines(
-                float(some["bound_iterations_per_s"].median()),
-                group + left,
-                group + right,
-                color=BOUND_COLOUR,
-                linewidth=1.8,
-                linestyle=BOUND_DASHES[binds],
-                zorder=7,
-            )
-            seen.add(binds)
+            reach = _GROUP_WIDTH / 2 + 0.05
+            seen |= draw_bound(axes, rows, "bound_iterations_per_s", group - reach, group + reach)
+            continue
+        for place, system in enumerate(systems):
+            left = group + place * bar_width - _GROUP_WIDTH / 2
+            own = rows[rows["system"] == system]
+            seen |= draw_bound(axes, own, "bound_iterations_per_s", left, left + bar_width)
     return bound_handles(seen)
 
 
