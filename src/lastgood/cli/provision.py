@@ -5,9 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,14 +24,6 @@ __all__ = ["app"]
 app = App(help="Make hosts ready over SSH.", no_args_is_help=True)
 
 
-class Prerequisites(str, Enum):
-    """What to do with install/install_preq_at_vm.sh."""
-
-    apply = "apply"
-    dry_run = "dry-run"
-    skip = "skip"
-
-
 @app.command()
 def run(
     hostfile: Annotated[Path, typer.Argument(help="A DeepSpeed hostfile: one host a line, NAME slots=N.")],
@@ -42,7 +33,7 @@ def run(
     user: Annotated[str | None, typer.Option(help="Log in as this user [default: ssh's].")] = None,
     target: Annotated[str, typer.Option(help="The checkout's folder on the hosts.")] = "~/lastgood",
     check: Annotated[bool, typer.Option("--check", help="Change nothing; say what would change.")] = False,
-    prerequisites: Annotated[Prerequisites, typer.Option(help="System packages.")] = Prerequisites.apply,
+    prerequisites: Annotated[Literal["apply", "dry-run", "skip"], typer.Option(help="System packages.")] = "apply",
     gpu: Annotated[bool, typer.Option(help="Driver and CUDA, on hosts with a GPU.")] = True,
     reboot: Annotated[bool, typer.Option("--reboot", help="Reboot hosts whose new driver needs it.")] = False,
     install: Annotated[bool, typer.Option(help="Run install.sh on the hosts.")] = True,
@@ -73,7 +64,7 @@ def run(
         root=find_root(),
         hostfile=read_hostfile(hostfile),
         connection=Connection(ssh_config, user, accept_new_keys, ask_become_pass),
-        steps=Steps(prerequisites.value, gpu, reboot, install, check),
+        steps=Steps(prerequisites, gpu, reboot, install, check),
         target=target,
         carry_changes=carry_changes,
         timeout_s=timeout_s,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,17 +19,12 @@ __all__ = ["app"]
 app = App(help="Traces of clusters whose machines come and go: make one, look at one.")
 
 
-class TraceKind(str, Enum):
-    """How failures fall."""
-
-    POISSON = "poisson"
-    WEIBULL = "weibull"
-    BURSTS = "bursts"
-
-
 @app.command()
 def make(
-    kind: Annotated[TraceKind, typer.Option(help="How failures fall: one by one, ageing, or in bursts.")],
+    kind: Annotated[
+        Literal["poisson", "weibull", "bursts"],
+        typer.Option(help="How failures fall: one by one, ageing, or in bursts."),
+    ],
     out: Annotated[Path, typer.Option(help="The trace file to write.")],
     mtbf_h: Annotated[
         float | None,
@@ -50,13 +44,13 @@ def make(
     from lastgood.experiments.traces import synthetic as trace_make
 
     given = {"mtbf_h": mtbf_h, "shape": shape, "scale_h": scale_h, "burst": burst}
-    makers: dict[TraceKind, tuple[Callable[..., SpotTrace], tuple[str, ...]]] = {
-        TraceKind.POISSON: (trace_make.poisson_trace, ("mtbf_h",)),
-        TraceKind.WEIBULL: (trace_make.weibull_trace, ("shape", "scale_h")),
-        TraceKind.BURSTS: (trace_make.bursts_trace, ("mtbf_h", "burst")),
+    makers: dict[str, tuple[Callable[..., SpotTrace], tuple[str, ...]]] = {
+        "poisson": (trace_make.poisson_trace, ("mtbf_h",)),
+        "weibull": (trace_make.weibull_trace, ("shape", "scale_h")),
+        "bursts": (trace_make.bursts_trace, ("mtbf_h", "burst")),
     }
     function, needs = makers[kind]
-    _check_given(kind.value, given, needs)
+    _check_given(kind, given, needs)
     chosen = {name: given[name] for name in needs}
     trace = function(**chosen, hours=hours, period_s=period_s, gpus=gpus, seed=seed)
     trace.write(out)
