@@ -74,40 +74,25 @@ def status(name: Name = "main", as_json: AsJson = False) -> None:
     emit_table(f"Testbed {name} ({bed.folder})", ("node", "address", "state", "processes"), rows)
 
 
-@app.command()
-def cut(node: Node, name: Name = "main") -> None:
-    """Drop all that a node sends and gets, without a word to its peers."""
-    _change(name, node, "cut", lambda bed: bed.cut(node))
+def _changing(method: str, done: str) -> Callable[[str, str], None]:
+    """A command that calls a method of the testbed on a node, and then says that this is `done`."""
+
+    def change(node: Node, name: Name = "main") -> None:
+        getattr(_bed(name), method)(node)
+        console.print(f"testbed {name}: {node} {done}")
+
+    return change
 
 
-@app.command()
-def heal(node: Node, name: Name = "main") -> None:
-    """Let a node's traffic pass again."""
-    _change(name, node, "healed", lambda bed: bed.heal(node))
-
-
-@app.command()
-def pause(node: Node, name: Name = "main") -> None:
-    """Stop all processes of a node; its links stay up."""
-    _change(name, node, "paused", lambda bed: bed.pause(node))
-
-
-@app.command()
-def resume(node: Node, name: Name = "main") -> None:
-    """Let a paused node go on."""
-    _change(name, node, "goes on", lambda bed: bed.resume(node))
-
-
-@app.command()
-def kill(node: Node, name: Name = "main") -> None:
-    """Lose a node, with its memory and its network; its peers hear nothing."""
-    _change(name, node, "killed", lambda bed: bed.kill(node))
-
-
-@app.command()
-def restart(node: Node, name: Name = "main") -> None:
-    """Bring a node up again, as after a loss; what still runs in it is killed before."""
-    _change(name, node, "up again", lambda bed: bed.restart(node))
+for _command, _done, _help in (
+    ("cut", "cut", "Drop all that a node sends and gets, without a word to its peers."),
+    ("heal", "healed", "Let a node's traffic pass again."),
+    ("pause", "paused", "Stop all processes of a node; its links stay up."),
+    ("resume", "goes on", "Let a paused node go on."),
+    ("kill", "killed", "Lose a node, with its memory and its network; its peers hear nothing."),
+    ("restart", "up again", "Bring a node up again, as after a loss; what still runs in it is killed before."),
+):
+    app.command(_command, help=_help)(_changing(_command, _done))
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})
@@ -136,8 +121,3 @@ def _bed(name: str) -> Testbed:
     from lastgood.cluster.testbed.testbed import Testbed
 
     return Testbed.load(name)
-
-
-def _change(name: str, node: str, done: str, act: Callable[[Testbed], None]) -> None:
-    act(_bed(name))
-    console.print(f"testbed {name}: {node} {done}")
