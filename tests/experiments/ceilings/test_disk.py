@@ -221,7 +221,7 @@ def test_the_ceiling_is_the_best_median_and_its_own_spread(tmp_path: Path, monke
     """One lucky pass of a pattern must not make the ceiling."""
     # In the order of measuring: writes of one and of two jobs, then reads; the second round goes backwards.
     rates = iter([10.0, 99.0, 5.0, 6.0, 2.0, 11.0, 8.0, 7.0, 12.0, 1.0, 9.0, 4.0])
-    monkeypatch.setattr(disk_ceilings, "_one_pass", lambda *_: next(rates))
+    monkeypatch.setattr(disk_ceilings._Filled, "one_pass", lambda *_: next(rates))
     plan = DiskPlan(file_bytes=2 * MIB, jobs=(1, 2), block_bytes=(MIB,), repetitions=3, flushes=1)
     found = measure_disk(tmp_path, plan)
     assert [point.bytes_per_s for point in found.write] == [[10.0, 11.0, 12.0], [99.0, 2.0, 1.0]]

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from lastgood.experiments.machine.facts import free_bytes, is_tmpfs
 from lastgood.models import FrozenModel
 from lastgood.units import MIB, format_bytes
 
-__all__ = ["DiskBursts", "DiskCeilings", "DiskPlan", "DiskPoint", "measure_disk", "refuse_memory_filesystem"]
+__all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "disk_bursts", "measure_disk", "refuse_memory_filesystem"]
 
 _SPARE_BYTES = 64 * MIB
 _SECTOR_BYTES = 4096
@@ -97,20 +97,15 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{scratch}: cannot make this folder: {error.strerror}; choose another --scratch") from error
-    _require_space(scratch, plan.file_bytes + _SPARE_BYTES)
-    most_jobs, largest = max(plan.jobs), max(plan.block_bytes)
-    with _nameless_file(scratch) as (descriptor, direct), _buffers(most_jobs, largest) as buffers:
-        file_bytes = _fill(scratch, descriptor, buffers[0], plan, at_least=most_jobs * largest)
+    with _filled_file(scratch, plan, max(plan.jobs), max(plan.block_bytes)) as file:
         combinations = [(jobs, block) for jobs in plan.jobs for block in plan.block_bytes]
         rates: dict[tuple[Direction, int, int], list[float]] = {}
         for repetition in range(plan.repetitions):
             for direction in plan.directions:
                 for jobs, block in combinations if repetition % 2 == 0 else reversed(combinations):
-                    rate = _one_pass(
-                        descriptor, direct, direction, buffers[:jobs], block, file_bytes, plan.pass_budget_s
-                    )
+                    rate = file.one_pass(direction, jobs, block, plan.pass_budget_s)
                     rates.setdefault((direction, jobs, block), []).append(rate)
-        flushes = _time_flushes(descriptor, buffers[0], plan)
+        flushes = file.time_flushes(plan)
     points: dict[Direction, list[DiskPoint]] = {"write": [], "read": []}
     for (direction, jobs, block), values in rates.items():
         points[direction].append(
@@ -119,8 +114,8 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
     write_bytes_per_s, write_spread = _best(points["write"])
     read_bytes_per_s, read_spread = _best(points["read"])
     return DiskCeilings(
-        direct_io=direct,
-        file_bytes=file_bytes,
+        direct_io=file.direct,
+        file_bytes=file.nbytes,
         write=points["write"],
         read=points["read"],
         write_bytes_per_s=write_bytes_per_s,
@@ -132,38 +127,18 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
     )
 
 
-class DiskBursts:
-    """Short bursts of plain writes to a file that was written before: what the disk takes at that moment.
+@contextmanager
+def disk_bursts(scratch: Path) -> Iterator[Callable[[], float]]:
+    """What the disk takes at a moment: a function that makes a short burst of plain writes to a file written before.
 
-    Use as a context; leaves no file behind. Raises ConfigError and StorageError as `measure_disk` does.
+    It returns bytes per second, the flush included, and takes about 0.15 s. Leaves no file behind. Raises ConfigError
+    and StorageError as `measure_disk` does.
     """
-
-    _JOBS = 2
-    _BLOCK_BYTES = 4 * MIB
-    _PLAN = DiskPlan(file_bytes=64 * MIB, pass_budget_s=0.15, fill_budget_s=0.5)
-
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._open = ExitStack()
-
-    def __enter__(self) -> DiskBursts:
-        refuse_memory_filesystem(self._scratch)
-        _require_space(self._scratch, self._PLAN.file_bytes + _SPARE_BYTES)
-        self._descriptor, self._direct = self._open.enter_context(_nameless_file(self._scratch))
-        self._buffers = self._open.enter_context(_buffers(self._JOBS, self._BLOCK_BYTES))
-        least = self._JOBS * self._BLOCK_BYTES
-        self._file_bytes = _fill(self._scratch, self._descriptor, self._buffers[0], self._PLAN, at_least=least)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def burst(self) -> float:
-        """Bytes per second of one burst, its flush included; it takes about 0.15 s."""
-        budget_s = self._PLAN.pass_budget_s
-        return _one_pass(
-            self._descriptor, self._direct, "write", self._buffers, self._BLOCK_BYTES, self._file_bytes, budget_s
-        )
+    jobs, block_bytes = 2, 4 * MIB
+    plan = DiskPlan(file_bytes=64 * MIB, pass_budget_s=0.15, fill_budget_s=0.5)
+    refuse_memory_filesystem(scratch)
+    with _filled_file(scratch, plan, jobs, block_bytes) as file:
+        yield lambda: file.one_pass("write", jobs, block_bytes, plan.pass_budget_s)
 
 
 def _best(points: list[DiskPoint]) -> tuple[float, tuple[float, float]]:
@@ -172,15 +147,6 @@ def _best(points: list[DiskPoint]) -> tuple[float, tuple[float, float]]:
         return 0.0, (0.0, 0.0)
     best = max(points, key=lambda point: point.median_bytes_per_s)
     return best.median_bytes_per_s, (min(best.bytes_per_s), max(best.bytes_per_s))
-
-
-def _require_space(scratch: Path, needed_bytes: int) -> None:
-    free = free_bytes(scratch)
-    if free < needed_bytes:
-        raise StorageError(
-            f"{scratch}: measuring the disk needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), and "
-            f"{free} are free; make room or choose another --scratch"
-        )
 
 
 @contextmanager
@@ -276,46 +242,62 @@ def _read_into(descriptor: int, view: memoryview, offset: int) -> int:
     return os.preadv(descriptor, [view], offset)
 
 
-def _one_pass(
-    descriptor: int,
-    direct: bool,
-    direction: Direction,
-    buffers: list[mmap.mmap],
-    block_bytes: int,
-    file_bytes: int,
-    budget_s: float,
-) -> float:
-    """Bytes per second of one pass over the file, each job on its own part of it."""
-    if direction == "read" and not direct:
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, file_bytes, os.POSIX_FADV_DONTNEED)
-    call = os.pwrite if direction == "write" else _read_into
-    blocks = file_bytes // block_bytes // len(buffers)
-    begin = time.perf_counter()
+@dataclass(frozen=True)
+class _Filled:
+    """A file that was written once in full, and buffers of random bytes."""
 
-    def job(number: int) -> int:
-        moved = 0
-        for block in range(number * blocks, (number + 1) * blocks):
-            _transfer_whole(call, descriptor, memoryview(buffers[number])[:block_bytes], block * block_bytes)
-            moved += block_bytes
-            if time.perf_counter() - begin > budget_s:
-                break
-        return moved
+    descriptor: int
+    direct: bool
+    """Whether it takes direct I/O."""
+    buffers: list[mmap.mmap]
+    nbytes: int
 
-    with ThreadPoolExecutor(len(buffers)) as pool:
-        moved_bytes = sum(pool.map(job, range(len(buffers))))
-    if direction == "write":
-        os.fdatasync(descriptor)
-    return moved_bytes / (time.perf_counter() - begin)
+    def one_pass(self, direction: Direction, jobs: int, block_bytes: int, budget_s: float) -> float:
+        """Bytes per second of one pass over the file, each job on its own part of it."""
+        if direction == "read" and not self.direct:
+            os.fdatasync(self.descriptor)
+            os.posix_fadvise(self.descriptor, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
+        call = os.pwrite if direction == "write" else _read_into
+        blocks = self.nbytes // block_bytes // jobs
+        begin = time.perf_counter()
+
+        def job(number: int) -> int:
+            moved = 0
+            for block in range(number * blocks, (number + 1) * blocks):
+                view = memoryview(self.buffers[number])[:block_bytes]
+                _transfer_whole(call, self.descriptor, view, block * block_bytes)
+                moved += block_bytes
+                if time.perf_counter() - begin > budget_s:
+                    break
+            return moved
+
+        with ThreadPoolExecutor(jobs) as pool:
+            moved_bytes = sum(pool.map(job, range(jobs)))
+        if direction == "write":
+            os.fdatasync(self.descriptor)
+        return moved_bytes / (time.perf_counter() - begin)
+
+    def time_flushes(self, plan: DiskPlan) -> list[float]:
+        """Seconds of each overwrite of one sector with its fdatasync: the least that a commit of a checkpoint costs."""
+        begin = time.perf_counter()
+        found: list[float] = []
+        while len(found) < plan.flushes and (not found or time.perf_counter() - begin < plan.flush_budget_s):
+            before = time.perf_counter()
+            _transfer_whole(os.pwrite, self.descriptor, memoryview(self.buffers[0])[:_SECTOR_BYTES], 0)
+            os.fdatasync(self.descriptor)
+            found.append(time.perf_counter() - before)
+        return found
 
 
-def _time_flushes(descriptor: int, buffer: mmap.mmap, plan: DiskPlan) -> list[float]:
-    """Seconds of each overwrite of one sector with its fdatasync: what the commit of a checkpoint costs at least."""
-    begin = time.perf_counter()
-    found: list[float] = []
-    while len(found) < plan.flushes and (not found or time.perf_counter() - begin < plan.flush_budget_s):
-        before = time.perf_counter()
-        _transfer_whole(os.pwrite, descriptor, memoryview(buffer)[:_SECTOR_BYTES], 0)
-        os.fdatasync(descriptor)
-        found.append(time.perf_counter() - before)
-    return found
+@contextmanager
+def _filled_file(scratch: Path, plan: DiskPlan, jobs: int, block_bytes: int) -> Iterator[_Filled]:
+    """A file without a name, with a buffer for each job."""
+    needed, free = plan.file_bytes + _SPARE_BYTES, free_bytes(scratch)
+    if free < needed:
+        raise StorageError(
+            f"{scratch}: measuring the disk needs {needed} bytes ({format_bytes(needed)}), and "
+            f"{free} are free; make room or choose another --scratch"
+        )
+    with _nameless_file(scratch) as (descriptor, direct), _buffers(jobs, block_bytes) as buffers:
+        nbytes = _fill(scratch, descriptor, buffers[0], plan, at_least=jobs * block_bytes)
+        yield _Filled(descriptor, direct, buffers, nbytes)

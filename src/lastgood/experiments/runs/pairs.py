@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lastgood.experiments.ceilings.disk import DiskBursts
+from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.formulas.pairs import estimate_pairs
 from lastgood.experiments.machine.disturbance import Look, disturbance_between, disturbed_by, look
 from lastgood.experiments.records.blocks import Block, BlockKind, PairPlan, Pairs
@@ -70,10 +70,10 @@ def measure_pairs(
     drains: list[tuple[float, float]] = []
     bursts: list[float] = []
     began_s = time.perf_counter()
-    with DiskBursts(scratch) if spec.interval_steps else contextlib.nullcontext() as disk:
+    with disk_bursts(scratch) if spec.interval_steps else contextlib.nullcontext() as burst:
         for number, order in enumerate(block_orders(spec.seed)):
-            if disk is not None:
-                bursts.append(disk.burst())
+            if burst is not None:
+                bursts.append(burst())
             for kind in order:
                 if kind not in kinds:
                     continue

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.ceilings.disk import DiskBursts
+from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.plan.grid import Grid
 from lastgood.experiments.records.base import Scale, Spec
@@ -155,8 +155,8 @@ def _look(chosen: Sequence[RunSpec], data_dir: Path, scratch: Path) -> Probe:
         step_s[spec.workload] = statistics.median(loop.train(_STEPS).clock.step_s())
         options[spec.workload] = spec.workload_options
     scratch.mkdir(parents=True, exist_ok=True)
-    with DiskBursts(scratch) as disk:
-        persist = statistics.median(disk.burst() for _ in range(_BURSTS))
+    with disk_bursts(scratch) as burst:
+        persist = statistics.median(burst() for _ in range(_BURSTS))
     return Probe(options=options, build_s=building_s, step_s=step_s, persist_bytes_per_s=persist)
 
 
