@@ -69,16 +69,31 @@ def score(cells: Sequence[Cell], rates: Rates, job_mtbfs_s: Sequence[float]) -> 
             question = _question(own, mtbf_s, rates)
             measured = _measured(own, question)
             fitted = fit_costs([cell for group in others.values() for cell in group], rates, question)
-            model, _ = model_costs(rates, question)
             elsewhere = [_measured(group, _question(group, mtbf_s, rates)) for group in others.values()]
+            from_records = _choice(fitted, measured, question, rates)
+            from_model = _choice(model_costs(rates, question)[0], measured, question, rates)
+            from_others = _best_elsewhere(elsewhere, measured)
+            best = max(measured, key=lambda key: measured[key])
+            if measured[best] <= 0:
+                raise ConfigError(
+                    f"{held_out[0]}: at {question.job_mtbf_s:g} s between failures no measured cell gets anywhere; "
+                    "ask for a longer MTBF"
+                )
+            regrets = {key: 1 - value / measured[best] for key, value in measured.items()}
             found.append(
-                _score(
-                    held_out[0],
-                    question,
-                    measured,
-                    from_records=_choice(fitted, measured, question, rates),
-                    from_model=_choice(model, measured, question, rates),
-                    from_others=_best_elsewhere(elsewhere, measured),
+                Score(
+                    workload=held_out[0],
+                    job_mtbf_s=question.job_mtbf_s,
+                    best=_name(best),
+                    best_goodput=measured[best],
+                    from_records=_name(from_records),
+                    records_regret=regrets[from_records],
+                    from_model=_name(from_model),
+                    model_regret=regrets[from_model],
+                    from_others=_name(from_others),
+                    others_regret=regrets[from_others],
+                    median_regret=statistics.median(regrets.values()),
+                    worst_regret=max(regrets.values()),
                 )
             )
     return found
@@ -94,38 +109,6 @@ def _question(own: Sequence[Cell], job_mtbf_s: float, rates: Rates) -> Question:
         nodes=2,
         job_s=0.0,
         hide_s=hide_share(own) * iteration_s if rates.device == "cuda" else None,
-    )
-
-
-def _score(
-    workload: str,
-    question: Question,
-    measured: Mapping[_Key, float],
-    *,
-    from_records: _Key,
-    from_model: _Key,
-    from_others: _Key,
-) -> Score:
-    best = max(measured, key=lambda key: measured[key])
-    if measured[best] <= 0:
-        raise ConfigError(
-            f"{workload}: at {question.job_mtbf_s:g} s between failures no measured cell gets anywhere; "
-            "ask for a longer MTBF"
-        )
-    regrets = {key: 1 - value / measured[best] for key, value in measured.items()}
-    return Score(
-        workload=workload,
-        job_mtbf_s=question.job_mtbf_s,
-        best=_name(best),
-        best_goodput=measured[best],
-        from_records=_name(from_records),
-        records_regret=regrets[from_records],
-        from_model=_name(from_model),
-        model_regret=regrets[from_model],
-        from_others=_name(from_others),
-        others_regret=regrets[from_others],
-        median_regret=statistics.median(regrets.values()),
-        worst_regret=max(regrets.values()),
     )
 
 
