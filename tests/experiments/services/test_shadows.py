@@ -21,7 +21,7 @@ from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.services import shadows as rank_shadows
 from lastgood.experiments.services.registry import begin_meters, services_of, trainer_options
 from lastgood.experiments.services.service import run_services
-from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
+from lastgood.experiments.services.shadow_usage import ShadowPlaces, places_path, shadow_meter, shadow_options
 from tests.experiments.support.specs import make_spec
 
 
@@ -51,8 +51,8 @@ def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Pat
         assert len(set(options["shadows"])) == 2
         token = Path(options["token_file"])
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) >= 32
-        meters = ShadowMeters.read(checkpoints)
-        facts = meters.used()
+        meter = shadow_meter(checkpoints)
+        facts = meter()["shadows"]
         assert [one.received_bytes for one in facts] == [0, 0]
         for one, process in zip(facts, serving, strict=True):
             used_by_now_s = sum(process.cpu_times()[:2])
@@ -60,10 +60,10 @@ def test_shadows_come_up_tell_what_they_use_and_end_with_the_block(tmp_path: Pat
         serving[1].send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, serving[1].pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(HostError, match=r"shadow at 127\.0\.0\.1:\d+: no metrics"):
-            meters.used()
+            meter()
     assert not [process for process in serving if process.is_running()]
     with pytest.raises(HostError):
-        ShadowMeters.read(checkpoints)
+        shadow_meter(checkpoints)
 
 
 def test_a_run_without_shadows_asks_nobody(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_another_service_at_a_shadows_address_is_said(tmp_path: Path, answer: by
         places = ShadowPlaces(hosts=["a"], addresses=["a:1"], metrics=[address], token_file="/t")
         places_path(tmp_path).write_text(places.model_dump_json())
         with pytest.raises(HostError, match=rf"shadow at {address}: tells no metrics"):
-            ShadowMeters.read(tmp_path)
+            shadow_meter(tmp_path)
         thread.join(60)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from lastgood.models import FrozenModel
 from lastgood.text import read_model
 from lastgood.units import MIB
 
-__all__ = ["ShadowMeters", "ShadowPlaces", "places_path", "shadow_options"]
+__all__ = ["ShadowPlaces", "places_path", "shadow_meter", "shadow_options"]
 
 _ANSWER_S: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 1 << 20
@@ -51,23 +50,17 @@ def shadow_options(checkpoints: Path) -> dict[str, Any]:
     return {"shadows": places.addresses, "token_file": places.token_file}
 
 
-@dataclass(frozen=True)
-class ShadowMeters:
-    """What each shadow had used at one moment; `used` tells what came on top since."""
+def shadow_meter(checkpoints: Path) -> Callable[[], dict[str, list[ShadowFacts]]]:
+    """Ask all of a run's shadows what they have used; the meter asks again, and tells what came on top since.
 
-    places: ShadowPlaces
-    before: list[Mapping[str, float]]
+    Both raise HostError for a shadow that does not answer, or tells no such number.
+    """
+    places = _places(checkpoints)
+    earlier = [_metrics(address) for address in places.metrics]
 
-    @classmethod
-    def read(cls, checkpoints: Path) -> ShadowMeters:
-        """Ask all of a run's shadows. Raises HostError for one that does not answer."""
-        places = _places(checkpoints)
-        return cls(places, [_metrics(address) for address in places.metrics])
-
-    def used(self) -> list[ShadowFacts]:
-        """Ask again. Raises HostError for a shadow that does not answer, or tells no such number."""
+    def used() -> dict[str, list[ShadowFacts]]:
         found = []
-        for host, address, before in zip(self.places.hosts, self.places.metrics, self.before, strict=True):
+        for host, address, before in zip(places.hosts, places.metrics, earlier, strict=True):
             now = _metrics(address)
             found.append(
                 ShadowFacts(
@@ -78,11 +71,9 @@ class ShadowMeters:
                     peak_rss_bytes=round(_value(now, PEAK_RSS_BYTES, address)),
                 )
             )
-        return found
+        return {"shadows": found}
 
-    def facts(self) -> dict[str, list[ShadowFacts]]:
-        """`used`, as the record names it."""
-        return {"shadows": self.used()}
+    return used
 
 
 def _since(now: Mapping[str, float], before: Mapping[str, float], name: str, address: str) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.service import Meter, Seat, Service
-from lastgood.experiments.services.shadow_usage import ShadowMeters, ShadowPlaces, places_path, shadow_options
+from lastgood.experiments.services.shadow_usage import ShadowPlaces, places_path, shadow_meter, shadow_options
 from lastgood.text import is_whole, parse_json
 
 __all__ = ["Shadows"]
@@ -75,7 +75,7 @@ class Shadows(Service):
 
     def meter(self, checkpoints: Path) -> Meter:
         """What each of them uses."""
-        return ShadowMeters.read(checkpoints).facts
+        return shadow_meter(checkpoints)
 
     def _token_file(self, folder: Path) -> Path:
         return folder / self.directory / "token"
