@@ -23,9 +23,6 @@ __all__ = ["first_incarnation", "last_look", "later_incarnation"]
 
 Report = Callable[[str], None]
 
-_CUDA_LOSS_TOLERANCE = 0.01
-"""Kernels on CUDA run as fast as they can here, so two processes agree in the first digits only."""
-
 
 def first_incarnation(spec: RunSpec, checkpoints: Path, data_dir: Path, board: Board, report: Report) -> None:
     """Warm up, take one checkpoint, and train on until killed."""
@@ -108,7 +105,7 @@ class _Watcher:
 
     def __init__(self, spec: RunSpec, loop: TrainingLoop, base: int, board: Board) -> None:
         self._title = spec.title()
-        self._cuda = spec.device == "cuda"
+        self._device = spec.device
         self._interval = spec.interval_steps
         self._board = board
         self._events = loop.checkpointer.events
@@ -125,7 +122,7 @@ class _Watcher:
         if step >= MAX_STEPS:
             raise LastgoodError(f"{self._title}: more than {MAX_STEPS} steps; make the window shorter")
         self._board.put(issued_step=step)
-        if self._cuda:
+        if self._device == "cuda":
             self._note_device(step)
         else:
             self._board.put(step=step)
@@ -147,10 +144,9 @@ class _Watcher:
             raise LastgoodError(f"{self._title}: the loss of step {step} is {loss}; the workload's options diverge")
         known = self._board.loss_of(step)
         if step == self._first and known is not None:
-            tolerance = _CUDA_LOSS_TOLERANCE if self._cuda else 0.0
-            self._board.put(first_loss_equal=int(losses_equal(loss, known, tolerance)))
+            self._board.put(first_loss_equal=int(losses_equal(loss, known, self._device)))
         # The first incarnation that came here knows best; on CUDA the one whose checkpoint is restored next.
-        if known is None or self._cuda:
+        if known is None or self._device == "cuda":
             self._board.put_loss(step, loss)
 
     def _note_checkpoints(self) -> None:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 
@@ -25,8 +25,6 @@ from lastgood.training.loop import TrainingLoop, configure_compute
 __all__ = ["Resumed", "resume_after_kill", "train_until_killed"]
 
 _CHECKED_STEPS: Final = 2
-_CUDA_LOSS_TOLERANCE: Final = 0.01
-"""Kernels on CUDA run as fast as they can here, so two processes agree in the first digits only."""
 _END_S: Final = 60.0
 # Ends with its rank: then its input ends, and `read` returns with another status than that of its timeout.
 _KILLER: Final = 'read -r -t "$1" _; [ $? -gt 128 ] || exit 0; : > "$2"; kill -KILL "$3"'
@@ -95,7 +93,7 @@ def resume_after_kill(
     loop.start()
     loop.interval_steps = spec.interval_steps
     losses = loop.train(_CHECKED_STEPS).losses
-    tolerance = _CUDA_LOSS_TOLERANCE if spec.device == "cuda" else 0.0
-    pairs: list[tuple[float, Any]] = [pair for pair in zip(losses, known, strict=True) if pair[1] is not None]
-    equal = [losses_equal(loss, other, tolerance) for loss, other in pairs]
+    equal = [
+        losses_equal(loss, other, spec.device) for loss, other in zip(losses, known, strict=True) if other is not None
+    ]
     return Resumed(reached, restored, found.restore_s, len(equal), all(equal), loop)
