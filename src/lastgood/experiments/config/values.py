@@ -67,14 +67,6 @@ def _distinct(values: list[Any]) -> list[Any]:
     return values
 
 
-def _known_model(name: str) -> str:
-    return _known("model", name, workload_names())
-
-
-def _known_system(name: str) -> str:
-    return _known("system", name, checkpointer_names())
-
-
 def _known(what: str, name: str, names: Iterable[str]) -> str:
     known = list(names)
     if name not in known:
@@ -125,8 +117,8 @@ _Integer = BeforeValidator(_plain_integer)
 Count = Annotated[int, _Integer, Field(ge=1, le=_MOST)]
 CountOrZero = Annotated[int, _Integer, Field(ge=0, le=_MOST)]
 Interval = Annotated[int, _Integer, AfterValidator(_positive_interval)]
-ModelName = Annotated[str, AfterValidator(_known_model)]
-SystemName = Annotated[str, AfterValidator(_known_system)]
+ModelName = Annotated[str, AfterValidator(lambda name: _known("model", name, workload_names()))]
+SystemName = Annotated[str, AfterValidator(lambda name: _known("system", name, checkpointer_names()))]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
 FolderPath = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
