@@ -257,16 +257,14 @@ class _Hosts(Protocol):
 class _ThisMachine:
     log_words: str = "log: "
 
-    def address(self, host: str) -> str:
-        del host
+    def address(self, _host: str) -> str:
         return "127.0.0.1"
 
     def leave(self, path: Path, content: bytes) -> None:
         if not path.exists():
             write_result(path, content, mode=PRIVATE)
 
-    def start(self, host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        del host
+    def start(self, _host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open_log(log) as output:
@@ -278,15 +276,13 @@ class _ThisMachine:
                 preexec_fn=lambda: die_with_parent(parent),  # this process has one thread
             )
 
-    def read(self, host: str, path: Path) -> bytes:
-        del host
+    def read(self, _host: str, path: Path) -> bytes:
         try:
             return read_bounded(path, _MAX_READY_BYTES)
         except FileNotFoundError:
             return b""
 
-    def tail(self, host: str, log: Path) -> str:
-        del host
+    def tail(self, _host: str, log: Path) -> str:
         return read_end(log, _TAIL_BYTES).decode(errors="replace")
 
     def end(self, started: Sequence[_Started]) -> None:
