@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -59,30 +59,24 @@ def refuse_mixtures(name: str, records: Sequence[RunRecord], axes: FigureAxes) -
 
 def shared_notes(records: Sequence[RunRecord], ceilings: CeilingsRecord) -> list[str]:
     """What every row of a panel should say, because its rows are not of one make."""
-    notes = []
-    revisions = {_revision(record) for record in records}
-    if len(revisions) > 1:
-        notes.append(f"mixed revisions: {', '.join(sorted(revisions))}")
-    machines = {record.spec.machine for record in records}
-    if len(machines) > 1:
-        notes.append(f"mixed machines: {', '.join(sorted(machines))}")
-    if machines != {ceilings.machine}:
-        notes.append(f"ceilings are of {ceilings.machine}, runs of {', '.join(sorted(machines))}")
-    disks = {_disk(record.where) for record in records}
-    if len(disks) > 1:
-        notes.append(f"mixed scratch disks: {', '.join(sorted(disks))}")
-    if disks != {_disk(ceilings.where)}:
-        notes.append(f"ceilings are of {_disk(ceilings.where)}, runs of {', '.join(sorted(disks))}")
+    notes: list[str] = []
+
+    def note_mixed(what: str, values: set[str], of_ceilings: str | None = None) -> None:
+        named = ", ".join(sorted(values))
+        if len(values) > 1:
+            notes.append(f"mixed {what}: {named}")
+        if of_ceilings is not None and values != {of_ceilings}:
+            notes.append(f"ceilings are of {of_ceilings}, runs of {named}")
+
+    note_mixed("revisions", {_revision(record) for record in records})
+    note_mixed("machines", {record.spec.machine for record in records}, ceilings.machine)
+    note_mixed("scratch disks", {_disk(record.where) for record in records}, _disk(ceilings.where))
     for package in ("torch", "python"):
-        installed = {record.where.versions.get(package, "unknown") for record in records}
-        if len(installed) > 1:
-            notes.append(f"mixed versions of {package}: {', '.join(sorted(installed))}")
-    methods: dict[str, set[int]] = defaultdict(set)
-    for record in records:
-        methods[record.spec.system].add(record.spec.method)
-    for system, versions in methods.items():
-        if len(versions) > 1:
-            notes.append(f"mixed methods of {system}: {', '.join(map(str, sorted(versions)))}")
+        note_mixed(f"versions of {package}", {record.where.versions.get(package, "unknown") for record in records})
+    for system in dict.fromkeys(record.spec.system for record in records):
+        methods = sorted({record.spec.method for record in records if record.spec.system == system})
+        if len(methods) > 1:
+            notes.append(f"mixed methods of {system}: {', '.join(map(str, methods))}")
     if ceilings.quick:
         notes.append("ceilings were measured with --quick")
     return notes
