@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.multirank.results import Resumed
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.runs.measure import restore_scrambled
 from lastgood.experiments.runs.part import Part
 from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.training.loop import TrainingLoop, configure_compute
 
-__all__ = ["Resumed", "resume_after_kill", "train_until_killed"]
+__all__ = ["resume_after_kill", "train_until_killed"]
 
 _CHECKED_STEPS: Final = 2
 _END_S: Final = 60.0
@@ -60,23 +60,13 @@ def train_until_killed(
     raise LastgoodError(f"{spec.title()}: {MAX_STEPS} steps were done before the rank was killed")
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a rank found after a kill."""
-
-    reached_step: int
-    restored_step: int
-    restore_s: float
-    losses_checked: int
-    losses_equal: bool
-    loop: TrainingLoop
-    """Trained on for the steps whose losses were compared, with the system started."""
-
-
 def resume_after_kill(
     spec: RunSpec, checkpoints: Path, data_dir: Path, report: Report, part: Part, board: Board
-) -> Resumed:
-    """Restore in this fresh process what a kill has left, start the system, and compare the next losses."""
+) -> tuple[Resumed, TrainingLoop]:
+    """Restore in this fresh process what a kill has left, start the system, and compare the next losses.
+
+    The loop has trained on for the steps whose losses were compared.
+    """
     configure_compute(spec.threads, deterministic=spec.device == "cpu")
     found = restore_scrambled(spec, checkpoints, data_dir, report, part)
     loop, restored = found.loop, found.step
@@ -96,4 +86,11 @@ def resume_after_kill(
     equal = [
         losses_equal(loss, other, spec.device) for loss, other in zip(losses, known, strict=True) if other is not None
     ]
-    return Resumed(reached, restored, found.restore_s, len(equal), all(equal), loop)
+    resumed = Resumed(
+        reached_step=reached,
+        restored_step=restored,
+        restore_s=found.restore_s,
+        losses_checked=len(equal),
+        losses_equal=all(equal),
+    )
+    return resumed, loop

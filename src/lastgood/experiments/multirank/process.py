@@ -116,20 +116,13 @@ def _live(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterKill:
     from lastgood.experiments.runs.measure import live_proof
 
     folder = Path(order.folder)
-    found = resume_after_kill(order.spec, folder / "checkpoints", Path(order.data_dir), _say, part, _board(order, part))
+    checkpoints, data_dir = folder / "checkpoints", Path(order.data_dir)
+    found, loop = resume_after_kill(order.spec, checkpoints, data_dir, _say, part, _board(order, part))
     last = order.kill_after_steps is None
-    result = AfterKill(
-        **own,
-        reached_step=found.reached_step,
-        restored_step=found.restored_step,
-        restore_s=found.restore_s,
-        losses_checked=found.losses_checked,
-        losses_equal=found.losses_equal,
-        live=live_proof(found.loop, part) if last and order.spec.proof else None,
-    )
+    result = AfterKill(**own, **dict(found), live=live_proof(loop, part) if last and order.spec.proof else None)
     if not last:
         _leave(order, result)
-        _await_kill(order, part, found.loop, order.step_s)
+        _await_kill(order, part, loop, order.step_s)
     return result
 
 

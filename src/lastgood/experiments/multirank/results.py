@@ -33,6 +33,7 @@ __all__ = [
     "AfterKill",
     "MeasuredRank",
     "RestoredRank",
+    "Resumed",
     "merge_clocks",
     "merge_counts",
     "merge_proofs",
@@ -77,8 +78,8 @@ class MeasuredRank(_Result):
         return each if writers == "shadows" else min(self.workload.state_bytes, each)
 
 
-class AfterKill(_Result):
-    """What a rank hands back after a kill, once it has restored and taken a few steps."""
+class Resumed(FrozenModel):
+    """What a rank found after a kill, once it has restored and taken a few steps."""
 
     reached_step: int
     """The last step that this rank had finished before the kill."""
@@ -86,6 +87,11 @@ class AfterKill(_Result):
     restore_s: float
     losses_checked: int
     losses_equal: bool
+
+
+class AfterKill(_Result, Resumed):
+    """What a rank hands back after a kill."""
+
     live: LiveProof | None
     """Of the last incarnation, if the run also proves a restore."""
 
