@@ -40,9 +40,9 @@ def collect_checkmate_files(
         return found
     values: dict[str, list[float]] = defaultdict(list)
     sources = set()
-    for one in load_ranges(reference):
-        values[one.metric].append(one.value)
-        sources.add(one.source)
+    for metric, value, source in load_ranges(reference):
+        values[metric].append(value)
+        sources.add(source)
     single = sorted(metric for metric, both in values.items() if len(both) != 2)
     if single:
         raise LastgoodError(f"{reference}: {', '.join(single)}: a range has one value `from` and one `to`")

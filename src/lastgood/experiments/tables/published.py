@@ -19,7 +19,6 @@ from lastgood.text import parse_csv, parse_number, read_bytes
 __all__ = [
     "MOST_VALUE",
     "Published",
-    "PublishedEnd",
     "PublishedGain",
     "load_gains",
     "load_published",
@@ -60,15 +59,6 @@ class PublishedGain:
     system: str
     interval_steps: int
     gain: float
-    source: str
-
-
-@dataclass(frozen=True)
-class PublishedEnd:
-    """The lowest or the highest of what was published as a range."""
-
-    metric: str
-    value: float
     source: str
 
 
@@ -116,12 +106,15 @@ def load_gains(path: Path) -> list[PublishedGain]:
     return found
 
 
-def load_ranges(path: Path) -> list[PublishedEnd]:
-    """Both ends of every published range (`qualifier` is `from` or `to`); raises as `load_published` does."""
+def load_ranges(path: Path) -> list[tuple[str, float, str]]:
+    """Metric, value and source of both ends of every published range (`qualifier` is `from` or `to`).
+
+    Raises as `load_published` does.
+    """
     found = []
     for number, line in read_reference(path):
         if line["kind"] in _KINDS and line["qualifier"] in ("from", "to"):
-            found.append(PublishedEnd(line["metric"], _numbers(path, number, line)[1], line["source"]))
+            found.append((line["metric"], _numbers(path, number, line)[1], line["source"]))
     return found
 
 
