@@ -1,13 +1,11 @@
 """Published claims against our CSV files: reproduced, refuted, or not testable at this scale. Pure over frames.
 
-The claims are the rows of figures/reference/*.csv of kind `paper` and `artefact`; claim_rules.py holds a rule for each
+The claims are the rows of figures/reference/*.csv of kind `paper` and `artefact`; rules.py holds a rule for each
 metric. A verdict needs all repetitions to agree. docs/report.md explains the verdicts.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +20,7 @@ from lastgood.experiments.claims.evidence import Evidence
 from lastgood.experiments.claims.outcome import Outcome, Published, Verdict, elsewhere, unknown_metric
 from lastgood.experiments.claims.rules import RULES
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.experiments.tables.csv_text import rows_csv
 from lastgood.experiments.tables.files import FigureCsv, goodput_rows, run_rows
 from lastgood.experiments.tables.published import MOST_VALUE, parse_interval, read_reference
 from lastgood.text import parse_csv, parse_number, read_bytes
@@ -184,15 +183,7 @@ def _row(published: Published, outcome: Outcome, evidence: Evidence) -> ClaimRow
 
 def claims_csv(rows: Sequence[ClaimRow]) -> bytes:
     """The claims as CSV, a row for each."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CLAIM_COLUMNS)
-    for row in rows:
-        values = [getattr(row, name) for name in CLAIM_COLUMNS]
-        writer.writerow(
-            ["" if value is None else repr(value) if isinstance(value, float) else value for value in values]
-        )
-    return text.getvalue().encode()
+    return rows_csv(rows, CLAIM_COLUMNS)
 
 
 def load_claims(path: Path) -> list[ClaimRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lastgood.experiments.claims.evidence import Evidence, Sample
@@ -18,7 +18,6 @@ __all__ = [
     "judge",
     "not_testable",
     "unknown_metric",
-    "with_reason",
 ]
 
 Verdict = Literal["reproduced", "refuted", "not testable"]
@@ -129,11 +128,6 @@ def judge(
 def not_testable(statement: str, workload: str, reason: str, accepted: str = "", tolerance: str = "") -> Outcome:
     """The outcome of a claim for which there is no number."""
     return Outcome(statement, workload, Sample(()), accepted, "not testable", reason, tolerance)
-
-
-def with_reason(outcome: Outcome, reason: str) -> Outcome:
-    """The same outcome with more to say about it."""
-    return replace(outcome, reason=reason)
 
 
 def _range(sample: Sample) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 
@@ -23,7 +24,6 @@ from lastgood.experiments.claims.outcome import (
     judge,
     not_testable,
     unknown_metric,
-    with_reason,
 )
 from lastgood.experiments.systems.labels import system_label
 from lastgood.experiments.systems.papers import PCCHECK, PCCHECK_EARLIER
@@ -152,7 +152,7 @@ def _interval_rule(published: Published, _others: list[Published], evidence: Evi
             statement, workload, sample, lambda value: value <= q + _SLOWDOWN_SLACK, accepted, _WHY_SLOWDOWN, easy=easy
         )
         allowed = ", ".join(str(one[1]) for one in kept)
-        yield with_reason(outcome, f"{outcome.reason}; the rule allows {allowed}, shown is {interval}")
+        yield replace(outcome, reason=f"{outcome.reason}; the rule allows {allowed}, shown is {interval}")
 
 
 def _least_interval(cell: pd.DataFrame, q: float) -> float | None:
@@ -220,7 +220,7 @@ def _goodput_gain(published: Published, _others: list[Published], evidence: Evid
     unlike = loads[list(gains).index(cell)] if all(loads) else ""
     outcome = judge(statement, shown, gains[cell], lambda value: value >= limit, accepted, _WHY_GAP, unlike=unlike)
     place = f"{cell[0]} at interval {cell[1]}, of {len(gains)} cells"
-    yield with_reason(outcome, f"{outcome.reason}; {source}, {place}")
+    yield replace(outcome, reason=f"{outcome.reason}; {source}, {place}")
 
 
 def _own_interval(published: Published, _others: list[Published], evidence: Evidence) -> Iterator[Outcome]:

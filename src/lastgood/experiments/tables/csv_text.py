@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from lastgood.files import write_result
 
-__all__ = ["Collected", "field_text", "median_lines"]
+__all__ = ["Collected", "field_text", "median_lines", "rows_csv"]
 
 _Row = TypeVar("_Row")
 _Name = TypeVar("_Name")
@@ -36,8 +36,12 @@ class Collected(Generic[_Row]):
     def write(self, out_tidy: Path, out_wide: Path) -> None:
         """Write both CSV files, each complete or not at all."""
         write_result(out_wide, _csv_bytes(self.wide))
-        lines = ([field_text(getattr(row, name)) for name in self.columns] for row in self.tidy)
-        write_result(out_tidy, _csv_bytes([self.columns, *lines]))
+        write_result(out_tidy, rows_csv(self.tidy, self.columns))
+
+
+def rows_csv(rows: Iterable[object], columns: Sequence[str]) -> bytes:
+    """A file of `rows`, whose attributes are the columns."""
+    return _csv_bytes([columns, *([field_text(getattr(row, name)) for name in columns] for row in rows)])
 
 
 def median_lines(
