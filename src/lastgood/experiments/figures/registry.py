@@ -71,13 +71,11 @@ class FigureKind:
 
     def collector(self) -> Callable[..., CollectedFigure]:
         """The function that makes the CSV files."""
-        collect: Callable[..., CollectedFigure] = load_function(self.collect or self.shows.collect)
-        return collect
+        return load_function(self.collect or self.shows.collect)
 
     def drawer(self) -> Callable[..., list[Path]]:
         """The function that makes the pictures."""
-        draw: Callable[..., list[Path]] = load_function(self.draw)
-        return draw
+        return load_function(self.draw)
 
 
 def _over_nodes(figure: str) -> FigureKind:

@@ -52,8 +52,7 @@ class MeasurementKind:
 
     def function(self, field: str) -> Callable[..., Any]:
         """The function that `execute`, `modelled_s` or `collect` names."""
-        found: Callable[..., Any] = load_function(getattr(self, field))
-        return found
+        return load_function(getattr(self, field))
 
 
 RUN = MeasurementKind(
@@ -110,7 +109,8 @@ def _kind_of_keys(found: object) -> MeasurementKind:
     return max(_KINDS, key=lambda kind: len(keys & kind.spec.model_fields.keys()))
 
 
-def load_function(target: str) -> Any:
-    """The object that ``module:name`` stands for."""
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that ``module:name`` stands for."""
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

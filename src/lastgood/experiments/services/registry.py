@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.errors import ConfigError
+from lastgood.experiments.records.kinds import load_function
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.gemini_peers import GeminiPeers
 from lastgood.experiments.services.service import Meter, Service
@@ -29,9 +29,8 @@ def services_of(spec: RunSpec) -> list[Service]:
         return []
     if helper in _OWN:
         return [_OWN[helper](spec)]
-    module_name, _, name = helper.partition(":")
     try:
-        make: Callable[[RunSpec], Service] = getattr(importlib.import_module(module_name), name)
+        make = load_function(helper)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"system {spec.system!r}: its helper {helper} cannot be imported: {error}") from error
     return [make(spec)]
