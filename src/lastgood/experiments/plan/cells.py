@@ -163,8 +163,8 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
     for repetition in range(section.repetitions):
         for found in nodes_variants(config, section, figure):
             for interval in _intervals_of(found.system, section.intervals):
-                steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
                 spec = _spec(config, found, interval, repetition)
+                steps = _steps(config, section.iterations, interval)
                 specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
     return in_batches(specs, config)
 
@@ -182,10 +182,9 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
             for found in checkmate_variants(config, model):
                 for interval in _intervals_of(found.system, section.intervals):
                     spec = _spec(config, found, interval, repetition)
-                    steps = _whole_intervals(max(section.iterations, config.min_checkpoints * interval), interval)
                     own = {
                         **_over_ranks(config, section, "ddp"),
-                        "measured_steps": steps,
+                        "measured_steps": _steps(config, section.iterations, interval),
                         "kills": section.kills if interval else 0,
                         "proof": spec.proof and (system_traits(found.system).only_interval == 1 or not section.kills),
                     }
@@ -219,7 +218,7 @@ def plan_simple(config: Config) -> list[RunSpec]:
     """The one run of the smoke test."""
     simple = config.simple
     spec = _spec(config, variant(config, simple.model, simple.system), simple.interval, 0)
-    steps = _whole_intervals(max(simple.iterations, config.min_checkpoints * simple.interval), simple.interval)
+    steps = _steps(config, simple.iterations, simple.interval)
     return [spec.model_copy(update={"measured_steps": steps, "proof": True})]
 
 
@@ -248,7 +247,7 @@ def _spec(config: Config, found: Variant, interval: int, repetition: int) -> Run
         method=checkpointer_class(found.system).METHOD,
         interval_steps=interval,
         warmup_steps=config.warmup_iterations,
-        measured_steps=_whole_intervals(max(config.iterations, config.min_checkpoints * interval), interval),
+        measured_steps=_steps(config, config.iterations, interval),
         proof=found.system != BASELINE and (config.proof == "every" or repetition == 0),
         device=config.device,
         threads=config.thread_count,
@@ -264,9 +263,8 @@ def _paired(config: Config, spec: RunSpec) -> RunSpec:
     plan = config.pairs.plan()
     if plan is None:
         return spec
-    steps = max(config.pairs.steps, config.min_checkpoints * spec.interval_steps)
-    changes = {"pairs": plan, "measured_steps": _whole_intervals(steps, spec.interval_steps)}
-    return spec.model_copy(update=changes)
+    steps = _steps(config, config.pairs.steps, spec.interval_steps)
+    return spec.model_copy(update={"pairs": plan, "measured_steps": steps})
 
 
 def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
@@ -275,8 +273,9 @@ def _intervals_of(system: str, intervals: Sequence[int]) -> Sequence[int]:
     return intervals if only is None else [only]
 
 
-def _whole_intervals(steps: int, interval: int) -> int:
-    """Round up to whole intervals: steps after the last checkpoint would dilute what the checkpoints cost."""
+def _steps(config: Config, least: int, interval: int) -> int:
+    """Enough for the checkpoints asked for, in whole intervals: steps after the last would dilute what they cost."""
+    steps = max(least, config.min_checkpoints * interval)
     return -(-steps // interval) * interval if interval else steps
 
 
