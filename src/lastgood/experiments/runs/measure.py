@@ -6,8 +6,9 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -186,7 +187,7 @@ def train_and_measure(
         if spec.proof:
             report("training on for the restore proof")
             # Not closed: this process is killed next, and what is durable must be so without a tidy end.
-            return Measurement(**{**measurement.__dict__, "proof": live_proof(loop, part)})
+            return replace(measurement, proof=live_proof(loop, part))
     except BaseException:
         checkpointer.close()
         raise
@@ -361,15 +362,13 @@ def _clocks(timed: _Timed, events: Sequence[CheckpointEvent], stall_update_s: fl
 
 
 def _counts(events: Sequence[CheckpointEvent]) -> Counts:
-    def count(outcome: Outcome) -> int:
-        return sum(event.outcome is outcome for event in events)
-
+    outcomes = Counter(event.outcome for event in events)
     return Counts(
         started=len(events),
-        durable=count(Outcome.DURABLE),
-        superseded=count(Outcome.SUPERSEDED),
-        failed=count(Outcome.FAILED),
-        skipped=count(Outcome.SKIPPED),
+        durable=outcomes[Outcome.DURABLE],
+        superseded=outcomes[Outcome.SUPERSEDED],
+        failed=outcomes[Outcome.FAILED],
+        skipped=outcomes[Outcome.SKIPPED],
     )
 
 
