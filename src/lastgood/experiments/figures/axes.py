@@ -36,7 +36,7 @@ class FigureAxes:
     """Whether it needs runs of `none`."""
 
 
-def _knob(name: str) -> Callable[[RunSpec], int | float | None]:
+def _option(name: str) -> Callable[[RunSpec], int | float | None]:
     def value_of(spec: RunSpec) -> int | float | None:
         if spec.system == BASELINE:
             return None
@@ -46,10 +46,6 @@ def _knob(name: str) -> Callable[[RunSpec], int | float | None]:
         return value
 
     return value_of
-
-
-def _interval(spec: RunSpec) -> int:
-    return spec.interval_steps
 
 
 def _megabytes(spec: RunSpec) -> int:
@@ -77,13 +73,13 @@ def _pool_share(spec: RunSpec) -> float | None:
     return round(float(pool) / options.state_bytes(), 3)
 
 
-THROUGHPUT = FigureAxes("interval_steps", _interval, "system", "interval", "iterations_per_s")
+THROUGHPUT = FigureAxes("interval_steps", lambda spec: spec.interval_steps, "system", "interval", "iterations_per_s")
 """Figure 8."""
 PERSIST = FigureAxes("megabytes", _megabytes, "system", "axis", "persist_ms", baseline=False)
 """Figure 11."""
-CONCURRENCY = FigureAxes("max_in_flight", _knob("max_in_flight"), "axis", "interval", "slowdown")
+CONCURRENCY = FigureAxes("max_in_flight", _option("max_in_flight"), "axis", "interval", "slowdown")
 """Figure 12."""
-THREADS = FigureAxes("writer_threads", _knob("writer_threads"), "interval", "axis", "slowdown")
+THREADS = FigureAxes("writer_threads", _option("writer_threads"), "interval", "axis", "slowdown")
 """Figure 13."""
 MEMORY = FigureAxes("pool_share", _pool_share, "interval", "axis", "slowdown")
 """Figure 14."""
