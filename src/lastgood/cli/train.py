@@ -61,17 +61,15 @@ def train(
     place = find_trainer(os.environ)
     pinned = own_cpus(cpus, os.environ)
     settings = load_config(configfile or find_root() / "config" / "laptop.yaml", parse_overrides(config or []))
-    options = settings.workload_options(model)
+    settings.workload_options(model)  # refuses an unknown one
     if pinned:
         os.sched_setaffinity(0, pinned)  # before torch starts threads, which inherit it
 
     import torch
 
     from lastgood.checkpointers.checkmate.system import Checkmate
-    from lastgood.state import seed_everything
     from lastgood.training.loop import configure_compute
     from lastgood.training.shadowed import join_trainers, leave_trainers, train_with_shadows
-    from lastgood.workloads.registry import build_workload
 
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -81,16 +79,7 @@ def train(
     join_trainers(place, settings.device, timeout_s)
     addresses = shadow or _ask(shadows_at, place.shadows, timeout_s)
     checkpointer = Checkmate(directory, shadows=addresses, token_file=str(token_file), policy=policy)
-    data = settings.data.of_workload(model)
-    seed_everything(settings.seed)
-    workload = build_workload(
-        model,
-        options,
-        data_dir=Path(settings.data_dir),
-        data_path=None if data is None else Path(data),
-        seed=settings.seed,
-        device=settings.device,
-    )
+    workload = settings.build_workload(model)
 
     def report(text: str) -> None:
         if place.rank == 0:

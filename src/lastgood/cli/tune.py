@@ -125,7 +125,7 @@ def _tune_workload(
     from lastgood.experiments.plan.grid import find_root
     from lastgood.experiments.plan.load import parse_config
     from lastgood.training.tuning import tune_training
-    from lastgood.workloads.registry import build_workload, workload_names
+    from lastgood.workloads.registry import workload_names
 
     if workload not in workload_names():
         raise ConfigError(f"--workload: unknown model {workload!r}; known: {', '.join(workload_names())}")
@@ -135,22 +135,12 @@ def _tune_workload(
     if settings.device == "cuda" and not cuda_devices():
         raise ConfigError(sources.problem(("device",), "'cuda': this machine shows no CUDA device; allowed here: cpu"))
     from lastgood.checkpointers.baselines.none import NoCheckpointing
-    from lastgood.state import seed_everything
     from lastgood.training.loop import TrainingLoop, configure_compute
 
     report: Callable[[str], None] = shared["report"]
     report(f"building {workload}")
     configure_compute(settings.thread_count, deterministic=False)
-    seed_everything(settings.seed)
-    data = settings.data.of_workload(workload)
-    built = build_workload(
-        workload,
-        settings.workload_options(workload),
-        data_dir=Path(settings.data_dir),
-        data_path=None if data is None else Path(data),
-        seed=settings.seed,
-        device=settings.device,
-    )
+    built = settings.build_workload(workload)
     loop = TrainingLoop(built, NoCheckpointing(directory), 0, settings.device)
     built.model.train()
     return tune_training(directory, lambda: loop.train(1), loop.state, limits=limits, **shared)

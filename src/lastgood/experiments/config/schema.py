@@ -39,8 +39,8 @@ from lastgood.experiments.config.values import (
 from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.base import Scale
 from lastgood.experiments.systems.papers import PCCHECK
-from lastgood.workloads.base import WorkloadOptions
-from lastgood.workloads.registry import workload_data_kind, workload_options_class
+from lastgood.workloads.base import Workload, WorkloadOptions
+from lastgood.workloads.registry import build_workload, workload_data_kind, workload_options_class
 
 __all__ = ["SECTIONS", "Config", "DataPaths", "SimpleTest"]
 
@@ -142,6 +142,21 @@ class Config(Part):
     def workload_options(self, model: str) -> WorkloadOptions:
         """Validated options of `model`."""
         return workload_options_class(model).model_validate(self.workloads.get(model, {}))
+
+    def build_workload(self, model: str) -> Workload:
+        """`model` as configured, on the configured data and device, with every generator seeded."""
+        from lastgood.state import seed_everything  # needs torch
+
+        seed_everything(self.seed)
+        data = self.data.of_workload(model)
+        return build_workload(
+            model,
+            self.workload_options(model),
+            data_dir=Path(self.data_dir),
+            data_path=None if data is None else Path(data),
+            seed=self.seed,
+            device=self.device,
+        )
 
     def system_options(self, system: str) -> BaseOptions:
         """Validated options of `system`."""
