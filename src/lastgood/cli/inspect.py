@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from lastgood.storage import GlobalCommit, SlotInfo, SlotStatus, SlotView, Verdict
     from lastgood.storage.standalone_slot import StandaloneSlots
 
-__all__ = ["inspect"]
+__all__ = ["Directory", "held_by_all", "inspect", "listed", "of_step"]
 
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
+        show_default=False,
+    ),
+]
 _TRIES = 3
 """A training beside may overwrite a checkpoint between the look at its slot and the look into it."""
 
 
 def inspect(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
-            show_default=False,
-        ),
-    ],
+    directory: Directory,
     layout: Annotated[
         bool, typer.Option("--layout", help="Also show the tensors and values of the newest whole checkpoint.")
     ] = False,
@@ -66,23 +67,37 @@ def inspect(
         emit_json(job if ranks else shown[0][0])
     else:
         for one, contents in shown:
-            commit = one.get("global")
-            marked = f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
             if not one["slots"]:
                 sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
                 continue
             for other in one["other_checkpoints"]:
                 sys.stdout.write(f"{one['directory']}: beside the slots {other['what']} of steps {other['steps']}\n")
-            _show_slots(f"{one['directory']}{' (in use)' if one['in_use'] else ''}{marked}{_age(one)}", one["slots"])
+            _show_slots(
+                f"{one['directory']}{' (in use)' if one['in_use'] else ''}{held_by_all(one)}{_age(one)}", one["slots"]
+            )
             if contents is not None:
                 _show_contents(contents)
         if ranks and (slots or not others):
-            listed = [
-                f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in common
-            ]
-            sys.stdout.write(f"whole on all ranks: {', '.join(listed) or 'none'}\n")
+            sys.stdout.write(f"whole on all ranks: {listed(common)}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
+
+
+def held_by_all(described: Mapping[str, Any]) -> str:
+    """What all ranks of a job hold, for the title of one rank's directory."""
+    commit = described.get("global")
+    return f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
+
+
+def listed(whole: Sequence[Mapping[str, Any]]) -> str:
+    """The checkpoints that all ranks hold, in words."""
+    named = [f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in whole]
+    return ", ".join(named) or "none"
+
+
+def of_step(statuses: Sequence[SlotStatus], step: int | None) -> list[SlotStatus]:
+    """Those whose record is of `step`; all if it is None."""
+    return [one for one in statuses if step is None or (one.record is not None and one.record.step == step)]
 
 
 def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | None, json: bool) -> None:
@@ -92,9 +107,7 @@ def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | N
     from lastgood.storage import SlotView
 
     troubles = list(standalone.troubles)
-    statuses = [
-        one for one in standalone.statuses if step is None or (one.record is not None and one.record.step == step)
-    ]
+    statuses = of_step(standalone.statuses, step)
     contents = []
     for info in (status.info for status in statuses):
         if info is not None and (layout or step is not None):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli.inspect import Directory, held_by_all, listed, of_step
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
 from lastgood.units import GIB, format_bytes
 
@@ -20,13 +21,7 @@ __all__ = ["verify"]
 
 
 def verify(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
-            show_default=False,
-        ),
-    ],
+    directory: Directory,
     step: Annotated[int | None, typer.Option(help="Only checkpoints of this step.", show_default="all")] = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results to stdout as JSON.")] = False,
@@ -71,10 +66,7 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
 
     view = SlotStore.peek(directory)
     statuses, troubles = look_at_slots(view)
-    results = []
-    for status in statuses:
-        if step is None or (status.record is not None and status.record.step == step):
-            results.append(_check(view, status, threads))
+    results = [_check(view, status, threads) for status in of_step(statuses, step)]
     found: dict[str, Any] = {"directory": str(directory), "trouble": troubles, "slots": results}
     try:
         commit = view.global_commit()
@@ -129,10 +121,7 @@ def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dic
 
 def _show_job(job: dict[str, Any]) -> None:
     if job:
-        listed = [
-            f"{one['step']} (incarnation {one['incarnation']}{', bad' if one['bad'] else ''})" for one in job["whole"]
-        ]
-        console.print(f"whole on all ranks: {', '.join(listed) or 'none'}")
+        console.print(f"whole on all ranks: {listed(job['whole'])}")
         for trouble in job["trouble"]:
             console.print(trouble)
 
@@ -143,9 +132,7 @@ def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: i
     from lastgood.storage import SlotView
 
     results = [
-        _check(SlotView(status.path.parent), status, threads, ROOT)
-        for status in standalone.statuses
-        if step is None or (status.record is not None and status.record.step == step)
+        _check(SlotView(status.path.parent), status, threads, ROOT) for status in of_step(standalone.statuses, step)
     ]
     found = {
         "directory": str(standalone.place),
@@ -168,9 +155,7 @@ def _show(found: dict[str, Any]) -> None:
         )
         for slot in found["slots"]
     )
-    commit = found.get("global")
-    marked = f", all ranks hold step {commit['step']} of incarnation {commit['incarnation']}" if commit else ""
-    emit_table(f"{found['directory']}{marked}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
+    emit_table(f"{found['directory']}{held_by_all(found)}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
         console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}")
     if "restore" in found:
