@@ -144,12 +144,7 @@ def merge_counts(ranks: Sequence[Counts]) -> Counts:
 
 def merge_resources(ranks: Sequence[Resources]) -> Resources:
     """Sums over all ranks."""
-    return Resources(
-        peak_rss_bytes=sum(one.peak_rss_bytes for one in ranks),
-        peak_device_bytes=sum(one.peak_device_bytes for one in ranks),
-        cpu_s=sum(one.cpu_s for one in ranks),
-        bytes_written=sum(one.bytes_written for one in ranks),
-    )
+    return Resources(**{name: sum(getattr(one, name) for one in ranks) for name in Resources.model_fields})
 
 
 def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:

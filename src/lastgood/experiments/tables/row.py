@@ -130,11 +130,7 @@ def _nearest_rank(values: Sequence[float], share: float) -> float:
 
 def _of_counts(counts: Counts, interval_steps: int) -> dict[str, Any]:
     return {
-        "checkpoints_started": counts.started,
-        "checkpoints_durable": counts.durable,
-        "checkpoints_superseded": counts.superseded,
-        "checkpoints_failed": counts.failed,
-        "checkpoints_skipped": counts.skipped,
+        **{f"checkpoints_{name}": count for name, count in counts},
         # A superseded checkpoint was written in full, so it cost what a durable one costs.
         "enough_checkpoints": counts.durable + counts.superseded >= 2 if interval_steps else None,
     }
@@ -253,12 +249,8 @@ def _of_shadows(shadows: Sequence[ShadowFacts]) -> dict[str, Any]:
     """Columns of a run under Checkmate: sums over its shadows."""
     if not shadows:
         return {}
-    return {
-        "shadow_cpu_s": sum(one.cpu_s for one in shadows),
-        "shadow_received_bytes": sum(one.received_bytes for one in shadows),
-        "shadow_optimizer_s": sum(one.optimizer_s for one in shadows),
-        "shadow_peak_rss_bytes": sum(one.peak_rss_bytes for one in shadows),
-    }
+    names = ("cpu_s", "received_bytes", "optimizer_s", "peak_rss_bytes")
+    return {f"shadow_{name}": sum(getattr(one, name) for one in shadows) for name in names}
 
 
 def _of_failures(record: RunRecord) -> dict[str, Any]:
