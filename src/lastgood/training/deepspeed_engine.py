@@ -68,10 +68,16 @@ def cut_into_stages(workload: Workload, stages: int, batch_size: int, device: st
     from lastgood.workloads.training_parts import adamw_with_warmup
 
     deepspeed = _prepare(device)
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     cut = causal_layers(workload.model)
-    specs = [_tied(cut.embedding, None), *(_untied(layer) for layer in cut.layers), _tied(cut.embedding, cut.head)]
+    # Every stage that has the embedding holds it alike; at the end the head takes the place of its own forward pass.
+    tied = ("embedding", type(cut.embedding))
+    specs = [
+        _given(TiedLayerSpec, cut.embedding, *tied),
+        *(_given(LayerSpec, layer, type(layer)) for layer in cut.layers),
+        _given(TiedLayerSpec, cut.embedding, *tied, forward_fn=cut.head),
+    ]
     if stages > len(specs):
         raise ConfigError(f"{workload.name} has {len(specs)} layers, too few for a pipeline of {stages} stages")
     module = PipelineModule(layers=specs, num_stages=stages, loss_fn=cut.loss)
@@ -135,42 +141,22 @@ def _initialize(
     return engine
 
 
-class _Given:
-    """Of a LayerSpec: its layer is there already, and not built."""
+def _given(kind: Any, layer: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
+    """A specification, of DeepSpeed's class `kind`, of a layer that is there already and not built."""
 
-    layer: torch.nn.Module | None = None
+    class Given(kind):  # type: ignore[misc]
+        layer: torch.nn.Module | None
 
-    def build(self, log: bool = False) -> torch.nn.Module | None:
-        """The layer."""
-        del log
-        return self.layer
+        def build(self, log: bool = False) -> torch.nn.Module | None:
+            del log
+            return self.layer
 
-    def forget(self) -> None:
-        """PipelineModule keeps the specs of all stages, which would keep all their layers in memory."""
-        self.layer = None
+        def forget(self) -> None:
+            """PipelineModule keeps the specs of all stages, which would keep all their layers in memory."""
+            self.layer = None
 
-
-def _untied(layer: torch.nn.Module) -> Any:
-    """A layer of one stage."""
-    from deepspeed.pipe import LayerSpec
-
-    class Untied(_Given, LayerSpec):  # type: ignore[misc]
-        pass
-
-    spec = Untied(type(layer))
+    spec = Given(*arguments, **more)
     spec.layer = layer
-    return spec
-
-
-def _tied(embedding: torch.nn.Module, forward: Callable[..., Any] | None) -> Any:
-    """The embedding, which every stage that has it holds alike; `forward` takes the place of its own."""
-    from deepspeed.pipe import TiedLayerSpec
-
-    class Tied(_Given, TiedLayerSpec):  # type: ignore[misc]
-        pass
-
-    spec = Tied("embedding", type(embedding), forward_fn=forward)
-    spec.layer = embedding
     return spec
 
 
