@@ -19,10 +19,11 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import local_path
 from lastgood.locks import FileLock
 
-__all__ = ["ExclusiveRun", "Scratch", "exclusive_machine"]
+__all__ = ["ExclusiveRun", "exclusive_machine"]
 
 _LOCK_WAIT_S = 24 * 3600.0
 """How long a run waits for the machine."""
+_NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -47,54 +48,48 @@ def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None
     with machine_turn(report, _LOCK_WAIT_S):
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         began_s = time.monotonic()
-        folder = Scratch(scratch, spec)
-        try:
-            yield ExclusiveRun(folder.path, started_at, began_s)
-        finally:
-            folder.remove()
+        with _run_folder(local_path(scratch), spec) as folder:
+            yield ExclusiveRun(folder, started_at, began_s)
 
 
-class Scratch:
+@contextlib.contextmanager
+def _run_folder(scratch: Path, spec: RunSpec) -> Iterator[Path]:
     """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
+    folder = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        _sweep(scratch)
+        folder.mkdir(0o700)
+    except OSError as error:
+        raise LastgoodError(
+            f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"
+        ) from error
+    lock = FileLock(folder / "lock", f"scratch folder {folder}")
+    lock.acquire()
+    try:
+        yield folder
+    finally:
+        _remove_folder(folder)
+        lock.release()
 
-    _NAME = re.compile(r"run-(\d+)-[0-9a-f]{8}")
 
-    def __init__(self, scratch: Path, spec: RunSpec) -> None:
-        scratch = local_path(scratch)
+def _sweep(scratch: Path) -> None:
+    """Remove what killed runs left: folders whose lock is free, and those that had not come to a lock yet."""
+    for left in scratch.iterdir():
+        match = _NAME.fullmatch(left.name)
+        if match is None:
+            continue
+        if not (left / "lock").exists():
+            if not Path("/proc", match[1]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+            continue
+        lock = FileLock(left / "lock", f"scratch folder {left}")
         try:
-            scratch.mkdir(parents=True, exist_ok=True)
-            self._sweep(scratch)
-            self.path = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
-            self.path.mkdir(0o700)
-        except OSError as error:
-            raise LastgoodError(
-                f"scratch {scratch}: {error.strerror}; set `scratch` to a folder you can write to"
-            ) from error
-        self._lock = FileLock(self.path / "lock", f"scratch folder {self.path}")
-        self._lock.acquire()
-
-    def _sweep(self, scratch: Path) -> None:
-        """Remove what killed runs left: folders whose lock is free, and those that had not come to a lock yet."""
-        for left in scratch.iterdir():
-            match = self._NAME.fullmatch(left.name)
-            if match is None:
-                continue
-            if not (left / "lock").exists():
-                if not Path("/proc", match[1]).exists():
-                    shutil.rmtree(left, ignore_errors=True)
-                continue
-            lock = FileLock(left / "lock", f"scratch folder {left}")
-            try:
-                lock.acquire()
-            except (LockHeld, OSError):
-                continue  # in use, or another user's
-            _remove_folder(left)
-            lock.release()
-
-    def remove(self) -> None:
-        """Delete the folder and all checkpoints in it."""
-        _remove_folder(self.path)
-        self._lock.release()
+            lock.acquire()
+        except (LockHeld, OSError):
+            continue  # in use, or another user's
+        _remove_folder(left)
+        lock.release()
 
 
 def _remove_folder(folder: Path) -> None:
