@@ -23,9 +23,8 @@ def check(
 ) -> None:
     """Check that each run restored its state to the bit and holds enough durable checkpoints; exit 1 if one did not."""
     from lastgood.experiments.records.run import RunRecord
-    from lastgood.experiments.records.verdict import judge
 
-    verdicts = [(path, record, judge(record, min_durable)) for path in records for record in [RunRecord.load(path)]]
+    verdicts = [(path, record, record.faults(min_durable)) for path in records for record in [RunRecord.load(path)]]
     if as_json:
         emit_json([{"record": str(path), "passed": not faults, "faults": faults} for path, _, faults in verdicts])
     else:

@@ -117,9 +117,8 @@ def run(
         emit_json(record.model_dump(mode="json"))
     if check:
         from lastgood.cli.check import print_verdict
-        from lastgood.experiments.records.verdict import judge
 
-        faults = judge(record)
+        faults = record.faults()
         print_verdict(out, record, faults)
         if faults:
             raise typer.Exit(1)

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.experiments.records.run import Proof, RunRecord
-from lastgood.experiments.records.verdict import judge
 from tests.experiments.support.records import make_record
 
 
@@ -20,7 +19,7 @@ def with_proof(**changes: object) -> RunRecord:
 
 
 def test_a_proved_run_passes() -> None:
-    assert judge(make_record(proof=True)) == []
+    assert make_record(proof=True).faults() == []
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_a_proved_run_passes() -> None:
     ],
 )
 def test_every_fault_is_named(record: RunRecord, fault: str) -> None:
-    assert any(found.startswith(fault) for found in judge(record))
+    assert any(found.startswith(fault) for found in record.faults())
 
 
 def test_the_command_exits_by_the_verdict(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
-from lastgood.experiments.records.verdict import judge
 from lastgood.experiments.runs.children import hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.measure import prove_restore, train_and_measure, train_and_prove
 from lastgood.workloads.data.prepare import prepare_dataset
@@ -117,7 +116,7 @@ def test_a_run_gives_a_whole_record_with_its_proof(system, job):
         assert record.counts.started == 2
         assert record.counts.durable + record.counts.superseded == 2 == len(clocks.persist_s)
         assert record.resources.bytes_written >= 2 * record.workload.state_bytes
-        assert judge(record, min_durable=1) == []
+        assert record.faults(min_durable=1) == []
         assert len(record.proof.next_losses_restored) == 2
     assert job.left() == []
     assert not wait_for_no_peer(job.scratch, 60.0), "a peer outlives the trainer, but not the run"
@@ -136,7 +135,7 @@ def test_a_system_that_gives_back_an_old_state_is_found_out(job):
     record = RunRecord.load(job.out)
     assert not record.proof.equal
     assert record.proof.digest_live != record.proof.digest_restored
-    assert "the restored state differs" in " ".join(judge(record))
+    assert "the restored state differs" in " ".join(record.faults())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import psutil
 
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.records.verdict import judge
 
 COMMAND = [sys.executable, "-c", "from lastgood.cli import main; main()", "run"]
 OPT = {
@@ -91,7 +90,7 @@ def proved(job: Job, spec: RunSpec, *more: str):
     code, output = job.finish(spec, "--check", *more)
     assert code == 0, output
     record = RunRecord.load(job.out)
-    assert judge(record) == []
+    assert record.faults() == []
     assert record.spec == spec
     assert record.ranks is not None
     assert [one.rank for one in record.ranks.ranks] == list(range(spec.ranks))
