@@ -20,12 +20,12 @@ from lastgood.experiments.figures.axes import THROUGHPUT, FigureAxes
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.tables.columns import OF_PAIRS, TIDY_COLUMNS, TidyRow
-from lastgood.experiments.tables.csv_text import Collected
+from lastgood.experiments.tables.csv_text import Collected, field_text, median_lines
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
 from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_row
-from lastgood.experiments.tables.wide import wide_table
 from lastgood.sinks import Sink
 
 __all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "records_there", "run_name"]
@@ -151,7 +151,7 @@ def collect(
         )
     paired = any(row.rounds is not None for row in rows)
     columns = [name for name in TIDY_COLUMNS if paired or name not in OF_PAIRS]
-    return Collected(rows, columns, wide_table(rows, axes), warnings, f"{len(rows)} of {expected} runs")
+    return Collected(rows, columns, _wide_table(rows, axes), warnings, f"{len(rows)} of {expected} runs")
 
 
 def _axes(figure: str) -> FigureAxes:
@@ -218,3 +218,59 @@ def _proofs(records: Iterable[RunRecord]) -> dict[str, bool]:
             cell = record.spec.cell_hash
             found[cell] = found.get(cell, True) and record.proof.equal
     return found
+
+
+# -- the wide file: the layout of the files in PCcheck's artefact -----------------------------------------------------
+
+_SIDE_NAMES = {"system": "system", "interval": "interval_steps"}
+
+
+def _wide_table(rows: Sequence[TidyRow], axes: FigureAxes) -> list[list[str]]:
+    """Medians with a row per series and a column per place on the x axis, as in the files of PCcheck's artefact.
+
+    Systems go by their printed names. If columns are intervals, column 0 (no checkpoints) is filled in every row
+    with the one `none` run that all of them share; if rows are intervals, there is no such column.
+    """
+    values: dict[tuple[str, float], list[float]] = defaultdict(list)
+    nones: list[float] = []
+    series: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        value = _wide_value(row, axes)
+        if row.system == BASELINE:
+            nones += [] if value is None else [value]
+            continue
+        name, order = _series(row, axes)
+        series[name] = order
+        place = _place(row, axes)
+        if value is not None and place is not None:
+            values[name, place].append(value)
+    none = statistics.median(nones) if nones else None
+    with_none = axes.columns == "interval" and none is not None
+    places = sorted({place for _, place in values})
+    table = [[_SIDE_NAMES.get(axes.rows, axes.axis), *(["0"] if with_none else []), *map(field_text, places)]]
+    if not series and none is not None:
+        return [*table, [system_label(BASELINE), field_text(none)]] if with_none else table
+    names = {name: name for name in sorted(series, key=lambda name: series[name])}
+    for name, *line in median_lines(names, places, values):
+        table.append([name, *([field_text(none)] if with_none else []), *line])
+    return table
+
+
+def _wide_value(row: TidyRow, axes: FigureAxes) -> float | None:
+    if axes.value == "iterations_per_s":
+        return row.iterations_per_s
+    if axes.value == "slowdown":
+        return row.slowdown
+    return None if row.persist_p50_s is None else 1000 * row.persist_p50_s
+
+
+def _series(row: TidyRow, axes: FigureAxes) -> tuple[str, tuple[float, str]]:
+    """The name of the series that a run belongs to, and what to sort it by."""
+    if axes.rows == "system":
+        return system_label(row.system), system_rank(row.system)
+    value = row.interval_steps if axes.rows == "interval" else row.axis_value
+    return field_text(value), (-1 if value is None else value, "")
+
+
+def _place(row: TidyRow, axes: FigureAxes) -> int | float | None:
+    return row.interval_steps if axes.columns == "interval" else row.axis_value
