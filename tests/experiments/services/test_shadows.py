@@ -21,7 +21,7 @@ from lastgood.errors import HostError, LastgoodError
 from lastgood.experiments.services import shadows as rank_shadows
 from lastgood.experiments.services.registry import begin_meters, services_of, trainer_options
 from lastgood.experiments.services.service import run_services
-from lastgood.experiments.services.shadow_usage import ShadowPlaces, places_path, shadow_meter, shadow_options
+from lastgood.experiments.services.shadows import ShadowPlaces, places_path, shadow_meter, shadow_options
 from tests.experiments.support.specs import make_spec
 
 
