@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.multirank.kills import kill_moments, merge_kills
-from lastgood.experiments.multirank.results import AfterKill
+from lastgood.experiments.multirank.order import kill_moments
+from lastgood.experiments.multirank.results import AfterKill, merge_kills
 from tests.experiments.support.specs import make_spec
 
 

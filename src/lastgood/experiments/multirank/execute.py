@@ -18,14 +18,14 @@ from lastgood.errors import ConfigError, HostError, LastgoodError, LaunchError
 from lastgood.experiments.machine.exclusive import exclusive_machine
 from lastgood.experiments.machine.facts import boot_id, where_run
 from lastgood.experiments.multirank.capacity import check_room
-from lastgood.experiments.multirank.kills import kill_moments, merge_kills
-from lastgood.experiments.multirank.order import RankOrder, killed_path, result_path
+from lastgood.experiments.multirank.order import RankOrder, kill_moments, killed_path, result_path
 from lastgood.experiments.multirank.results import (
     AfterKill,
     MeasuredRank,
     RestoredRank,
     merge_clocks,
     merge_counts,
+    merge_kills,
     merge_proofs,
     merge_ranks,
     merge_resources,

@@ -1,14 +1,31 @@
-"""What a rank of a run is told to do, and the files by which it answers, on its own host."""
+"""What a rank of a run is told to do, when it is killed, and the files by which it answers. Needs no torch."""
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 
-__all__ = ["RankOrder", "killed_path", "result_path"]
+__all__ = ["RankOrder", "kill_moments", "killed_path", "result_path"]
+
+_LEAST_STEPS: Final = 4
+"""Before a kill: an incarnation that was just restored is not yet as it will be."""
+
+
+def kill_moments(spec: RunSpec) -> list[float]:
+    """For each kill, the iterations after an incarnation's begin at which it falls, fractions included.
+
+    They lie anywhere in a span of whole intervals, all moments alike, so that on average half an interval lies after
+    the last checkpoint's save. One seed gives the same moments for every system.
+    """
+    interval = max(1, spec.interval_steps)
+    span = interval * math.ceil(_LEAST_STEPS / interval)
+    found = random.Random(f"{spec.seed}/{spec.workload}/{interval}")
+    return [span + span * found.random() for _ in range(spec.kills)]
 
 
 class RankOrder(FrozenModel):

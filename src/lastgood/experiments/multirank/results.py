@@ -17,6 +17,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.records.run import (
     Clocks,
     Counts,
+    Failure,
     LiveProof,
     Proof,
     RankFacts,
@@ -36,6 +37,7 @@ __all__ = [
     "Resumed",
     "merge_clocks",
     "merge_counts",
+    "merge_kills",
     "merge_proofs",
     "merge_ranks",
     "merge_resources",
@@ -182,6 +184,35 @@ def merge_proofs(live: Sequence[LiveProof], restored: Sequence[RestoredRank]) ->
         next_losses_restored=_mean_losses([back.next_losses for back in restored]),
     )
     return proof, equal
+
+
+def merge_kills(moments: Sequence[float], incarnations: Sequence[Sequence[AfterKill]]) -> list[Failure]:
+    """Each kill, from what every rank of the incarnation after it found.
+
+    Lost is what the rank that had come furthest has to do again. Raises LastgoodError if ranks of one incarnation
+    restored different steps: that training is not what it was.
+    """
+    failures = []
+    for moment, ranks in zip(moments, incarnations, strict=True):
+        steps = {one.restored_step for one in ranks}
+        if len(steps) != 1:
+            each = ", ".join(f"rank {one.rank}: {one.restored_step}" for one in ranks)
+            raise LastgoodError(f"ranks restored different steps after one kill ({each})")
+        reached = max(one.reached_step for one in ranks)
+        restored = steps.pop()
+        checked = min(one.losses_checked for one in ranks)
+        failures.append(
+            Failure(
+                kill_after_steps=moment,
+                reached_step=reached,
+                restored_step=restored,
+                lost_steps=max(0, reached - restored),
+                restore_s=max(one.restore_s for one in ranks),
+                losses_checked=checked,
+                losses_equal=all(one.losses_equal for one in ranks),
+            )
+        )
+    return failures
 
 
 def merge_ranks(
