@@ -15,8 +15,11 @@ from matplotlib.ticker import MaxNLocator
 
 from lastgood.experiments.config.values import BASELINE
 from lastgood.experiments.plots.canvas import (
+    GAP_IN,
     INK,
     LABEL_PT,
+    RIGHT_IN,
+    PageText,
     Width,
     bar_handle,
     bound_handles,
@@ -43,7 +46,7 @@ from lastgood.experiments.plots.checkmate_numbers import (
     subject_of,
 )
 from lastgood.experiments.plots.optimizer import plot_optimizer
-from lastgood.experiments.plots.page import lay_out_grid
+from lastgood.experiments.plots.style import WIDTHS_IN
 from lastgood.experiments.systems.labels import NONE_COLOUR, SystemStyle, panel_title, system_styles
 from lastgood.units import MIB
 
@@ -61,6 +64,12 @@ _NAME_PT: Final = LABEL_PT
 _NAME_DEGREES: Final = 35.0
 _NUMBERS_PT: Final = 8.5
 """A line of numbers between the axis and the names."""
+_COLUMNS: Final[dict[str, int]] = {"single": 1, "double": 3}
+_PANEL_HEIGHT_IN: Final = 1.25
+_ABOVE_IN: Final = 0.26
+"""Over each row, for the panels' own titles."""
+_YLABEL_IN: Final = 0.52
+_BETWEEN_IN: Final = 0.1
 
 
 def plot_checkmate(
@@ -100,7 +109,7 @@ def draw_checkmate(frame: pd.DataFrame, width: Width = "double", *, caption: boo
         handles += _cpu(panels[4], found, styles)
         if ranges:
             handles.append(Patch(label="paper's range, other machines", **_PAPER))
-        lay_out_grid(
+        _lay_out(
             figure,
             panels,
             handles,
@@ -111,6 +120,53 @@ def draw_checkmate(frame: pd.DataFrame, width: Width = "double", *, caption: boo
             below_in=_below_in(figure, [*(style.label for style in styles.values()), _PAPER_PLACE]),
         )
     return figure
+
+
+def _lay_out(
+    figure: Figure,
+    panels: Sequence[Axes],
+    handles: list[Any],
+    width: Width,
+    *,
+    title: str,
+    caption: str,
+    partial: str,
+    below_in: float,
+) -> None:
+    """Stack title, legend, rows of `panels` and caption with their real heights; the panels are of one size.
+
+    `below_in` is what stands under each panel, in inches. If the last row has a place that no panel takes, the legend
+    stands there.
+    """
+    columns = _COLUMNS[width]
+    column_in = (WIDTHS_IN[width] - RIGHT_IN) / columns
+    rows, free = -(-len(panels) // columns), -len(panels) % columns
+    text = PageText(
+        figure,
+        handles,
+        width,
+        title=title,
+        caption=caption,
+        partial=partial,
+        legend_width_in=column_in if free else None,
+    )
+    width_in = text.width_in
+    row_in = _ABOVE_IN + _PANEL_HEIGHT_IN + below_in
+    height_in = text.above_in + rows * row_in + text.below_in + GAP_IN
+    corner_in = ((columns - free) * column_in + GAP_IN, text.above_in + (rows - 1) * row_in + _ABOVE_IN)
+    text.place(height_in, corner_in if free else None)
+    for number, axes in enumerate(panels):
+        row, column = divmod(number, columns)
+        top_in = height_in - text.above_in - row * row_in - _ABOVE_IN
+        axes.set_position(
+            (
+                (column * column_in + _YLABEL_IN) / width_in,
+                (top_in - _PANEL_HEIGHT_IN) / height_in,
+                (column_in - _YLABEL_IN - _BETWEEN_IN) / width_in,
+                _PANEL_HEIGHT_IN / height_in,
+            )
+        )
+        axes.yaxis.set_label_coords(-0.38 / (column_in - _YLABEL_IN - _BETWEEN_IN), 0.5)
 
 
 def _below_in(figure: Figure, names: Sequence[str]) -> float:
