@@ -21,7 +21,7 @@ from lastgood.experiments.claims.outcome import Outcome, Published, Verdict, els
 from lastgood.experiments.claims.rules import RULES
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.csv_text import rows_csv
-from lastgood.experiments.tables.files import FigureCsv, goodput_rows, run_rows
+from lastgood.experiments.tables.files import FigureCsv, goodput_rows, places_of, run_rows
 from lastgood.experiments.tables.published import MOST_VALUE, parse_interval, read_reference
 from lastgood.text import parse_csv, parse_number, read_bytes
 
@@ -126,7 +126,7 @@ def _outcomes(published: Published, reference: Sequence[Published], evidence: Ev
 def _evidences(csvs: Sequence[FigureCsv]) -> list[Evidence]:
     """One for each machine and scale: numbers of two machines are never put against each other."""
     runs, goodput = run_rows(csvs), goodput_rows(csvs)
-    groups = sorted({pair for frame in (runs, goodput) for pair in _groups(frame)})
+    groups = sorted({*places_of(runs), *places_of(goodput)})
     if not groups:
         return [Evidence("", "", runs.iloc[0:0], goodput.iloc[0:0])]
     return [
@@ -134,15 +134,7 @@ def _evidences(csvs: Sequence[FigureCsv]) -> list[Evidence]:
     ]
 
 
-def _groups(frame: pd.DataFrame) -> set[tuple[str, str]]:
-    if not {"machine", "scale"} <= set(frame.columns):
-        return set()
-    return {(str(machine), str(scale)) for machine, scale in zip(frame["machine"], frame["scale"], strict=True)}
-
-
 def _of(frame: pd.DataFrame, machine: str, scale: str) -> pd.DataFrame:
-    if not {"machine", "scale"} <= set(frame.columns):
-        return frame.iloc[0:0]
     return frame[(frame["machine"] == machine) & (frame["scale"] == scale)]
 
 
@@ -158,23 +150,16 @@ def _row(published: Published, outcome: Outcome, evidence: Evidence) -> ClaimRow
         parts.append(f"f{published.interval_steps}")
     return ClaimRow(
         claim=re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()),
-        statement=outcome.statement,
-        workload=outcome.workload,
         machine=evidence.machine,
         scale=evidence.scale,
-        verdict=outcome.verdict,
         measured=sample.median if sample.values else None,
         measured_low=sample.low if sample.values else None,
         measured_high=sample.high if sample.values else None,
         values=len(sample.values),
         published=published.value,
-        unit=published.unit,
-        accepted=outcome.accepted,
         reason=reason,
-        tolerance=outcome.tolerance,
-        setting=published.setting,
-        kind=published.kind,
-        source=published.source,
+        **{name: getattr(outcome, name) for name in ("statement", "workload", "verdict", "accepted", "tolerance")},
+        **{name: getattr(published, name) for name in ("unit", "setting", "kind", "source")},
     )
 
 

@@ -22,7 +22,7 @@ from lastgood.experiments.ceilings.record import CeilingsRecord
 from lastgood.experiments.claims.judge import VERDICTS, ClaimRow
 from lastgood.experiments.report.table import Table, cells_table
 from lastgood.experiments.systems.labels import system_label, system_rank, workload_label
-from lastgood.experiments.tables.files import FigureCsv
+from lastgood.experiments.tables.files import FigureCsv, places_of
 from lastgood.experiments.tables.marked import all_marks
 from lastgood.units import format_bytes, format_rate, format_seconds
 
@@ -137,7 +137,7 @@ def _panel(one: FigureCsv, figures_dir: Path) -> _Panel:
     if "repetition" in frame.columns:
         count = frame["repetition"].nunique()
         words.append("one run each" if count == 1 else f"{count} repetitions")
-    words.append(", ".join(f"{machine}, {scale} scale" for machine, scale in _places(frame)))
+    words.append(", ".join(f"{machine}, {scale} scale" for machine, scale in places_of(frame)))
     caption = "; ".join(word for word in words if word) + "."
     lacking = _lacking(frame)
     return _Panel(
@@ -158,12 +158,6 @@ def _media_type(picture: Path) -> str:
 
 def _data_url(data: bytes, media_type: str) -> Markup:
     return Markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
-
-
-def _places(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    if not {"machine", "scale"} <= set(frame.columns):
-        return []
-    return sorted({(str(machine), str(scale)) for machine, scale in zip(frame["machine"], frame["scale"], strict=True)})
 
 
 def _lacking(frame: pd.DataFrame) -> str:

@@ -17,7 +17,7 @@ from lastgood.experiments.tables.goodput import GoodputRow
 from lastgood.experiments.tables.optimizer import UpdateRow
 from lastgood.units import MIB
 
-__all__ = ["FigureCsv", "find_csvs", "goodput_rows", "load_csv", "load_csvs", "only_figure", "run_rows"]
+__all__ = ["FigureCsv", "find_csvs", "goodput_rows", "load_csv", "load_csvs", "only_figure", "places_of", "run_rows"]
 
 _MOST_BYTES = 64 * MIB
 _OF_EVERY_FIGURE = ("figure", "panel", "workload", "system")
@@ -92,9 +92,16 @@ def load_csv(path: Path) -> FigureCsv:
 
 
 def only_figure(csvs: Sequence[FigureCsv], figure: str) -> pd.DataFrame:
-    """The rows of one figure, of all panels; empty if it is not there."""
+    """The rows of one figure, of all panels; none, under the columns of runs, if it is not there."""
     frames = [one.frame for one in csvs if one.figure == figure]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(_OF_EVERY_FIGURE))
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*_OF_EVERY_FIGURE, *_OF_RUNS])
+
+
+def places_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    """Machines and scales of the rows; none if a file has no such columns."""
+    if not {"machine", "scale"} <= set(frame.columns):
+        return []
+    return sorted({(str(machine), str(scale)) for machine, scale in zip(frame["machine"], frame["scale"], strict=True)})
 
 
 def run_rows(csvs: Sequence[FigureCsv]) -> pd.DataFrame:
