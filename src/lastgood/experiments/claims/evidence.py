@@ -79,7 +79,7 @@ class Evidence:
     @property
     def workloads(self) -> list[str]:
         """Workloads with runs."""
-        return sorted(set(self.runs["workload"])) if len(self.runs) else []
+        return sorted(set(self.runs["workload"]))
 
     @property
     def shares_cores(self) -> bool:
@@ -90,23 +90,15 @@ class Evidence:
 
     def systems(self, workload: str) -> list[str]:
         """Systems that take checkpoints, of one workload."""
-        return (
-            sorted(set(self.runs.loc[self.runs["workload"] == workload, "system"]) - {BASELINE})
-            if len(self.runs)
-            else []
-        )
+        return sorted(set(self.runs.loc[self.runs["workload"] == workload, "system"]) - {BASELINE})
 
     def intervals(self, workload: str, system: str) -> list[int]:
         """Intervals at which a system was measured."""
-        if not len(self.runs):
-            return []
         chosen = self.runs[(self.runs["workload"] == workload) & (self.runs["system"] == system)]
         return sorted({int(interval) for interval in chosen["interval_steps"]})
 
     def cell(self, workload: str, system: str, interval: int) -> pd.DataFrame:
         """The repetitions of one system at one interval."""
-        if not len(self.runs):
-            return self.runs
         runs = self.runs
         return runs[(runs["workload"] == workload) & (runs["system"] == system) & (runs["interval_steps"] == interval)]
 
@@ -184,7 +176,7 @@ class Evidence:
     def memory(self, workload: str, system: str, column: str) -> Sample:
         """Peak of `column` above that of the `none` run, in states; a value for each run of all intervals."""
         runs = self.runs
-        if not len(runs) or not {column, "state_bytes"} <= set(runs.columns):
+        if not {column, "state_bytes"} <= set(runs.columns):
             return Sample((), f"the CSV files lack the column {column}")
         ours = runs[(runs["workload"] == workload) & (runs["system"] == system)]
         base = runs[(runs["workload"] == workload) & (runs["system"] == BASELINE)]
@@ -197,7 +189,7 @@ class Evidence:
 
     def own_intervals(self, system: str) -> pd.DataFrame:
         """Runs in which a system chose its interval to keep an overhead budget, as their `storage` column tells."""
-        if not len(self.runs) or "storage" not in self.runs.columns:
+        if "storage" not in self.runs.columns:
             return self.runs.iloc[0:0]
         chosen = [_has_budget(text) for text in self.runs["storage"]]
         return self.runs[(self.runs["system"] == system) & pd.Series(chosen, index=self.runs.index, dtype=bool)]
