@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lastgood.storage import GlobalCommit, SlotInfo, SlotStatus, SlotView, Verdict
     from lastgood.storage.standalone_slot import StandaloneSlots
 
-__all__ = ["Directory", "held_by_all", "inspect", "listed", "of_step"]
+__all__ = ["Directory", "held_by_all", "inspect", "listed", "noted", "of_step"]
 
 Directory = Annotated[
     Path,
@@ -83,6 +84,15 @@ def inspect(
         raise CheckpointError("; ".join(troubles))
 
 
+@contextmanager
+def noted(troubles: list[str]) -> Iterator[None]:
+    """What a checkpoint refuses is a trouble to be told, and the rest is shown all the same."""
+    try:
+        yield
+    except CheckpointError as error:
+        troubles.append(str(error))
+
+
 def held_by_all(described: Mapping[str, Any]) -> str:
     """What all ranks of a job hold, for the title of one rank's directory."""
     commit = described.get("global")
@@ -111,10 +121,8 @@ def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | N
     contents = []
     for info in (status.info for status in statuses):
         if info is not None and (layout or step is not None):
-            try:
+            with noted(troubles):
                 contents.append(_describe_layout(info, read_layout(SlotView(info.path.parent), info), ROOT))
-            except CheckpointError as error:
-                troubles.append(str(error))
     if (layout or step is not None) and not any(status.info for status in statuses):
         asked = "whole file" if step is None else f"whole file of step {step}"
         steps = sorted({status.info.step for status in standalone.statuses if status.info is not None})
@@ -141,11 +149,9 @@ def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
     """The checkpoints of a job that all of its ranks hold whole, the newest first."""
     from lastgood.checkpointers.ranks.directories import whole_checkpoints
 
-    try:
+    with noted(troubles):
         return [{"step": one.step, "incarnation": one.incarnation, "bad": one.bad} for one in whole_checkpoints(job)]
-    except CheckpointError as error:
-        troubles.append(str(error))
-        return []
+    return []
 
 
 def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -159,23 +165,16 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
         held = view.held
         statuses, troubles = look_at_slots(view)
         newest = next(iter(newest_first(statuses)), None)
-        try:
+        verdicts: Mapping[int, Verdict] = {}
+        commit, contents = None, None
+        with noted(troubles):
             verdicts = view.book().verdicts
-        except CheckpointError as error:
-            verdicts = {}
-            troubles.append(str(error))
-        commit = None
-        try:
+        with noted(troubles):
             commit = view.global_commit()
-        except CheckpointError as error:
-            troubles.append(str(error))
         described = [_describe(status, newest, verdicts, commit) for status in statuses]
-        contents = None
         if layout or step is not None:
-            try:
+            with noted(troubles):
                 contents = _contents(view, step)
-            except CheckpointError as error:
-                troubles.append(str(error))
     others = [{"what": one.what, "steps": list(one.steps)} for one in others_in(directory)]
     found: dict[str, Any] = {
         "directory": str(directory),

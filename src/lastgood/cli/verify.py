@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
-from lastgood.cli.inspect import Directory, held_by_all, listed, of_step
+from lastgood.cli.inspect import Directory, held_by_all, listed, noted, of_step
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
 from lastgood.units import GIB, format_bytes
 
@@ -68,19 +68,14 @@ def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, 
     statuses, troubles = look_at_slots(view)
     results = [_check(view, status, threads) for status in of_step(statuses, step)]
     found: dict[str, Any] = {"directory": str(directory), "trouble": troubles, "slots": results}
-    try:
+    with noted(troubles):
         commit = view.global_commit()
-    except CheckpointError as error:
-        troubles.append(str(error))
-        commit = None
-    if commit is not None:
-        found["global"] = commit._asdict()
+        if commit is not None:
+            found["global"] = commit._asdict()
     whole = {directory / slot["file"] for slot in results if slot["result"] == "whole"}
     if step is None and whole and not troubles:
-        try:
+        with noted(troubles):
             found["restore"] = step_to_restore(view, whole)
-        except CheckpointError as error:
-            troubles.append(str(error))
     return found, sorted({status.info.step for status in statuses if status.info is not None})
 
 
