@@ -309,7 +309,7 @@ def closed_after(descriptor: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, operation: str, nbytes: int | None = None) -> Iterator[None]:
-    """Raise `storage_error` for an OSError inside."""
+    """While inside, an OSError becomes the StorageError that `storage_error` makes of it."""
     try:
         yield
     except OSError as error:
@@ -338,12 +338,3 @@ def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None
     refused = StorageError(f"{path}: {operation}{amount}{where} failed: {reason}{hint}")
     refused.errno = error.errno
     return refused
-
-
-@contextlib.contextmanager
-def storage_errors(path: Path, operation: str, nbytes: int | None = None) -> Iterator[None]:
-    """While inside, an OSError becomes the StorageError of `storage_error`."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, path, operation, nbytes) from error
