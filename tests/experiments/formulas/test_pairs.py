@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 from lastgood.experiments.formulas.pairs import estimate_pairs, round_ratios
 from tests.experiments.support.paired_records import make_blocks
 
-RATIOS = st.lists(st.floats(0.05, 2.0), min_size=1, max_size=9)
+RATIOS = st.lists(st.floats(0.05, 2.0), min_size=2, max_size=9)
 
 
 def test_the_drain_counts_and_the_median_of_rounds_is_taken():
     found = estimate_pairs(make_blocks([0.8, 0.5, 0.9], none_step_s=0.25))
     assert found.ratio == pytest.approx(0.8)
-    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.9))
+    assert found.low < 0.5 and found.high > 0.9  # three values say little of what others would be
     assert found.none_iterations_per_s == pytest.approx(4.0)
     assert (found.rounds, found.disturbed_rounds, found.all_disturbed) == (3, 0, False)
 
@@ -39,12 +40,27 @@ def test_a_round_that_lacks_a_block_gives_no_ratio():
 
 
 @given(RATIOS)
-def test_the_interval_holds_the_estimate_and_lies_among_the_rounds(ratios):
+def test_the_interval_holds_the_estimate_and_is_above_0(ratios):
     found = estimate_pairs(make_blocks(ratios))
     assert found.ratio == pytest.approx(statistics.median(ratios))
-    assert min(ratios) - 1e-9 <= found.low <= found.ratio + 1e-9
-    assert found.ratio - 1e-9 <= found.high <= max(ratios) + 1e-9
+    assert 0 < found.low <= found.ratio + 1e-9 <= found.high + 2e-9
     assert estimate_pairs(make_blocks(ratios)) == found
+
+
+def test_one_round_says_nothing_of_its_spread():
+    found = estimate_pairs(make_blocks([0.9]))
+    assert found.ratio == pytest.approx(0.9) and found.low < 0.01 and found.high > 100
+
+
+@pytest.mark.parametrize("rounds", [3, 4, 5, 6, 10])
+def test_the_interval_covers_the_truth_as_often_as_it_says(rounds):
+    drawn = random.Random(7)
+    runs = 300
+    covered = 0
+    for _ in range(runs):
+        found = estimate_pairs(make_blocks([0.9 * math.exp(drawn.gauss(0, 0.08)) for _ in range(rounds)]))
+        covered += found.low <= 0.9 <= found.high
+    assert covered / runs > 0.9
 
 
 @given(st.floats(0.01, 100), RATIOS)

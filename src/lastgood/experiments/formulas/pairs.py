@@ -1,17 +1,23 @@
 """What pairs of blocks say: the ratio of training with checkpoints to training without, and how well it is known.
 
 Each round has one block of either kind, side by side in time, and gives one ratio of rates. The estimate is the median
-of the rounds' ratios, which one disturbed round in three does not move; the interval is the percentile bootstrap's
-(Efron 1979), with the seed fixed, so that the same blocks always give the same interval. Pure arithmetic.
+of the rounds' ratios, which one disturbed round in three does not move. The interval is the percentile bootstrap's of
+their logarithms (Efron 1979), expanded for few values as Hesterberg proposes (*What Teachers Should Know About the
+Bootstrap*, The American Statistician 69, 2015): the bootstrap of three values never leaves their range, which covers
+the median three times in four and not 95 times in 100. The seed is fixed, so that the same blocks always give the same
+interval. Pure arithmetic.
 """
 
 from __future__ import annotations
 
-import random
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtri, stdtrit
 
 from lastgood.experiments.records.blocks import Block
 
@@ -19,6 +25,8 @@ __all__ = ["Interval", "PairEstimate", "estimate_pairs", "round_ratios"]
 
 _RESAMPLES = 2000
 _COVERAGE = 0.95
+_OF_ONE_ROUND = 1000.0
+"""A single round says nothing of its spread: the interval goes from a thousandth to a thousand times."""
 
 
 class Interval(NamedTuple):
@@ -49,7 +57,7 @@ class PairEstimate:
     ratio: float
     low: float
     high: float
-    """Ends of the interval that covers 95 of 100 resamples."""
+    """Ends of the interval that covers the true ratio in 95 of 100 runs."""
     none_iterations_per_s: float
     """Median of the blocks without checkpoints."""
     rounds: int
@@ -98,8 +106,17 @@ def estimate_pairs(blocks: Sequence[Block]) -> PairEstimate | None:
     )
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    drawn = random.Random(20_261_129)
-    medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    tail = round((1 - _COVERAGE) / 2 * _RESAMPLES)
-    return medians[tail], medians[-tail - 1]
+def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Ends of the interval of the ratios' median. All arithmetic is of logarithms, so that it stays above 0."""
+    middle = statistics.median(ratios)
+    count = len(ratios)
+    if count == 1:
+        return middle / _OF_ONE_ROUND, middle * _OF_ONE_ROUND
+    logs = np.log(ratios)
+    drawn = np.random.default_rng(20_261_129).choice(logs, size=(_RESAMPLES, count))
+    tail = (1 - _COVERAGE) / 2
+    ends = np.quantile(np.median(drawn, axis=1), [tail, 1 - tail]) - np.median(logs)
+    # The bootstrap's variance lacks a factor of (count - 1) / count, and its quantiles are a normal distribution's.
+    expanded = math.sqrt(count / (count - 1)) * stdtrit(count - 1, tail) / ndtri(tail)
+    low, high = np.exp(ends * expanded)
+    return middle * float(low), middle * float(high)

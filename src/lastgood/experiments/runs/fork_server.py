@@ -9,7 +9,9 @@ asked for them; where there is no server, `lastgood run` imports for itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ _MOST_BYTES = 192 << 10
 """Of a request: the command line and the environment. The kernel refuses a little more."""
 _ANSWER_S = 5.0
 """Both sides are on this machine, and what is asked fits into one message."""
+_RUNS_IMPORT = ("lastgood.experiments.runs.measure", "lastgood.experiments.records.kinds", "lastgood.cli.run")
+"""The command itself as well, which a fork runs like any other process: by its name, with its own arguments."""
 _END_S = 20.0
 """For a run to tidy up after an interrupt."""
 
@@ -227,8 +232,8 @@ class _Server:
 def _import(workload: str) -> None:
     """What a run of `workload` imports first. What fails here fails in the run as well, which says it to its user."""
     with contextlib.suppress(Exception):
-        import lastgood.experiments.runs.measure  # noqa: F401 - for the forks
-
+        for name in _RUNS_IMPORT:
+            importlib.import_module(name)
         import_before_fork(workload)
 
 
@@ -248,7 +253,21 @@ def main() -> None:
     os.environ.update(request["environment"])
     sys.argv = ["lastgood", *request["command"]]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    runpy.run_module("lastgood", run_name="__main__")
+    status = 0
+    try:
+        runpy.run_module("lastgood", run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # Without taking apart all that the server imported, which takes a second: the pages are shared, and would be copied.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

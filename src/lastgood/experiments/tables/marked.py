@@ -34,8 +34,11 @@ def disturbed_pairs(frame: pd.DataFrame) -> str:
 
 
 def noisy_cells(frame: pd.DataFrame) -> str:
-    """Cells whose interval stayed wide."""
-    return cells_named(frame[frame["rounds_ended_by"] == "budget"]) if "rounds_ended_by" in frame.columns else ""
+    """Cells whose interval stayed wide; ``all cells`` in place of many names."""
+    if "rounds_ended_by" not in frame.columns:
+        return ""
+    noisy = cells_named(frame[frame["rounds_ended_by"] == "budget"])
+    return "all cells" if noisy.count(",") > 2 and noisy == cells_named(frame) else noisy
 
 
 def above_bound(frame: pd.DataFrame, *, named: bool = True) -> str:
