@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "emit_json", "emit_table"]
+__all__ = ["console", "emit_json", "emit_table", "reporter"]
 
 # Lines in a log stay whole: a path or a message cut at 80 columns cannot be searched for.
 # Square brackets are what they are: paths and messages hold them.
@@ -18,6 +18,11 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 _PIPE_WIDTH = 1000
+
+
+def reporter(command: str) -> Callable[[str], None]:
+    """What tells a person how far a command is, a line for each text."""
+    return lambda text: console.print(f"{command}: {text}")
 
 
 def emit_json(value: Any) -> None:

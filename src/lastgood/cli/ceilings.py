@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import emit_json, emit_table, reporter
 from lastgood.cli._peer import TOKEN_VARIABLE, needed_token, read_token
 from lastgood.cli._peer import serve_peer as answer_peers
 from lastgood.errors import ConfigError
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lastgood.experiments.ceilings.record import CeilingsRecord
 
 __all__ = ["ceilings"]
+
+_report = reporter("ceilings")
 
 
 def ceilings(
@@ -79,10 +81,6 @@ def ceilings(
         emit_json(record.model_dump(mode="json"))
     else:
         _show(record)
-
-
-def _report(text: str) -> None:
-    console.print(f"ceilings: {text}")
 
 
 def _show(record: CeilingsRecord) -> None:

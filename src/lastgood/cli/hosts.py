@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lastgood.cli._app import App
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import console, emit_json, emit_table, reporter
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, option_bytes
 
@@ -103,7 +103,7 @@ def check(
     )
     hosts = read_hostfile(hostfile)
     remote = Remote(SshOptions.choose(ssh_config, user, connect_timeout_s=connect_timeout))
-    report = check_hosts(hosts, remote, options, lambda text: console.print(f"hosts: {text}"))
+    report = check_hosts(hosts, remote, options, reporter("hosts"))
     if as_json:
         emit_json(report.as_json())
     else:

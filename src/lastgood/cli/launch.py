@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lastgood.cli._output import console
+from lastgood.cli._output import console, reporter
 
 __all__ = ["launch"]
 
@@ -72,6 +72,6 @@ def launch(
         master_addr=master_addr,
         master_port=master_port,
         launcher_args=launcher_arg or [],
-        report=lambda text: console.print(f"launch: {text}"),
+        report=reporter("launch"),
     )
     console.print(f"launch: all {len(result.ranks)} ranks ended well after {result.wall_s:.1f} s")

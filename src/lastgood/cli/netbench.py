@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import emit_json, emit_table, reporter
 from lastgood.cli._peer import TOKEN_VARIABLE, needed_token, read_token, serve_peer
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_rate, format_seconds, parse_bytes
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["netbench"]
 
 _MOST_SECONDS = 100.0
+_report = reporter("netbench")
 
 
 class Way(str, Enum):
@@ -78,10 +79,6 @@ def netbench(
         emit_json({"peer": peer, "points": [point.model_dump(mode="json") for point in points]})
     else:
         _show(peer or "loopback", points)
-
-
-def _report(text: str) -> None:
-    console.print(f"netbench: {text}")
 
 
 def _plan(streams: str, messages: str, ways: list[Way], seconds: float, rounds: int) -> NetworkPlan:

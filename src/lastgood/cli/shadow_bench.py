@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import emit_json, emit_table, reporter
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_seconds, parse_bytes
 
@@ -49,10 +49,7 @@ def bench(
     Alone it is one shard. Under torchrun every rank is one, and the first prints; --nodes launches them on hosts.
     """
     order = _order(model, optimizer, implementation, arithmetic, threads, steps, bucket)
-
-    def report(text: str) -> None:
-        console.print(f"shadow bench: {text}")
-
+    report = reporter("shadow bench")
     if nodes is not None:
         result: BenchResult | None = _on_nodes(order, nodes, logs, ssh_config, report)
     else:

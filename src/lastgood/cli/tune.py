@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import console, emit_json, emit_table, reporter
 from lastgood.errors import ConfigError
 from lastgood.units import format_bytes, format_seconds, option_bytes
 
@@ -56,9 +56,7 @@ def tune(
     _refuse_mixed(workload, configfile, config, iteration_s, state_bytes)
     size = option_bytes("--state-bytes", state_bytes or "0")
 
-    def report(text: str) -> None:
-        console.print(f"tune: {text}")
-
+    report = reporter("tune")
     with machine_turn(report):
         from lastgood.checkpointers.pccheck.tuning_file import TUNING_FILE, write_tuning
         from lastgood.training.tuning import Limits
