@@ -139,21 +139,18 @@ def _panel(one: FigureCsv, figures_dir: Path) -> _Panel:
         words.append("one run each" if count == 1 else f"{count} repetitions")
     words.append(", ".join(f"{machine}, {scale} scale" for machine, scale in places_of(frame)))
     caption = "; ".join(word for word in words if word) + "."
+    # An SVG inside <img> runs no script and has names of its own, so two of them cannot clash.
+    media_type = "image/svg+xml" if picture is not None and picture.suffix == ".svg" else "image/png"
     lacking = _lacking(frame)
     return _Panel(
         anchor=f"{one.figure}-{one.panel}",
         title=one.title,
         caption=f"{caption} {lacking}".strip(),
         alt=f"{one.title}. {caption} The numbers are in the table below and in {one.path.name}.",
-        picture=None if picture is None else _data_url(picture.read_bytes(), _media_type(picture)),
+        picture=None if picture is None else _data_url(picture.read_bytes(), media_type),
         csv=_data_url(one.path.read_bytes(), "text/csv"),
         csv_name=one.path.name,
     )
-
-
-def _media_type(picture: Path) -> str:
-    # An SVG inside <img> runs no script and has names of its own, so two of them cannot clash.
-    return "image/svg+xml" if picture.suffix == ".svg" else "image/png"
 
 
 def _data_url(data: bytes, media_type: str) -> Markup:
