@@ -123,6 +123,11 @@ class Checkpointer(Endable):
         """The one that it was started in: a forked child has no thread of it, and must not write for its parent."""
         self._close_s = DEFAULT_TIMEOUT_S
 
+    @property
+    def saves_until_warm(self) -> int:
+        """Saves after which a further one finds all files and buffers used before, and costs what later ones do."""
+        return 3
+
     @classmethod
     def unavailable(cls) -> str | None:
         """Why this system cannot be used here, as one sentence that says what to do, or None. Imports nothing large.

@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from lastgood.experiments.formulas.pairs import estimate_pairs
+from lastgood.experiments.machine.disturbance import Look
 from lastgood.experiments.records.blocks import PairPlan
 from lastgood.experiments.records.run import RunRecord
-from lastgood.experiments.runs.pairs import block_orders, rounds_are_enough
+from lastgood.experiments.runs.pairs import _wait_until_calm, block_orders, rounds_are_enough
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.support.paired_records import make_blocks
 from tests.experiments.support.run_specs import spec_of
@@ -40,12 +41,31 @@ PLAN = PairPlan(rounds=3, half_width=0.05, budget_s=60)
         ([0.9, 0.9, 0.91], [1], 10, None),
         ([0.9, 0.9, 0.91, 0.9], [1], 10, "interval"),
         ([0.9, 0.9, 0.91], [0, 1, 2], 10, None),
-        ([0.9, 0.9, 0.91], [0, 1, 2], 60, "budget"),
+        ([0.9, 0.9, 0.91], [0, 1, 2], 60, None),
+        ([0.9, 0.9, 0.91], [0, 1, 2], 90, "budget"),
+        ([0.9, 0.5, 0.7], [1], 60, None),
     ],
 )
 def test_when_a_run_has_enough_rounds(ratios, disturbed, spent_s, expected):
     blocks = make_blocks(ratios, disturbed=disturbed)
     assert rounds_are_enough(PLAN, blocks, spent_s) == expected
+
+
+@pytest.mark.parametrize(("busy_looks", "until_s", "looks"), [(0, 60, 2), (3, 60, 5), (1000, 0.5, 6)])
+def test_a_block_after_a_disturbed_one_waits_for_a_pause(monkeypatch, tmp_path, busy_looks, until_s, looks):
+    """Others take half a core at so many looks, each 0.1 s after the one before."""
+    seen = []
+
+    def look(run, scratch):
+        number = len(seen)
+        seen.append(number)
+        busy_s = 0.05 * min(number, busy_looks)
+        return Look(number / 10, busy_s, 0.0, 0.0, None, None, 0, None, None)
+
+    monkeypatch.setattr("lastgood.experiments.runs.pairs.look", look)
+    monkeypatch.setattr("lastgood.experiments.runs.pairs.time.sleep", lambda seconds: None)
+    _wait_until_calm(1, tmp_path, until_s)
+    assert len(seen) == looks
 
 
 def test_a_run_without_checkpoints_has_enough_blocks():

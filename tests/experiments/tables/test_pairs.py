@@ -31,7 +31,7 @@ def test_rates_are_ratios_times_the_panels_training_without_checkpoints():
     for row in (calm, slow):
         assert row.ratio_to_none == pytest.approx(0.85)
         assert row.iterations_per_s == row.durable_iterations_per_s == pytest.approx(8.5)
-        assert (row.ratio_low, row.ratio_high) == (pytest.approx(0.8), pytest.approx(0.9))
+        assert (row.ratio_low, row.ratio_high) == (pytest.approx(0.722, abs=0.001), pytest.approx(0.991, abs=0.001))
         assert row.slowdown == pytest.approx(1 / 0.85)
         assert (row.rounds, row.rounds_disturbed, row.rounds_ended_by) == (3, 0, "interval")
 
@@ -49,7 +49,7 @@ def test_a_disk_that_was_seen_faster_raises_the_bound():
 def test_what_is_above_its_bound_says_why():
     within, *_ = rows(make_paired("pccheck", 10, [0.95, 1.02, 1.04]))
     assert within.above_bound == "the bound lies in its interval"
-    beyond, *_ = rows(make_paired("pccheck", 10, [1.1, 1.2, 1.3]))
+    beyond, *_ = rows(make_paired("pccheck", 10, [1.2, 1.22, 1.25]))
     assert beyond.above_bound.startswith("training without checkpoints was slower beside it")
     below, *_ = rows(make_paired("pccheck", 10, [0.9, 0.9, 0.9]))
     assert below.above_bound is None

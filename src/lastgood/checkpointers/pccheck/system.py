@@ -110,6 +110,11 @@ class PCcheck(Checkpointer):
         return (self.options.rank, self.options.world_size) if given else world_of_torch()
 
     @property
+    def saves_until_warm(self) -> int:
+        """Each slot is written once: the first time, a file system finds room for it."""
+        return self.options.slots
+
+    @property
     def _agrees(self) -> bool:
         """Whether checkpoints count only once all ranks have them."""
         return self.options.control != "off" and self._world()[1] > 1

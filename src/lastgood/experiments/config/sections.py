@@ -22,7 +22,7 @@ from lastgood.experiments.config.values import (
     UserPath,
     with_baseline,
 )
-from lastgood.experiments.records.blocks import PairPlan
+from lastgood.experiments.records.blocks import PAIR_DESIGN, PairPlan
 from lastgood.experiments.traces.trace import load_trace
 from lastgood.workloads.optimizer_shapes import MODELS
 
@@ -101,7 +101,7 @@ class PairsSection(Part):
 
     def plan(self) -> PairPlan | None:
         """What each run is asked for; None for one stretch of steps."""
-        return PairPlan(**self.model_dump(exclude={"steps"})) if self.rounds else None
+        return PairPlan(design=PAIR_DESIGN, **self.model_dump(exclude={"steps"})) if self.rounds else None
 
 
 class GoodputSection(Part):

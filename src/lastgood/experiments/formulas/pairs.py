@@ -21,12 +21,12 @@ from scipy.special import ndtri, stdtrit
 
 from lastgood.experiments.records.blocks import Block
 
-__all__ = ["Interval", "PairEstimate", "estimate_pairs", "round_ratios"]
+__all__ = ["Interval", "PairEstimate", "estimate_pairs", "pair_ratios"]
 
 _RESAMPLES = 2000
 _COVERAGE = 0.95
-_OF_ONE_ROUND = 1000.0
-"""A single round says nothing of its spread: the interval goes from a thousandth to a thousand times."""
+_UNKNOWN = 1000.0
+"""Where nothing is known of the spread, the interval goes from a thousandth to a thousand times."""
 
 
 class Interval(NamedTuple):
@@ -36,6 +36,11 @@ class Interval(NamedTuple):
     middle: float
     """The estimate."""
     high: float
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it is that of a cell whose pairs were all disturbed."""
+        return self.high > 0.999 * _UNKNOWN * self.middle
 
     def map(self, change: Callable[[float], float]) -> Interval:
         """The same in another unit; `change` rises or falls all the way."""
@@ -63,9 +68,9 @@ class PairEstimate:
     rounds: int
     """Pairs that the estimate is made of."""
     disturbed_rounds: int
-    """Pairs that were left out, or, if `all_disturbed`, all of them."""
+    """Blocks with checkpoints that were left out, or, if `all_disturbed`, all of them."""
     all_disturbed: bool
-    """Fewer than two pairs were undisturbed, so disturbed ones count as well."""
+    """Fewer than two were undisturbed, so nothing is known of the ratio."""
 
     @property
     def half_width(self) -> float:
@@ -73,45 +78,54 @@ class PairEstimate:
         return (self.high - self.low) / 2 / self.ratio
 
 
-def round_ratios(blocks: Sequence[Block]) -> list[float]:
-    """The ratio of each complete round, in order."""
-    steps: dict[int, dict[str, float]] = {}
-    for block in blocks:
-        steps.setdefault(block.round, {})[block.kind] = block.step_s
-    return [pair["without"] / pair["with"] for _, pair in sorted(steps.items()) if len(pair) == 2]
+def pair_ratios(blocks: Sequence[Block]) -> list[float]:
+    """The ratio of each block with checkpoints to the nearest one without: that of its own round, if it is there.
+
+    In order. A block whose partner was disturbed, and is not among `blocks`, has the next nearest one.
+    """
+    without = [block for block in blocks if block.kind == "without"]
+
+    def partner(block: Block) -> Block:
+        return min(without, key=lambda other: (other.round != block.round, abs(other.began_s - block.began_s)))
+
+    return [partner(block).step_s / block.step_s for block in blocks if block.kind == "with" and without]
 
 
 def estimate_pairs(blocks: Sequence[Block]) -> PairEstimate | None:
-    """The estimate from all complete rounds; None if there is none.
+    """The estimate from all blocks; None if there is none of a kind.
 
-    A round with a disturbed block is left out as long as two others are left.
+    Disturbed blocks are left out as long as two with checkpoints are left. Otherwise nothing is known: a disturbance
+    that fell on blocks of one kind is not told from what checkpoints cost, and the interval says so.
     """
-    disturbed = {block.round for block in blocks if block.disturbed}
-    calm = [block for block in blocks if block.round not in disturbed]
-    ratios = round_ratios(calm)
+    calm = [block for block in blocks if not block.disturbed]
+    ratios = pair_ratios(calm)
     all_disturbed = len(ratios) < 2
     if all_disturbed:
-        calm, ratios = list(blocks), round_ratios(blocks)
+        calm, ratios = list(blocks), pair_ratios(blocks)
     if not ratios:
         return None
-    low, high = _interval(ratios)
+    disturbed = len([block for block in blocks if block.kind == "with"]) - (0 if all_disturbed else len(ratios))
+    low, high = _unknown(ratios) if all_disturbed else _interval(ratios)
     return PairEstimate(
         ratio=statistics.median(ratios),
         low=low,
         high=high,
         none_iterations_per_s=statistics.median(1 / block.step_s for block in calm if block.kind == "without"),
         rounds=len(ratios),
-        disturbed_rounds=len(disturbed),
-        all_disturbed=all_disturbed and bool(disturbed),
+        disturbed_rounds=disturbed,
+        all_disturbed=all_disturbed,
     )
 
 
+def _unknown(ratios: Sequence[float]) -> tuple[float, float]:
+    middle = statistics.median(ratios)
+    return middle / _UNKNOWN, middle * _UNKNOWN
+
+
 def _interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Ends of the interval of the ratios' median. All arithmetic is of logarithms, so that it stays above 0."""
+    """Ends of the interval of the median of two ratios or more. Of logarithms, so that it stays above 0."""
     middle = statistics.median(ratios)
     count = len(ratios)
-    if count == 1:
-        return middle / _OF_ONE_ROUND, middle * _OF_ONE_ROUND
     logs = np.log(ratios)
     drawn = np.random.default_rng(20_261_129).choice(logs, size=(_RESAMPLES, count))
     tail = (1 - _COVERAGE) / 2

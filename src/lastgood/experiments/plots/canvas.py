@@ -25,6 +25,7 @@ from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TidyRow
 from lastgood.experiments.tables.frames import read_panel
+from lastgood.experiments.tables.intervals import pair_interval
 from lastgood.files import write_result
 from lastgood.sinks import Sink
 
@@ -262,7 +263,12 @@ def draw_repetitions(axes: Axes, xs: Sequence[float], values: Sequence[float], s
     )
 
 
-_MARKS = {"\N{NOT EQUAL TO}": "RESTORE DIFFERS", "?": "restore not proved", "<2": "fewer than 2 checkpoints"}
+_MARKS = {
+    "\N{NOT EQUAL TO}": "RESTORE DIFFERS",
+    "?": "restore not proved",
+    "<2": "fewer than 2 checkpoints",
+    "~": "all pairs disturbed",
+}
 """Signs at points whose number needs a caveat."""
 
 
@@ -272,7 +278,10 @@ def mark_of(runs: pd.DataFrame) -> str:
         return "\N{NOT EQUAL TO}"
     if not runs["proof_equal"].map(is_true).any():
         return "?"
-    return "" if runs["enough_checkpoints"].map(is_true).all() else "<2"
+    if not runs["enough_checkpoints"].map(is_true).all():
+        return "<2"
+    interval = pair_interval(runs)
+    return "~" if interval is not None and interval.says_nothing else ""
 
 
 def mark_handles(marks: set[str]) -> list[Any]:

@@ -10,7 +10,7 @@ import pandas as pd
 from lastgood.checkpointers.registry import BASELINE, system_traits
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
-from lastgood.experiments.tables.marked import above_bound, disturbed_pairs, noisy_cells
+from lastgood.experiments.tables.marked import above_bound, disturbed_cells, disturbed_pairs, noisy_cells
 from lastgood.sinks import Sink
 from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
@@ -300,8 +300,10 @@ def _pairs(frame: pd.DataFrame, passes: str = "above") -> str:
     if frame["ratio_low"].isna().all():
         return ""
     left_out, noisy, above = disturbed_pairs(frame), noisy_cells(frame), above_bound(frame)
+    unknown = disturbed_cells(frame)
     sentences = [
         f"{left_out}." if left_out else "",
+        f"Could not be measured, others disturbed all pairs: {unknown}." if unknown else "",
         f"Dashed whisker: the time was used up before the interval was narrow ({noisy})." if noisy else "",
         f"Triangle: {passes} its bound ({above})." if above else "",
     ]

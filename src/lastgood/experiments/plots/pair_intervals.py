@@ -56,8 +56,11 @@ def draw_pair_interval(
 ) -> None:
     """A whisker, in dashes if it is noisy; a triangle at its better end if the cell passes its bound.
 
-    `on_axis` says where a ratio lies on the y axis. A whisker that goes beyond the `limits` of that has no end there.
+    Nothing if all pairs were disturbed. `on_axis` says where a ratio lies on the y axis. A whisker that goes beyond
+    the `limits` of that has no end there.
     """
+    if found.ratio.says_nothing:
+        return
     worse, better = on_axis(found.ratio.low), on_axis(found.ratio.high)
     low, high = limits
     dashes = _NOISY_DASHES if found.noisy else "solid"

@@ -160,7 +160,7 @@ def _draw_series(
             intervals.append(pairs)
             if pairs is not None:
                 draw_pair_interval(axes, x, 0.008 * len(places), pairs, lambda ratio: 1 / ratio, zorder=5)
-                values.append(1 / pairs.ratio.low)
+                values += [] if pairs.ratio.says_nothing else [1 / pairs.ratio.low]
             elif len(values) > 1:
                 draw_repetitions(axes, [x] * len(values), values, 2.2)
             mark = mark_of(runs)

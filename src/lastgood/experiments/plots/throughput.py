@@ -43,6 +43,7 @@ _BOUNDS_ALIKE = 0.05
 _HATCH_FEW = "////"
 _HATCH_UNPROVED = "...."
 _HATCH_WRONG = "xxxx"
+_HATCH_DISTURBED = "\\\\\\\\"
 
 _MOST_ROOM = 1.25
 """For whiskers of intervals, of the room that bars and bounds need. Longer ones go out of the picture."""
@@ -109,6 +110,9 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         hatch += _HATCH_WRONG
     elif not runs["proof_equal"].map(is_true).any():
         hatch += _HATCH_UNPROVED
+    pairs = of_pairs(runs)
+    if pairs is not None and pairs.ratio.says_nothing:
+        hatch += _HATCH_DISTURBED
     values = [float(value) for value in runs.sort_values("repetition")["iterations_per_s"]]
     median = float(runs["iterations_per_s"].median())
     published = runs["paper_slowdown"].dropna()
@@ -118,7 +122,7 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         min(median, float(runs["durable_iterations_per_s"].median())),
         hatch,
         float(published.iloc[0]) if len(published) else None,
-        of_pairs(runs),
+        pairs,
         float(runs["none_iterations_per_s"].median()),
     )
 
@@ -251,6 +255,7 @@ def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
         (_HATCH_FEW, "fewer than 2 checkpoints"),
         (_HATCH_UNPROVED, "restore not proved"),
         (_HATCH_WRONG, "RESTORE DIFFERS"),
+        (_HATCH_DISTURBED, "all pairs disturbed"),
     )
     found: list[Any] = [
         bar_handle("white", label, hatch) for hatch, label in meanings if any(hatch in cell.hatch for cell in cells)

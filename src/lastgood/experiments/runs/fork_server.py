@@ -263,7 +263,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         status = 1
-    # Without taking apart all that the server imported, which takes a second: the pages are shared, and would be copied.
+    # Without taking apart all that the server imported: that takes a second, and copies the shared pages.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -125,9 +125,12 @@ def train_and_measure(
         report(f"warming up, {spec.warmup_steps} steps")
         loop.train(spec.warmup_steps)
         if spec.interval_steps:
-            # One untimed checkpoint: slots are written for the first time, and buffers touched.
-            loop.save()
-            drain_checked(checkpointer)
+            # Untimed: slots are written for the first time, and buffers touched. One long stretch hides what is left.
+            for number in range(checkpointer.saves_until_warm if spec.pairs else 1):
+                if number:
+                    loop.train(1)
+                loop.save()
+                drain_checked(checkpointer)
             part.share_buffers()
             part.check(loop.state)
         loop.first_step = loop.progress.step

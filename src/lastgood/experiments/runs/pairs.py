@@ -22,9 +22,14 @@ from lastgood.training.loop import Segment, TrainingLoop
 
 __all__ = ["PairedSegments", "block_orders", "measure_pairs", "rounds_are_enough"]
 
-_WITHOUT_S = 1.5
+_WITHOUT_S = 0.8
 """A block without checkpoints has no more steps than one with, and takes about this long."""
 _LEAST_STEPS = 5
+_CALM_S = 0.1
+"""For so long others must have had at most a tenth of a core for a machine to be calm again after a disturbance."""
+_CALM_SHARE = 0.1
+_FOR_DISTURBED = 1.5
+"""The budget of a run whose disturbed pairs are measured again, in budgets of one that is calm."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ def measure_pairs(
             for kind in order:
                 if kind not in kinds:
                     continue
+                if blocks and blocks[-1].disturbed:
+                    until_s = began_s + _FOR_DISTURBED * plan.budget_s
+                    _wait_until_calm(run, scratch, until_s)
                 before = look(run, scratch, device=spec.device == "cuda")
                 segment, drain = _block(spec, loop, kind, spec.measured_steps if kind == "with" else without_steps)
                 after = look(run, scratch, device=spec.device == "cuda")
@@ -91,6 +99,17 @@ def measure_pairs(
                 pairs = Pairs(blocks=blocks, ended_by=ended_by, write_bursts_bytes_per_s=bursts)
                 return PairedSegments(pairs, segments, drains)
     raise AssertionError("rounds have no end")
+
+
+def _wait_until_calm(run: int, scratch: Path, until_s: float) -> None:
+    """Sleep until others have paused, or until `until_s`: a block that begins in a pause is likely to end in it."""
+    before = look(run, scratch)
+    while before.at_s < until_s:
+        time.sleep(_CALM_S)
+        after = look(run, scratch)
+        if disturbance_between(before, after).others_cpu_s <= _CALM_SHARE * (after.at_s - before.at_s):
+            return
+        before = after
 
 
 def _steps_without(spec: RunSpec, loop: TrainingLoop) -> int:
@@ -145,11 +164,14 @@ def rounds_are_enough(plan: PairPlan, blocks: Sequence[Block], spent_s: float) -
     rounds = blocks[-1].round + 1
     estimate = estimate_pairs(blocks)
     if estimate is None:  # blocks without checkpoints only
-        if sum(block.disturbed is None for block in blocks) >= plan.rounds:
-            return "interval"
-    elif not estimate.all_disturbed and estimate.rounds >= plan.rounds and estimate.half_width <= plan.half_width:
+        enough = calm = sum(block.disturbed is None for block in blocks) >= plan.rounds
+    else:
+        calm = not estimate.all_disturbed and estimate.rounds >= plan.rounds
+        enough = calm and estimate.half_width <= plan.half_width
+    if enough:
         return "interval"
+    budget_s = plan.budget_s * (1 if calm else _FOR_DISTURBED)
     # Half of another round may go beyond the budget.
-    if rounds >= plan.rounds and spent_s * (1 + 0.5 / rounds) > plan.budget_s:
+    if rounds >= plan.rounds and spent_s * (1 + 0.5 / rounds) > budget_s:
         return "budget"
     return None

@@ -6,10 +6,19 @@ import pandas as pd
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.formulas.bound import IN_INTERVAL, why_above
+from lastgood.experiments.formulas.pairs import Interval
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.tables.intervals import pair_interval
 
-__all__ = ["above_bound", "all_marks", "cells_named", "disturbed_pairs", "noisy_cells", "not_credible"]
+__all__ = [
+    "above_bound",
+    "all_marks",
+    "cells_named",
+    "disturbed_cells",
+    "disturbed_pairs",
+    "noisy_cells",
+    "not_credible",
+]
 
 _OF_ONE_RUN = 1.05
 """How far a single run may be above for nothing."""
@@ -37,8 +46,18 @@ def noisy_cells(frame: pd.DataFrame) -> str:
     """Cells whose interval stayed wide; ``all cells`` in place of many names."""
     if "rounds_ended_by" not in frame.columns:
         return ""
-    noisy = cells_named(frame[frame["rounds_ended_by"] == "budget"])
+    noisy = cells_named(frame[(frame["rounds_ended_by"] == "budget") & ~_all_disturbed(frame)])
     return "all cells" if noisy.count(",") > 2 and noisy == cells_named(frame) else noisy
+
+
+def disturbed_cells(frame: pd.DataFrame) -> str:
+    """Cells of which nothing is known, since others disturbed all pairs."""
+    return cells_named(frame[_all_disturbed(frame)]) if "ratio_high" in frame.columns else ""
+
+
+def _all_disturbed(frame: pd.DataFrame) -> pd.Series[bool]:
+    rows = zip(*(_numbers(frame, name) for name in ("ratio_low", "ratio_to_none", "ratio_high")), strict=True)
+    return pd.Series([Interval(*row).says_nothing for row in rows], index=frame.index, dtype=bool)
 
 
 def above_bound(frame: pd.DataFrame, *, named: bool = True) -> str:
@@ -75,13 +94,14 @@ def not_credible(cell: pd.DataFrame) -> str:
 
 def all_marks(frame: pd.DataFrame) -> list[str]:
     """One text for each kind of mark that the picture of `frame` has."""
-    noisy, above = noisy_cells(frame), above_bound(frame)
+    noisy, above, unknown = noisy_cells(frame), above_bound(frame), disturbed_cells(frame)
     return [
         text
         for text in (
             *_proofs(frame),
             *_not_credible_cells(frame),
             f"above its bound: {above}" if above else "",
+            f"could not be measured, others disturbed all pairs: {unknown}" if unknown else "",
             f"the time was used up before the interval was narrow: {noisy}" if noisy else "",
             disturbed_pairs(frame),
         )
