@@ -38,6 +38,7 @@ rule all:
 
 onstart:
     take_folder_lock()
+    quieten_scheduler()
     start_fork_server()
     start_progress()
 

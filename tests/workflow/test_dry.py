@@ -192,3 +192,19 @@ def test_without_deepspeed_a_figure_that_needs_it_is_refused_where_it_is_asked_f
     assert done.returncode == 0 and f"fig8e is left out: {reason}" in done.stdout, done.stdout
     done = flow.call("fig8e", "-n", "--quiet", "rules", *given, configfile=None)
     assert done.returncode == 1 and f"fig8e cannot be made here: {reason}" in done.stdout, done.stdout
+
+
+def test_snakemake_begins_no_timers_that_never_end(flow: WorkflowFolder) -> None:
+    """Each job's end began one that begins another one, which took a fifth of a core after fifty runs."""
+    program = (
+        "from snakemake.scheduling.job_scheduler import JobScheduler\n"
+        "begun = JobScheduler._schedule_reevalutation\n"
+        "JobScheduler._schedule_reevalutation = lambda *given: (print('A TIMER'), begun(*given))\n"
+        "from snakemake.cli import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, *flow.arguments("data/images.ready")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout
+    assert (flow.folder / "data/images.ready").exists()
+    assert "A TIMER" not in done.stdout

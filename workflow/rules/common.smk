@@ -187,6 +187,15 @@ def take_folder_lock():
     workflow.globals.update(FOLDER_LOCK=lock)
 
 
+def quieten_scheduler():
+    """Without Snakemake's limit of jobs per second, which no measurement reaches.
+
+    It begins a timer at each job's end that begins another one for ever: after fifty runs they took a fifth of a core.
+    """
+    if not SUBMITS:
+        workflow.scheduler.job_rate_limiter = None
+
+
 def start_fork_server():
     """Runs begin as forks of one process that has torch imported. Where jobs go to other machines, each imports it."""
     if not SUBMITS:
