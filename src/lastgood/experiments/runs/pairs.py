@@ -64,8 +64,8 @@ def measure_pairs(
 ) -> PairedSegments:
     """Measure rounds of blocks until `plan` is content. Nothing may be in progress when it is called.
 
-    `scratch` is a folder on the disk that checkpoints go to. A round with a disturbed block stays in the record and is
-    measured again while the budget lasts. A system that takes no checkpoints has blocks without them only.
+    `scratch` is a folder on the disk that checkpoints go to. A disturbed block stays in the record, and is measured
+    again once others have paused, while the budget lasts. A system that takes no checkpoints has blocks of one kind.
     """
     run = os.getppid()  # the parent of trainer, restorer and services
     kinds: tuple[BlockKind, ...] = ("with", "without") if spec.interval_steps else ("without",)
@@ -82,16 +82,17 @@ def measure_pairs(
             for kind in order:
                 if kind not in kinds:
                     continue
-                if blocks and blocks[-1].disturbed:
-                    until_s = began_s + _FOR_DISTURBED * plan.budget_s
-                    _wait_until_calm(run, scratch, until_s)
-                before = look(run, scratch, device=spec.device == "cuda")
-                segment, drain = _block(spec, loop, kind, spec.measured_steps if kind == "with" else without_steps)
-                after = look(run, scratch, device=spec.device == "cuda")
-                segments.append(segment)
-                drains += [drain] if drain else []
-                drain_s = drain[1] - drain[0] if drain else 0.0
-                blocks.append(_described(number, kind, before, after, segment, drain_s, began_s, bursts))
+                while True:
+                    before = look(run, scratch, device=spec.device == "cuda")
+                    segment, drain = _block(spec, loop, kind, spec.measured_steps if kind == "with" else without_steps)
+                    after = look(run, scratch, device=spec.device == "cuda")
+                    segments.append(segment)
+                    drains += [drain] if drain else []
+                    drain_s = drain[1] - drain[0] if drain else 0.0
+                    blocks.append(_described(number, kind, before, after, segment, drain_s, began_s, bursts))
+                    again_s = began_s + _FOR_DISTURBED * plan.budget_s - (after.at_s - before.at_s)
+                    if not blocks[-1].disturbed or not _wait_until_calm(run, scratch, again_s):
+                        break
             spent_s = time.perf_counter() - began_s
             ended_by = rounds_are_enough(plan, blocks, spent_s)
             report(f"measuring pairs: {number + 1} rounds in {spent_s:.0f} s")
@@ -101,15 +102,19 @@ def measure_pairs(
     raise AssertionError("rounds have no end")
 
 
-def _wait_until_calm(run: int, scratch: Path, until_s: float) -> None:
-    """Sleep until others have paused, or until `until_s`: a block that begins in a pause is likely to end in it."""
+def _wait_until_calm(run: int, scratch: Path, until_s: float) -> bool:
+    """Sleep until others have paused, since a block that begins in a pause is likely to end in it.
+
+    False if it is later than `until_s` by then.
+    """
     before = look(run, scratch)
     while before.at_s < until_s:
         time.sleep(_CALM_S)
         after = look(run, scratch)
         if disturbance_between(before, after).others_cpu_s <= _CALM_SHARE * (after.at_s - before.at_s):
-            return
+            return after.at_s < until_s
         before = after
+    return False
 
 
 def _steps_without(spec: RunSpec, loop: TrainingLoop) -> int:
