@@ -102,10 +102,10 @@ def test_a_rank_that_connects_again_hears_which_word_was_the_newest(tmp_path):
             assert not wire.wait_readable(0.2), "nothing has been said in this epoch"
         words = [Complete(iteration=3), Complete(iteration=5, lost=(0,), floor=6, spoiled=(2,))]
         for word in words:
-            core.complete(1, word)
+            core.hear(1, 0, word)
         with connected() as wire:
             assert parse_message(wire.receive_message("the newest word"), "the shadow") == words[-1]
-        core.complete(1, words[-1])
+        core.hear(1, 0, words[-1])
         core.fence(JOB, 2)
         core.declare(2, Declare(layout=layout.to_data(), adopt=None), lambda welcome: None)
         hello = hello.model_copy(update={"epoch": 2})

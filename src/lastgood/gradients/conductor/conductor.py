@@ -133,10 +133,8 @@ class Conductor:
 
     def wait_seeded(self, timeout_s: float) -> None:
         """Return when all seeds on their way have arrived, or the time is over."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while any(known.on_the_way for known in self._state.shadows) and time.monotonic() < deadline:
-                self._changed.wait(_TICK_S)
+            self._changed.wait_for(lambda: not any(known.on_the_way for known in self._state.shadows), timeout_s)
 
     def _wait(self, is_late: Callable[[int], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s

@@ -175,17 +175,12 @@ class ShadowLink:
             wire = self._wire
             self._changed.notify_all()
         if wire is not None:
-            self._flush_outbox()
+            with self._changed:  # what was posted goes out first
+                self._changed.wait_for(lambda: not self._outbox or self._wire is None, _END_S)
             wire.abort()
         self.data.close()
         if self._thread.ident is not None:  # or it was never started
             self._thread.join(_END_S)
-
-    def _flush_outbox(self) -> None:
-        deadline = time.monotonic() + _END_S
-        with self._changed:
-            while self._outbox and self._wire is not None and time.monotonic() < deadline:
-                self._changed.wait(_SLICE_S)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

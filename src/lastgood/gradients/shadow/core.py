@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -235,29 +234,21 @@ class ShadowCore:
                 for message in self._state.news():
                     tell(message)
 
-    def step(self, incarnation: int, message: Step) -> None:
-        """See `Step`."""
+    def hear(self, incarnation: int, rank: int, message: Step | Absent | Complete | Verify) -> None:
+        """What needs no stream behind it; see these messages."""
         with self._current(incarnation):
-            self._state.step(message)
-            assert self.body.layout is not None
-            for bucket in self.body.layout.buckets_of(self.settings.shadow):
-                if self.body.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
-                    self._state.received(bucket, message.iteration)
-
-    def absent(self, incarnation: int, rank: int, message: Absent) -> None:
-        """See `Absent`."""
-        with self._current(incarnation):
-            self._state.absent(rank, message)
-
-    def complete(self, incarnation: int, message: Complete) -> None:
-        """See `Complete`."""
-        with self._current(incarnation):
-            self._state.complete(message)
-
-    def verify(self, incarnation: int, message: Verify) -> None:
-        """See `Verify`."""
-        with self._current(incarnation):
-            self._state.check(message.bucket, message.iteration, message.checksum)
+            if isinstance(message, Step):
+                self._state.step(message)
+                assert self.body.layout is not None
+                for bucket in self.body.layout.buckets_of(self.settings.shadow):
+                    if self.body.layout.buckets[bucket].nbytes == 0:  # no record ever comes for it
+                        self._state.received(bucket, message.iteration)
+            elif isinstance(message, Absent):
+                self._state.absent(rank, message)
+            elif isinstance(message, Complete):
+                self._state.complete(message)
+            else:
+                self._state.check(message.bucket, message.iteration, message.checksum)
 
     @contextlib.contextmanager
     def side_room(self, message: Side) -> Iterator[bool]:
@@ -371,9 +362,3 @@ class ShadowCore:
                     _log.warning("rank %d's records end: %s", event.rank, event.cause)
                 if not held:
                     self._state.gone(event.rank)
-
-    @staticmethod
-    def process_usage() -> tuple[float, int]:
-        """CPU seconds (user and system) and peak resident bytes of this process."""
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime, used.ru_maxrss * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from lastgood.errors import CorruptCheckpoint, HostError
+from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.shadow.core import ShadowCore
 from lastgood.gradients.shadow.metric_names import CPU_S, OPTIMIZER_S, PEAK_RSS_BYTES, PREFIX, RECEIVED_BYTES
 from lastgood.wire.gate import Gate, Handshake, Line, open_listener
@@ -33,10 +35,10 @@ class _Numbers(Collector):
     def collect(self) -> Iterator[Metric]:
         core = self.core
         status, counters, received = core.status(), core.body.counters, core.receiver_counters()
-        cpu_s, peak_bytes = core.process_usage()
+        used = resource.getrusage(resource.RUSAGE_SELF)
         rows: list[tuple[str, str, float]] = [
-            (CPU_S, "Processor time, user and system.", cpu_s),
-            (PEAK_RSS_BYTES, "Most resident memory so far.", peak_bytes),
+            (CPU_S, "Processor time, user and system.", used.ru_utime + used.ru_stime),
+            (PEAK_RSS_BYTES, "Most resident memory so far.", used.ru_maxrss * 1024),
             ("declared_memory_bytes", "Memory for the declared layout.", core.memory_bytes()),
             (RECEIVED_BYTES, "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
             ("received_records_total", "Gradient records held.", received.get("records", 0)),
@@ -75,9 +77,8 @@ class _Numbers(Collector):
         yield refused
 
 
-def _newest(held: tuple[object, ...]) -> float:
-    steps = [getattr(saved, "step", 0) for saved in held]
-    return float(max(steps, default=-1))
+def _newest(held: tuple[Saved, ...]) -> int:
+    return max((saved.step for saved in held), default=-1)
 
 
 class MetricsServer:

@@ -40,7 +40,7 @@ from lastgood.gradients.protocol.messages import (
 )
 from lastgood.gradients.protocol.payload import drain_stream, receive_stream, send_stream
 from lastgood.gradients.shadow.core import ShadowCore
-from lastgood.gradients.shadow.restore import Reader
+from lastgood.gradients.shadow.restore import read_side, reading_tensors
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.wire.frames import Wire, keep_alive, message_frame, message_step, peer_handshake
 from lastgood.wire.gate import PROOF_S, Gate, Guest, Handshake
@@ -262,15 +262,8 @@ class ShadowService:
             control.close()
 
     def _obey(self, control: _Control, message: Message) -> None:
-        core, incarnation = self.core, control.incarnation
-        if isinstance(message, Step):
-            core.step(incarnation, message)
-        elif isinstance(message, Absent):
-            core.absent(incarnation, control.rank, message)
-        elif isinstance(message, Complete):
-            core.complete(incarnation, message)
-        elif isinstance(message, Verify):
-            core.verify(incarnation, message)
+        if isinstance(message, (Step, Absent, Complete, Verify)):
+            self.core.hear(control.incarnation, control.rank, message)
         elif isinstance(message, Side):
             self._receive_side(control, message)
         elif isinstance(message, Seed):
@@ -343,12 +336,12 @@ class ShadowService:
             wire.send_message(**core.status().content())
         elif isinstance(message, Fetch):
             saved = self._find(message)
-            with Reader(core.body).tensors(message.epoch, saved, message.source) as held, _streaming():
+            with reading_tensors(core.body, message.epoch, saved, message.source) as held, _streaming():
                 entries = tuple(entry for entry, _ in held)
                 wire.send_message(**Tensors(iteration=message.iteration, entries=entries).content())
                 send_stream(wire, message.iteration, [view for _, view in held])
         elif isinstance(message, FetchSide):
-            record = Reader(core.body).side(message.epoch, self._find(message), message.rank, message.source)
+            record = read_side(core.body, message.epoch, self._find(message), message.rank, message.source)
             with _streaming():
                 wire.send_message(**record.message.content())
                 send_stream(wire, message.iteration, [memoryview(record.content)])
