@@ -11,6 +11,7 @@ A process belongs to a node if its network namespace is the node's: that is how 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -23,6 +24,7 @@ from typing import Any
 
 from lastgood.cluster.testbed.state import PREFIX, BedState
 from lastgood.errors import ConfigError, HostError
+from lastgood.files import closed_after
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_json
 
@@ -125,10 +127,7 @@ def namespace_of(bed: str, node: str) -> str:
 
 def namespaces(bed: str) -> list[str]:
     """The network namespaces of a testbed that exist, whole or half made."""
-    try:
-        return sorted(path.name for path in _NETNS.iterdir() if path.name.startswith(f"{PREFIX}{bed}-"))
-    except FileNotFoundError:
-        return []
+    return sorted(path.name for path in _NETNS.glob(f"{PREFIX}{bed}-*"))
 
 
 def namespaces_allowed() -> bool:
@@ -140,11 +139,7 @@ def namespaces_allowed() -> bool:
 def in_a_testbed() -> bool:
     """Whether this process is inside a node of some testbed."""
     own = _identity(Path("/proc/self/ns/net"))
-    try:
-        paths = [path for path in _NETNS.iterdir() if path.name.startswith(PREFIX)]
-    except FileNotFoundError:
-        return False
-    return any(_identity(path) == own for path in paths)
+    return any(_identity(path) == own for path in _NETNS.glob(f"{PREFIX}*"))
 
 
 def routed_networks() -> list[str]:
@@ -280,18 +275,10 @@ def signal_processes(space: str, number: signal.Signals) -> list[int]:
     wanted = _identity(_NETNS / space)
     pids = processes_in(space)
     for pid in pids:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
+        with contextlib.suppress(ProcessLookupError), closed_after(os.pidfd_open(pid)) as descriptor:
             # Looked at again, now that the number cannot pass to another process any more.
             if _identity(Path(f"/proc/{pid}/ns/net")) == wanted:
                 signal.pidfd_send_signal(descriptor, number)
-        except ProcessLookupError:
-            pass
-        finally:
-            os.close(descriptor)
     return pids
 
 
