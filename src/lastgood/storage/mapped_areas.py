@@ -66,9 +66,8 @@ class MappedArea:
         """Called before the memory goes, by `close`: for devices that know its address."""
         self._descriptor = open_regular(path, os.O_RDWR)
         try:
-            status = os.fstat(self._descriptor)
-            self.nbytes = status.st_size
-            self._identity = (status.st_dev, status.st_ino)
+            self._opened = os.fstat(self._descriptor)
+            self.nbytes = self._opened.st_size
             self.memory = mmap.mmap(self._descriptor, self.nbytes)
         except BaseException:
             os.close(self._descriptor)
@@ -80,7 +79,7 @@ class MappedArea:
     def is_whole(self) -> bool:
         """Whether the file is still under its name and not cut. Raises OSError if it is gone."""
         named = self.path.stat()
-        return (named.st_dev, named.st_ino) == self._identity and named.st_size >= self.nbytes
+        return os.path.samestat(named, self._opened) and named.st_size >= self.nbytes
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Have the kernel give the pages of a range for storing. Raises OSError if a store would get SIGBUS."""

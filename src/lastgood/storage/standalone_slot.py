@@ -70,7 +70,7 @@ class StandaloneSlot:
         self.writer_threads = writer_threads
         self.direct_io = direct_io
         self.commit_lock = threading.Lock()
-        self._pool = pool
+        self.pool = pool
         self._temporary = temporary_beside(path)
         try:
             self._make(fmt.stream_layout(stream_bytes, pool.chunk_bytes)[2])
@@ -93,11 +93,6 @@ class StandaloneSlot:
         remove_tree(self._temporary)
 
     # -- as SlotOwner ----------------------------------------------------------------------------------------------
-
-    @property
-    def pool(self) -> _native.ChunkPool:
-        """Buffers for all writes."""
-        return self._pool
 
     def newest_sequence(self) -> int:
         """-1: nothing ever supersedes a file that stands alone."""

@@ -283,8 +283,7 @@ class SlotWrite:
         """A slot file that was removed or replaced meanwhile would take the checkpoint with it."""
         if self._given_up:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        opened, named = os.fstat(self._file.descriptor), self.path.stat()
-        if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino):
+        if not os.path.samestat(os.fstat(self._file.descriptor), self.path.stat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     @contextlib.contextmanager
