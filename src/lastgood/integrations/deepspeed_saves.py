@@ -43,6 +43,7 @@ from lastgood.storage import files
 from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import StandaloneSlot
 from lastgood.units import MIB
+from lastgood.world import world_of_torch
 
 __all__ = ["ROOT", "SaveOptions", "TagInfo", "TagSaves", "own_memory"]
 
@@ -136,9 +137,7 @@ class TagSaves:
         self._device = device
         self._step = step
         self._options = options
-        alone = not torch.distributed.is_initialized()
-        self.rank = 0 if alone else torch.distributed.get_rank()
-        self.world_size = 1 if alone else torch.distributed.get_world_size()
+        self.rank, self.world_size = world_of_torch()
         self._saving: _Saving | None = None
         self._pool: ChunkPool | None = None
         self._pinned: PinnedMemory | None = None
