@@ -115,16 +115,6 @@ class ShadowCore:
                 found[cause] = found.get(cause, 0) + count
             return found
 
-    def receiver_counters(self) -> dict[str, float]:
-        """Of the records received; empty before a layout is declared."""
-        with self.body.change:
-            return self.body.receiver.counters() if self.body.receiver else {}
-
-    def memory_bytes(self) -> int:
-        """What the declared layout was given."""
-        with self.body.change:
-            return self.body.memory.need.total if self.body.memory else 0
-
     def refuse(self, cause: str) -> None:
         """Count something that was refused. Never waits for what is done to the state."""
         with self._counting:
@@ -188,10 +178,7 @@ class ShadowCore:
                 layout.digest, owned, layout.side_ranks_of(settings.shadow), layout.ranks, message.adopt
             )
             assert self.body.memory is not None and self.body.receiver is not None
-            self.body.memory.drop_landed()
-            if not kept:
-                for bucket in owned:
-                    self.body.memory.drop(bucket)
+            self.body.memory.forget(values=not kept)
             self.body.sides.forget_layouts()
             self.body.receiver.begin(incarnation, keep=False)
             answer(self.welcome())

@@ -15,7 +15,7 @@ from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from lastgood.gradients.layout.entries import Entry
-from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.layout.layout import Bucket, GradientLayout
 from lastgood.host_memory import fresh_memory
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import UpdateRule
@@ -69,14 +69,10 @@ def memory_need(layout: GradientLayout, shadow: int, slots: int, *, spills: bool
     named = sorted(index for group in spec.groups for index in group.parameters)
     if named != list(range(len(layout.parameters))):
         raise CorruptCheckpoint("the optimizer's groups do not name each parameter of the layout once")
-    copies = _STATE_TENSORS[spec.kind] + any(group.amsgrad for group in spec.groups)
-    sizes = {
-        bucket: (layout.buckets[bucket].nbytes, len(layout.buckets[bucket].parameters) * _PER_PARAMETER)
-        for bucket in layout.buckets_of(shadow)
-    }
-    parameters = sum(nbytes for nbytes, _ in sizes.values())
-    optimizer = sum(nbytes * copies + beside for nbytes, beside in sizes.values())
-    seed = max((_seed_bytes(nbytes, beside, copies) for nbytes, beside in sizes.values()), default=0)
+    buckets = [layout.buckets[bucket] for bucket in layout.buckets_of(shadow)]
+    parameters = sum(bucket.nbytes for bucket in buckets)
+    optimizer = parameters * _copies(spec) + sum(len(bucket.parameters) for bucket in buckets) * _PER_PARAMETER
+    seed = max((_seed_bytes(bucket, spec) for bucket in buckets), default=0)
     spill = parameters + optimizer if spills else 0
     return MemoryNeed(parameters, optimizer, parameters * slots, seed, spill)
 
@@ -219,7 +215,7 @@ class ShadowMemory:
 
     def new_value(self, bucket: int) -> BucketValue:
         """An empty value beside the old one. Raises CheckpointError if too many wait for their place already."""
-        beside = sum(self._bytes(one) for one in self._landed) + self._bytes(bucket)
+        beside = sum(_seed_bytes(self.layout.buckets[one], self.spec) for one in (*self._landed, bucket))
         room = self._limit_bytes - self.need.total + self.need.seeds
         # A bucket without a value takes no more than was set aside for it.
         if bucket in self._values and beside > room:
@@ -240,18 +236,11 @@ class ShadowMemory:
         """Replace a bucket's value."""
         self._values[value.bucket] = value
 
-    def drop(self, bucket: int) -> None:
-        """A bucket's value is of no use any more."""
-        self._values.pop(bucket, None)
-
-    def drop_landed(self) -> None:
-        """No landed value gets its place any more."""
+    def forget(self, *, values: bool) -> None:
+        """No landed value gets its place any more; with `values`, those in their places are of no use either."""
         self._landed.clear()
-
-    def _bytes(self, bucket: int) -> int:
-        copies = _STATE_TENSORS[self.spec.kind] + any(group.amsgrad for group in self.spec.groups)
-        declared = self.layout.buckets[bucket]
-        return _seed_bytes(declared.nbytes, len(declared.parameters) * _PER_PARAMETER, copies)
+        if values:
+            self._values.clear()
 
 
 def _slot(layout: GradientLayout, owned: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -266,9 +255,14 @@ def _slot(layout: GradientLayout, owned: Sequence[int]) -> dict[int, torch.Tenso
     return found
 
 
-def _seed_bytes(nbytes: int, beside: int, copies: int) -> int:
+def _copies(spec: OptimizerSpec) -> int:
+    """Tensors of an optimizer's state for each parameter, of its size."""
+    return _STATE_TENSORS[spec.kind] + any(group.amsgrad for group in spec.groups)
+
+
+def _seed_bytes(bucket: Bucket, spec: OptimizerSpec) -> int:
     """Of a value that is being received: its optimizer state is copied into place once it is whole."""
-    return nbytes * (1 + 2 * copies) + beside
+    return bucket.nbytes * (1 + 2 * _copies(spec)) + len(bucket.parameters) * _PER_PARAMETER
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -33,13 +33,16 @@ class _Numbers(Collector):
     core: ShadowCore
 
     def collect(self) -> Iterator[Metric]:
-        core = self.core
-        status, counters, received = core.status(), core.body.counters, core.receiver_counters()
+        body = self.core.body
+        with body.change:
+            status, counters = self.core.status(), body.counters
+            received = body.receiver.counters() if body.receiver else {}
+            declared_bytes = body.memory.need.total if body.memory else 0
         used = resource.getrusage(resource.RUSAGE_SELF)
         rows: list[tuple[str, str, float]] = [
             (CPU_S, "Processor time, user and system.", used.ru_utime + used.ru_stime),
             (PEAK_RSS_BYTES, "Most resident memory so far.", used.ru_maxrss * 1024),
-            ("declared_memory_bytes", "Memory for the declared layout.", core.memory_bytes()),
+            ("declared_memory_bytes", "Memory for the declared layout.", declared_bytes),
             (RECEIVED_BYTES, "Bytes of gradients held, since this layout.", received.get("bytes", 0)),
             ("received_records_total", "Gradient records held.", received.get("records", 0)),
             ("checksum_seconds_total", "Time for checksums of records.", received.get("checksum_s", 0.0)),

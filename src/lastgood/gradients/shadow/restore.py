@@ -92,9 +92,7 @@ def _read_back(body: ShadowBody, incarnation: int, saved: Saved) -> None:
         body.settle_memory(spill.layout)
         memory = body.memory
         assert memory is not None
-        memory.drop_landed()
-        for bucket in memory.owned:
-            memory.drop(bucket)
+        memory.forget(values=True)
         body.state.emptied()
         values: dict[int, BucketValue] = {}
 
