@@ -202,7 +202,7 @@ class LastgoodFiles:
         """Make a directory whose name survives a power cut. Where that fails, the save fails, on all ranks."""
         del exist_ok  # DeepSpeed asks for nothing else
         try:
-            make_directory(local_path(path), self._saves.readable_by.directory_mode)
+            make_directory(local_path(path), self._saves.options.readable_by.directory_mode)
         except OSError as error:
             _log.error("%s", storage_error(error, Path(path), "making the directory"))
 

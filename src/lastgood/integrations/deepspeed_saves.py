@@ -136,18 +136,13 @@ class TagSaves:
         """What became of the last hundred saves; `step` is DeepSpeed's global step."""
         self._device = device
         self._step = step
-        self._options = options
+        self.options = options
         self.rank, self.world_size = world_of_torch()
         self._saving: _Saving | None = None
         self._pool: ChunkPool | None = None
         self._pinned: PinnedMemory | None = None
         self._direct: dict[Path, bool] = {}
         self._committers = ThreadPoolExecutor(_COMMITS_AT_ONCE, "lastgood-deepspeed")
-
-    @property
-    def readable_by(self) -> ReadableBy:
-        """Who may read what is written."""
-        return self._options.readable_by
 
     @property
     def pending(self) -> TagInfo | None:
@@ -244,9 +239,9 @@ class TagSaves:
             step=saving.event.step,
             stream_bytes=flat.layout.stream_bytes + meta.numel(),
             pool=self._pool_for(flat),
-            writer_threads=self._options.writer_threads,
+            writer_threads=self.options.writer_threads,
             direct_io=self._direct[folder],
-            mode=self._options.readable_by.file_mode,
+            mode=self.options.readable_by.file_mode,
         )
         saving.written.append(file)
         self._copy(file, flat, meta)
@@ -254,14 +249,14 @@ class TagSaves:
         stream_bytes = flat.layout.stream_bytes
 
         def commit() -> int:
-            file.write.commit(stream_bytes, meta.numel(), digest, self._options.timeout_s)
+            file.write.commit(stream_bytes, meta.numel(), digest, self.options.timeout_s)
             return file.write.bytes_written
 
         saving.commits.append(self._committers.submit(commit))
 
     def _copy(self, file: StandaloneSlot, flat: FlatState, meta: torch.Tensor) -> None:
         """All bytes have left the training's memory when this returns."""
-        timeout_s = self._options.timeout_s
+        timeout_s = self.options.timeout_s
         if self._pinned is None:
             ranges = host_ranges(flat.blocks, flat.layout.block_bytes, writes=True)
             file.write.copy_host([*ranges, (meta.data_ptr(), meta.numel())], timeout_s)
@@ -277,7 +272,7 @@ class TagSaves:
         """Buffers for host memory; page-locked ones from the first save on that holds a CUDA tensor."""
         on_device = any(block.is_cuda for block in flat.blocks)
         if self._pool is None or (on_device and self._pinned is None):
-            chunks = max(self._options.pool_bytes // _CHUNK_BYTES, self._options.writer_threads + 1)
+            chunks = max(self.options.pool_bytes // _CHUNK_BYTES, self.options.writer_threads + 1)
             self._pool, self._pinned = make_pool(chunks, _CHUNK_BYTES, pinned=on_device)
         return self._pool
 
@@ -286,16 +281,16 @@ class TagSaves:
         open_files = [commit for commit in saving.commits if not commit.done()]
         if len(open_files) < _MOST_OPEN_FILES:
             return
-        wait_for(open_files[:1], self._options.timeout_s)
+        wait_for(open_files[:1], self.options.timeout_s)
         if not open_files[0].done():
-            raise WaitTimeout(f"{saving.folder}: waited {self._options.timeout_s:.0f} s for a file to be flushed")
+            raise WaitTimeout(f"{saving.folder}: waited {self.options.timeout_s:.0f} s for a file to be flushed")
 
     def _wait_for_commits(self, saving: _Saving) -> str:
         if saving.failure:
             return saving.failure
-        pending = wait_for(saving.commits, self._options.timeout_s).not_done
+        pending = wait_for(saving.commits, self.options.timeout_s).not_done
         if pending:
-            return f"{saving.folder}: waited {self._options.timeout_s:.0f} s for {len(pending)} files to be flushed"
+            return f"{saving.folder}: waited {self.options.timeout_s:.0f} s for {len(pending)} files to be flushed"
         for commit in saving.commits:
             error = commit.exception()
             if error is not None:
@@ -316,7 +311,7 @@ class TagSaves:
     def _write_latest(self, saving: _Saving) -> str:
         path = saving.save_dir / "latest"
         try:
-            write_atomically(path, saving.info.tag.encode(), mode=self._options.readable_by.file_mode)
+            write_atomically(path, saving.info.tag.encode(), mode=self.options.readable_by.file_mode)
         except OSError as error:
             return _text(storage_error(error, path, "writing"))
         return ""

@@ -27,16 +27,10 @@ class SlotFile(ABC):
     """One open slot file. Used by one thread at a time; the chunks of a stream go through a native writer."""
 
     descriptor: int
-
-    @property
-    @abstractmethod
-    def how(self) -> str:
-        """In a word for records: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
-
-    @property
-    def mapping(self) -> _native.PersistentMapping | None:
-        """What the native writer stores through instead of writing to the descriptor."""
-        return None
+    how: str
+    """In a word for records: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
+    mapping: _native.PersistentMapping | None = None
+    """What the native writer stores through instead of writing to the descriptor."""
 
     @abstractmethod
     def write_block(self, content: bytes, offset: int) -> None:
@@ -55,12 +49,8 @@ class DirectFile(SlotFile):
     """Writes past the page cache where the file system can, and through it where it cannot."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        self.descriptor, self._direct = files.open_file(path, os.O_RDWR, direct=direct)
-
-    @property
-    def how(self) -> str:
-        """``direct`` or ``page cache``."""
-        return "direct" if self._direct else "page cache"
+        self.descriptor, direct = files.open_file(path, os.O_RDWR, direct=direct)
+        self.how = "direct" if direct else "page cache"
 
     def write_block(self, content: bytes, offset: int) -> None:
         """As `SlotFile.write_block`."""
@@ -77,20 +67,11 @@ class MappedFile(SlotFile):
     def __init__(self, path: Path, nbytes: int) -> None:
         self.descriptor = open_regular(path, os.O_RDWR)
         try:
-            self._mapping = _native.PersistentMapping(self.descriptor, nbytes)
+            self._mapping = self.mapping = _native.PersistentMapping(self.descriptor, nbytes)
         except BaseException:
             os.close(self.descriptor)
             raise
-
-    @property
-    def how(self) -> str:
-        """``libpmem`` or ``msync``."""
-        return self._mapping.how
-
-    @property
-    def mapping(self) -> _native.PersistentMapping:
-        """As `SlotFile.mapping`."""
-        return self._mapping
+        self.how = self._mapping.how
 
     def write_block(self, content: bytes, offset: int) -> None:
         """As `SlotFile.write_block`."""

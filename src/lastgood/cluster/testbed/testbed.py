@@ -91,7 +91,8 @@ class Testbed:
 
     def __init__(self, folder: Path, state: BedState, guard: subprocess.Popen[bytes] | None = None) -> None:
         self.folder = folder
-        self._state = state
+        self.settings = state
+        """What it was made with."""
         self._guard = guard
 
     # -- making, finding, removing --
@@ -171,17 +172,17 @@ class Testbed:
     @property
     def name(self) -> str:
         """Its name on this machine."""
-        return self._state.name
+        return self.settings.name
 
     @property
     def node_names(self) -> tuple[str, ...]:
         """vm1 to vmN."""
-        return self._state.node_names
+        return self.settings.node_names
 
     @property
     def host_address(self) -> str:
         """The machine's own address on the testbed's network: it reaches all nodes, and they reach it there."""
-        return self._state.host_address
+        return self.settings.host_address
 
     @property
     def ssh_config(self) -> Path:
@@ -193,14 +194,9 @@ class Testbed:
         """All nodes, with their slots."""
         return read_hostfile(self.folder / "hostfile")
 
-    @property
-    def settings(self) -> BedState:
-        """What it was made with."""
-        return self._state
-
     def address(self, node: str) -> str:
         """A node's address."""
-        return self._state.address(self._checked(node))
+        return self.settings.address(self._checked(node))
 
     def remote(self, connect_timeout_s: int = 10) -> Remote:
         """Commands on the nodes, by ssh."""
@@ -265,9 +261,9 @@ class Testbed:
 
     def _restart(self, node: str) -> None:
         self._kill(node)
-        net.add_node_link(self._state, node)
-        start_node(self.folder, self._state, node)
-        wait_for_node(self.folder, self._state, node)
+        net.add_node_link(self.settings, node)
+        start_node(self.folder, self.settings, node)
+        wait_for_node(self.folder, self.settings, node)
 
     def _status_of(self, node: str) -> NodeStatus:
         pids = net.processes_in(net.namespace_of(self.name, node))
@@ -275,7 +271,7 @@ class Testbed:
         if pids:
             cut, paused = not net.link_is_up(self.name, node), all(map(net.is_stopped, pids))
             state = ("cut and paused" if paused else "cut") if cut else ("paused" if paused else "up")
-        return NodeStatus(node, self._state.address(node), state, len(pids))
+        return NodeStatus(node, self.settings.address(node), state, len(pids))
 
     def _make_whole(self) -> None:
         for status in self.status():
@@ -294,7 +290,7 @@ class Testbed:
     def _changing(self, node: str) -> Iterator[None]:
         self._checked(node)
         with _changing():
-            if load_state(self.name) != (self.folder, self._state):
+            if load_state(self.name) != (self.folder, self.settings):
                 raise ConfigError(
                     f"testbed {self.name} was taken down meanwhile, or made anew; see `lastgood testbed status --name "
                     f"{self.name}`"

@@ -82,7 +82,8 @@ class Conductor:
         self._spills = SpillPlan(len(addresses))
         self._spill_due = False
         self._changed = threading.Condition()
-        self._fenced: str | None = None
+        self.fenced: str | None = None
+        """Why nothing is kept any more: another incarnation of this job has taken over."""
         self._behind_since: dict[int, float] = {}
         self._last_progress: dict[int, tuple[int, int]] = {}
         self._why: dict[int, str] = {}
@@ -140,19 +141,14 @@ class Conductor:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while late := [number for number in range(len(self.links)) if is_late(number)]:
-                if self._fenced is not None:
-                    raise CheckpointError(self._fenced)
+                if self.fenced is not None:
+                    raise CheckpointError(self.fenced)
                 if time.monotonic() > deadline:
                     names = [f"{self.links[number].address} ({self._why.get(number, 'no answer')})" for number in late]
                     raise WaitTimeout(f"waited {timeout_s:g} s for shadows {what}: {', '.join(names)}")
                 self._changed.wait(_TICK_S)
 
     # -- from the training -----------------------------------------------------------------------------------------
-
-    @property
-    def fenced(self) -> str | None:
-        """Why nothing is kept any more: another incarnation of this job has taken over."""
-        return self._fenced
 
     @property
     def spilled(self) -> Saved | None:
@@ -243,7 +239,7 @@ class Conductor:
         Only this rank says what became of the other ranks' saves.
         """
         with self._changed:
-            if self._identity.rank != 0 or self._fenced is not None:
+            if self._identity.rank != 0 or self.fenced is not None:
                 return False
             for number, known in enumerate(self._state.shadows):
                 if known.wants and self._state.behind(number):
@@ -289,13 +285,13 @@ class Conductor:
 
     def _end_deciding(self, shadow: int, incarnation: int) -> None:
         """From here on nothing is complete: shadows that are not fenced yet keep what the fenced ones hold as well."""
-        if self._fenced is None:
-            self._fenced = (
+        if self.fenced is None:
+            self.fenced = (
                 f"shadow {self.links[shadow].address} is at incarnation {incarnation}, this training at "
                 f"{self._identity.incarnation}: another incarnation of this job has taken over; nothing more is kept "
                 "from here"
             )
-            _log.error("checkmate: %s", self._fenced)
+            _log.error("checkmate: %s", self.fenced)
         self._changed.notify_all()
 
     def heard(self, shadow: int, message: Message) -> None:
@@ -337,7 +333,7 @@ class Conductor:
     def _decide(self) -> None:
         """Say what is complete now. Called with the lock held, whenever something has changed."""
         self._changed.notify_all()
-        if self._identity.rank != 0 or self._fenced is not None:
+        if self._identity.rank != 0 or self.fenced is not None:
             return
         while (complete := self._state.decide()) is not None:
             for link in self.links:
@@ -385,7 +381,7 @@ class Conductor:
     def facts(self) -> dict[str, Any]:
         """Counts of what went wrong and was healed; why nothing is kept any more, if so."""
         return {
-            "fenced": self._fenced,
+            "fenced": self.fenced,
             "torn": self._torn,
             "diverged": self._diverged,
             "cut_off": sum(link.data.cuts for link in self.links),

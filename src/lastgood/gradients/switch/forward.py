@@ -45,6 +45,8 @@ class Copier:
     def __init__(self, shadow: int, shadows: int, address: str, hello: Hello, settings: CopySettings) -> None:
         self._shadow, self._shadows, self._address = shadow, shadows, address
         self._hello, self._settings = hello, settings
+        self.incarnation = hello.epoch
+        """The one whose copies these are."""
         self._faults = None
         if settings.faults is not None:
             self._faults = CopyFaults(settings.faults, f"rank {hello.rank} shadow {shadow}")
@@ -59,11 +61,6 @@ class Copier:
         self._wire: Wire | None = None
         self._thread = threading.Thread(target=self._run, name=f"copies-{hello.rank}-{shadow}", daemon=True)
         self._thread.start()
-
-    @property
-    def incarnation(self) -> int:
-        """The one whose copies these are."""
-        return self._hello.epoch
 
     @property
     def open(self) -> bool:

@@ -44,14 +44,10 @@ class RingReducer:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._parameters = tuple(parameters)  # so that no id passes to another object
         self._plans: dict[tuple[int, ...], _native.RingPlan] = {}
-        self._iteration = first_iteration - 1
+        self.iteration = first_iteration - 1
+        """Of the backward pass that reduced last, or reduces now."""
         self._worker = ThreadPoolExecutor(1, "ring-reduce")
         self._failure: Exception | None = None
-
-    @property
-    def iteration(self) -> int:
-        """Of the backward pass that reduced last, or reduces now."""
-        return self._iteration
 
     def reduce(
         self,
@@ -66,10 +62,10 @@ class RingReducer:
         if self._failure is not None:
             raise self._failure
         if iteration is not None:
-            self._iteration = iteration
+            self.iteration = iteration
         elif bucket.index() == 0:
-            self._iteration += 1
-        plan, number, last = self._plan_of(bucket), self._iteration, bucket.is_last()
+            self.iteration += 1
+        plan, number, last = self._plan_of(bucket), self.iteration, bucket.is_last()
         buffer: torch.Tensor = bucket.buffer()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
@@ -92,7 +88,7 @@ class RingReducer:
 
         All ranks must call it in the same order among their buckets. An error is raised by the next `reduce`.
         """
-        self._iteration = iteration
+        self.iteration = iteration
 
         def run() -> None:
             try:
