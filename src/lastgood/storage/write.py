@@ -107,6 +107,8 @@ class SlotWrite:
         self.step = step
         self.sequence = sequence
         self.stream_bytes = stream_bytes
+        self.bytes_written = fmt.written_bytes(stream_bytes, store.chunk_bytes)
+        """Bytes that a complete write of this stream sends to the disk."""
         self.header_ok = header_ok
         """Whether the slot file has its header."""
         self.info: SlotInfo | None = None
@@ -124,6 +126,8 @@ class SlotWrite:
         with storage_errors(path, "opening"):
             nbytes = fmt.stream_layout(stream_bytes, store.chunk_bytes)[2]
             self._file = open_slot_file(path, store.medium, direct=store.direct_io, nbytes=nbytes)
+        self.how = self._file.how
+        """How the bytes reach storage: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
         if later:
             return
         try:
@@ -173,19 +177,9 @@ class SlotWrite:
         return self._native
 
     @property
-    def how(self) -> str:
-        """How the bytes reach storage: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
-        return self._file.how
-
-    @property
     def position(self) -> int:
         """Bytes of the stream given so far."""
         return 0 if self._native is None else self._native.position
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that a complete write of this stream sends to the disk."""
-        return fmt.written_bytes(self.stream_bytes, self._store.chunk_bytes)
 
     def copy_host(
         self, ranges: Sequence[tuple[int, int]], timeout_s: float = WRITE_TIMEOUT_S, threads: int = 1

@@ -324,6 +324,10 @@ class RemoteProcess:
         first: bytes = b"",
     ) -> None:
         self.host = host
+        self.pid = process.pid
+        """Of the local ssh."""
+        self.stdout, self.stderr = process.stdout, process.stderr
+        """The command's output and errors, where `start` was given subprocess.PIPE."""
         self._first = first
         self._process = process
         self._log = log
@@ -333,21 +337,6 @@ class RemoteProcess:
         beat_s = silence_s / 6
         self._heart = threading.Thread(target=self._beat, args=(beat_s,), name=f"signs of life to {host}", daemon=True)
         self._heart.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the local ssh."""
-        return self._process.pid
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """The command's output, where `start` was given subprocess.PIPE."""
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """The command's errors, where `start` was given subprocess.PIPE."""
-        return self._process.stderr
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs; 255 also where ssh itself failed, and `wait` then says how."""
@@ -387,7 +376,7 @@ class RemoteProcess:
         self.terminate()
         wait_or_kill(self._process, self._end_s, _SSH_END_S)
         self._heart.join(_SSH_END_S)
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()
         self._log.close()

@@ -93,6 +93,14 @@ class Testbed:
         self.folder = folder
         self.settings = state
         """What it was made with."""
+        self.name = state.name
+        """Its name on this machine."""
+        self.node_names = state.node_names
+        """vm1 to vmN."""
+        self.host_address = state.host_address
+        """The machine's own address on the testbed's network: it reaches all nodes, and they reach it there."""
+        self.ssh_config = folder / "ssh_config"
+        """The ssh configuration that reaches all nodes, from the machine and from any node."""
         self._guard = guard
 
     # -- making, finding, removing --
@@ -168,26 +176,6 @@ class Testbed:
         self.down()
 
     # -- what it is --
-
-    @property
-    def name(self) -> str:
-        """Its name on this machine."""
-        return self.settings.name
-
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """vm1 to vmN."""
-        return self.settings.node_names
-
-    @property
-    def host_address(self) -> str:
-        """The machine's own address on the testbed's network: it reaches all nodes, and they reach it there."""
-        return self.settings.host_address
-
-    @property
-    def ssh_config(self) -> Path:
-        """The ssh configuration that reaches all nodes, from the machine and from any node."""
-        return self.folder / "ssh_config"
 
     @property
     def hostfile(self) -> Hostfile:

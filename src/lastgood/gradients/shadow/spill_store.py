@@ -85,6 +85,8 @@ class SpillStore:
             job_id=None if job is None else bytes.fromhex(job),
         )
         self.directory = directory
+        self.job = self._store.job.job_id.hex()
+        """The job whose spills lie here."""
         self._shadow = shadow
         self._lock = threading.Lock()
         self._durable: list[Spill] = []
@@ -97,11 +99,6 @@ class SpillStore:
                 self._durable.append(self._read_spill(info))
             except CheckpointError as error:
                 _log.error("%s", error)
-
-    @property
-    def job(self) -> str:
-        """The job whose spills lie here."""
-        return self._store.job.job_id.hex()
 
     def durable(self) -> list[Spill]:
         """What can be read back, newest first."""
