@@ -192,7 +192,7 @@ class Remote:
         """
         bounded = ["timeout", "-k", "2", str(math.ceil(timeout_s) + _REMOTE_GRACE_S), *argv]
         connect_s = max(1, min(self.options.connect_timeout_s, math.floor(timeout_s)))
-        with SshLog() as log:
+        with contextlib.closing(SshLog()) as log:
             words = self.command(host, bounded, ssh_options=[f"ConnectTimeout={connect_s}"])
             process = subprocess.Popen(
                 log.added_to(words),

@@ -66,12 +66,6 @@ class SshLog:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> SshLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def ssh_failure(host: str, log: str, connect_timeout_s: int) -> HostError | None:
     """What ssh's own messages mean; None without messages (then 255 was the command's own exit code)."""
