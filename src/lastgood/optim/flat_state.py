@@ -26,10 +26,8 @@ class FlatState:
         self.started = [False] * len(parameters)
         keys = ["momentum_buffer"] if spec.kind == "sgd" else ["exp_avg", "exp_avg_sq"]
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parameters]
-        self.buffers: dict[str, torch.Tensor] = {}
-        """The flat tensors, by torch's key and dtype."""
         if spec.kind != "sgd":
-            steps = self.buffers["step"] = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
+            steps = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
             for held, step in zip(self.tensors, steps.unbind(), strict=True):
                 held["step"] = step
         for key in keys:
@@ -43,7 +41,6 @@ class FlatState:
             whole = _ALIGN_BYTES // dtype.itemsize
             counts = [-(-parameters[i].numel() // whole) * whole for i in chosen]
             buffer = fresh_memory(sum(counts) * dtype.itemsize).view(dtype)
-            self.buffers[f"{key}/{str(dtype).removeprefix('torch.')}"] = buffer
             at = 0
             for i, count in zip(chosen, counts, strict=True):
                 shape = parameters[i].shape
