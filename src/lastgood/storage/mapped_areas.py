@@ -178,13 +178,12 @@ class AreaStore:
             f"checkpoint directory {self.directory}",
             mode=readable_by.file_mode,
         )
-        try:
-            self._open(restored)
-        except BaseException as error:
-            self._lock.release()
-            if isinstance(error, OSError):
-                raise storage_error(error, self.directory, "opening the directory") from error
-            raise
+        with storage_errors(self.directory, "opening the directory"):
+            try:
+                self._open(restored)
+            except BaseException:
+                self._lock.release()
+                raise
 
     @property
     def is_open(self) -> bool:

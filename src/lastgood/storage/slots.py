@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, WaitTimeout
-from lastgood.files import ReadableBy, storage_error, storage_errors, sync_directory
+from lastgood.files import ReadableBy, storage_errors, sync_directory
 from lastgood.locks import FileLock
 from lastgood.storage import files, reader
 from lastgood.storage import format as fmt
@@ -115,13 +115,12 @@ class SlotStore(Retention):
             shared_with_forks=False,
             mode=readable_by.file_mode,
         )
-        try:
-            self._open(job_id, rank, world_size, agrees)
-        except BaseException as error:
-            self._lock.release()
-            if isinstance(error, OSError):
-                raise storage_error(error, self.directory, "opening the directory") from error
-            raise
+        with storage_errors(self.directory, "opening the directory"):
+            try:
+                self._open(job_id, rank, world_size, agrees)
+            except BaseException:
+                self._lock.release()
+                raise
 
     @staticmethod
     def peek(directory: Path | str) -> SlotView:

@@ -130,13 +130,12 @@ class SlotWrite:
         """How the bytes reach storage: ``direct``, ``page cache``, ``libpmem`` or ``msync``."""
         if later:
             return
-        try:
-            self._void()
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, OSError):
-                raise storage_error(error, path, "voiding the slot", fmt.BLOCK) from error
-            raise
+        with storage_errors(path, "voiding the slot", fmt.BLOCK):
+            try:
+                self._void()
+            except BaseException:
+                self._file.close()
+                raise
 
     def void(self) -> None:
         """Make the slot's old checkpoint void, durably: before that nothing is written. Of a write begun `later`, once.
