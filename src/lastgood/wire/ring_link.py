@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,20 +116,16 @@ def connect_ring(
     deadline = time.monotonic() + timeout_s
     parse_address(next_address)
     given_up = threading.Event()
-    with ThreadPoolExecutor(1, "ring-accept") as pool:
+    with ThreadPoolExecutor(1, "ring-accept") as pool, ExitStack() as failed:
         accepted = pool.submit(_accept, own, listener, token, deadline, timeout_s, given_up)
-        try:
-            following = _connect(own, next_address, token, deadline, timeout_s)
-            try:
-                return accepted.result(), following
-            except BaseException:
-                following.wire.close()
-                raise
-        except BaseException:
-            # The accepting thread does not outlast this call, nor does its connection.
-            given_up.set()
-            accepted.add_done_callback(_close_accepted)
-            raise
+        # The accepting thread does not outlast this call, nor does its connection.
+        failed.callback(accepted.add_done_callback, _close_accepted)
+        failed.callback(given_up.set)
+        following = _connect(own, next_address, token, deadline, timeout_s)
+        failed.callback(following.wire.close)
+        previous = accepted.result()
+        failed.pop_all()
+        return previous, following
 
 
 def _close_accepted(accepted: Future[Link]) -> None:
