@@ -136,13 +136,6 @@ class Board:
         for line in list(self._lines):
             self._send(line, {"stop": True})
 
-    def lose(self, states: Sequence[RankState], fault: str) -> None:
-        """Give up on ranks of which nothing more can come."""
-        for state in states:
-            if not state.over:
-                state.fault = fault
-                self._note(state)
-
     def close(self) -> None:
         """Close all connections; ranks that still live end by that."""
         for line in list(self._lines):
@@ -205,7 +198,7 @@ class Board:
         state = self.ranks[hello.rank]
         if hello.world != len(self.ranks) or state._hello is not None:
             fault = f"it calls itself rank {hello.rank} of {hello.world}; {len(self.ranks)} were asked for"
-            self.lose([state], fault)
+            self._lose(state, fault)
             guest.connection.close()
             return
         line = _Line(guest.connection, hello.rank, bytearray(guest.rest))
@@ -215,7 +208,7 @@ class Board:
             self._selector.register(line.connection, selectors.EVENT_READ, line)
         except (OSError, ValueError) as error:  # it was reset just behind its hello
             guest.connection.close()
-            self.lose([state], f"its connection failed: {error}")
+            self._lose(state, f"its connection failed: {error}")
             return
         self._lines.add(line)
         state.slurm_job = hello.slurm_job
@@ -256,7 +249,13 @@ class Board:
         self._selector.unregister(line.connection)
         line.connection.close()
         if fault is not None:
-            self.lose([self.ranks[line.rank]], fault)
+            self._lose(self.ranks[line.rank], fault)
+
+    def _lose(self, state: RankState, fault: str) -> None:
+        """Nothing more can come of a rank."""
+        if not state.over:
+            state.fault = fault
+            self._note(state)
 
     def _note(self, state: RankState) -> None:
         failed = state.fault is not None or state.status != 0

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.errors import CheckpointError, LastgoodError, MismatchError
 from lastgood.gradients.protocol.connection import connect_shadow
 from lastgood.gradients.protocol.messages import Hello
 from lastgood.gradients.switch.faults import CopyFaults, FaultPlan
@@ -148,14 +148,12 @@ class Copier:
         except LastgoodError as error:
             self._say(str(error))
             return False
-        if (welcome.shadow, welcome.shadows) != (self._shadow, self._shadows):
-            self._say(
-                f"{self._address} is shadow {welcome.shadow} of {welcome.shadows}, and stands as {self._shadow} of "
-                f"{self._shadows} on this switch's list: it gets no copies"
-            )
-            wire.close()
-            return False
         try:
+            if (welcome.shadow, welcome.shadows) != (self._shadow, self._shadows):
+                raise MismatchError(
+                    f"{self._address} is shadow {welcome.shadow} of {welcome.shadows}, and stands as {self._shadow} of "
+                    f"{self._shadows} on this switch's list: it gets no copies"
+                )
             wire.write("where its copies begin", self._begin())
         except CheckpointError as error:
             self._say(str(error))
