@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lastgood.checkpointers.agreement.address import Address, find_address
 from lastgood.checkpointers.agreement.coordinator import Coordinator
@@ -25,9 +25,9 @@ from lastgood.errors import (
     StorageError,
     WaitTimeout,
 )
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotStore
+from lastgood.storage import SlotInfo, SlotStore, Verdict
+from lastgood.storage.format import RecordKind
+from lastgood.storage.reader import SlotState, job_of_slots, newest_first, read_job, refuse_foreign
 
 __all__ = ["JobOfRanks", "Settings"]
 
@@ -165,10 +165,6 @@ class JobOfRanks:
         )
 
     def _report(self, wanted: Wanted, beside: str) -> Report:
-        from lastgood.storage import SlotStore
-        from lastgood.storage.format import RecordKind
-        from lastgood.storage.reader import SlotState, job_of_slots, newest_first, read_job, refuse_foreign
-
         report = self._without_content(wanted, beside)
         if not self.directory.is_dir():
             return report
@@ -217,8 +213,6 @@ class JobOfRanks:
 
     def _share(self, store: SlotStore, offer: Offer) -> None:
         """What all ranks hold stays; of that, what could not be read is no longer among it."""
-        from lastgood.storage import Verdict
-
         common = set(offer.common)
         sequences = [info.sequence for info in store.committed() if (info.incarnation, info.step) in common]
         book = store.book()
@@ -396,8 +390,6 @@ class JobOfRanks:
                     del self._early[next(iter(self._early))]
 
     def _judge(self, store: SlotStore, sequence: int, step: int, ok: bool, reason: str) -> None:
-        from lastgood.storage import Verdict
-
         known = store.book().verdicts.get(sequence)
         if known is None or known.ok != ok:
             store.judge(sequence, Verdict(step, ok, reason))

@@ -6,7 +6,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.addresses import address_in
@@ -14,9 +14,7 @@ from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence
 from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotWrite
+from lastgood.storage import SlotWrite
 
 __all__ = ["Lander", "copy_through_pool", "host_ranges", "stream_pieces"]
 

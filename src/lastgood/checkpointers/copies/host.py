@@ -7,18 +7,16 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood._lazy import torch
+from lastgood._native import ChunkPool
 from lastgood.checkpointers.copies.copy_check import CopyCheck
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, copy_bytes
 from lastgood.checkpointers.copies.still_weights import StillBlocks
 from lastgood.errors import CheckpointError, StateError, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.state import FlatState
-
-if TYPE_CHECKING:
-    from lastgood._native import ChunkPool
 
 __all__ = [
     "CopyFence",
@@ -79,8 +77,6 @@ def _unlock_pages(tensor: torch.Tensor) -> None:
 
 def make_pool(chunks: int, chunk_bytes: int, *, pinned: bool) -> tuple[ChunkPool, PinnedMemory | None]:
     """Buffers for `chunks` chunks; with `pinned` in page-locked memory, which the caller releases."""
-    from lastgood._native import ChunkPool
-
     if not pinned:
         return ChunkPool(0, chunks * chunk_bytes, chunk_bytes), None
     memory = PinnedMemory(chunks * chunk_bytes)

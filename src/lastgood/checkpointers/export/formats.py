@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.bounds import memory_for
@@ -35,10 +35,8 @@ from lastgood.files import (
     temporary_beside,
 )
 from lastgood.state import Layout, unflatten
+from lastgood.storage import SlotInfo, SlotView
 from lastgood.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
 
 __all__ = [
     "ExportFormat",

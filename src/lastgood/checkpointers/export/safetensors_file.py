@@ -13,7 +13,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +27,10 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
 from lastgood.files import open_new, open_regular
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import check_cost
+from lastgood.storage import SlotInfo
 from lastgood.storage.files import flush
 from lastgood.text import parse_json
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo
 
 __all__ = ["SafetensorsPlan", "load_safetensors", "read_facts", "write_safetensors"]
 

@@ -11,16 +11,14 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.checkpointers.copies.device_streams import DeviceStreams, copy_bytes
 from lastgood.errors import WaitTimeout
 from lastgood.files import storage_errors
-
-if TYPE_CHECKING:
-    from lastgood.storage.mapped_areas import AreaWrite, MappedArea
+from lastgood.storage.mapped_areas import AreaWrite, MappedArea
 
 __all__ = ["Registrar", "copy_through_pinned", "store_from_devices", "store_from_host"]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -47,11 +47,9 @@ from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
+from lastgood.storage import SlotInfo
+from lastgood.storage.mapped_areas import AreaStore, AreaWrite
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo
-    from lastgood.storage.mapped_areas import AreaStore, AreaWrite
 
 __all__ = ["GPM", "GPMOptions"]
 
@@ -98,8 +96,6 @@ class GPM(Checkpointer):
     # -- begin and end -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        from lastgood.storage.mapped_areas import AreaStore
-
         flat = self._flat()
         self._store = AreaStore(
             self.directory,

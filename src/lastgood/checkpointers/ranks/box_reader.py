@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from lastgood._lazy import torch
 from lastgood.addresses import address_in, row_addresses
@@ -18,10 +17,8 @@ from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, exac
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout_rules import dtype_named
+from lastgood.storage import SlotInfo, SlotView
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["BoxReader", "dense_bytes"]
 

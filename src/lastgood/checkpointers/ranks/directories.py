@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
 from lastgood.errors import MismatchError, NoCheckpoint, StorageError
@@ -21,9 +21,8 @@ from lastgood.files import (
     sync_directory,
     temporary_beside,
 )
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
+from lastgood.storage import SlotInfo, SlotStore, SlotView
+from lastgood.storage.reader import find_slots, nothing_committed, read_job
 
 __all__ = ["ID_FILE", "Buffers", "JobCheckpoint", "shared_job_id", "whole_checkpoints"]
 
@@ -108,9 +107,6 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
             names them.
         StorageError: the job's directory cannot be read.
     """
-    from lastgood.storage import SlotStore
-    from lastgood.storage.reader import find_slots
-
     job = local_path(job)
     paths = rank_directories(job)
     if not paths and job.is_dir() and find_slots(job):
@@ -159,8 +155,6 @@ def _one_job(
 
     Such a one was refused, or killed, when it began: a job that was started on another number of ranks leaves them.
     """
-    from lastgood.storage.reader import nothing_committed, read_job
-
     owners = {}
     for rank, view in views.items():
         info = next(iter(held[rank].values()), None)

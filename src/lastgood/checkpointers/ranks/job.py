@@ -6,17 +6,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood.checkpointers.rank_directory import job_of, rank_directory
 from lastgood.checkpointers.ranks.directories import Buffers, shared_job_id, whole_checkpoints
 from lastgood.checkpointers.ranks.replicated import Declared, Division, StoreExchange
+from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from lastgood.files import ReadableBy
 from lastgood.state import FlatState
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotView
+from lastgood.storage import SlotStore, SlotView
 
 __all__ = ["Buffers", "RankedJob"]
 
@@ -55,8 +54,6 @@ class RankedJob:
         if self.other_job is None:
             return False
         if view is None:
-            from lastgood.storage import SlotStore
-
             view = SlotStore.peek(self.directory)
         own = view.committed() if self.directory.is_dir() else []
         if self._job is None or not own:
@@ -68,8 +65,6 @@ class RankedJob:
 
     def restore(self, state: Mapping[str, Any], threads: int, step: int | None, *, good_only: bool = True) -> int:
         """Restore from the other job; returns the step. Raises as `restore_ranks`, and CheckpointError for nothing."""
-        from lastgood.checkpointers.ranks.reshard import restore_ranks
-
         assert self.other_job is not None
         world = (self.rank, self.world_size)
         try:

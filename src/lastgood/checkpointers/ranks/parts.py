@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood.checkpointers.rank_directory import job_of
 from lastgood.checkpointers.ranks.box_reader import BoxReader
@@ -19,9 +19,7 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import Node, tensor_nodes
 from lastgood.state.shards import Runs
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo
+from lastgood.storage import SlotInfo
 
 __all__ = ["RankParts", "differences", "parts_of", "used_blocks"]
 

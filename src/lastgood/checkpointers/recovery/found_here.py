@@ -18,6 +18,7 @@ from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.checkpointers.traits import Keeps, Traits
 from lastgood.errors import CheckpointError, MismatchError
 from lastgood.files import storage_errors
+from lastgood.storage.reader import SlotState, SlotView, read_job, written_by_agreement
 
 __all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
 
@@ -98,8 +99,6 @@ def _in_shadows(directory: Path) -> Found | None:
 
 def _slots(directory: Path) -> Found | None:
     """Slots that hold a checkpoint, or may have held one: not void ones, nor those of a write that never finished."""
-    from lastgood.storage.reader import SlotState, SlotView
-
     try:
         statuses = SlotView(directory).statuses()
     except MismatchError as error:
@@ -153,8 +152,6 @@ def words_on_control(directory: Path, ranks: int, *, agrees: bool) -> str:
     A restart of ranks that did not agree may have mixed steps; those of ranks that did count only if all have them.
     Raises StorageError, MismatchError.
     """
-    from lastgood.storage.reader import read_job, written_by_agreement
-
     job = read_job(directory)
     theirs = written_by_agreement(directory)
     if (

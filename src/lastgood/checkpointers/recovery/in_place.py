@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.addresses import address_in
@@ -26,10 +26,8 @@ from lastgood.state import Layout, check_tree, load_tree, stateful_paths, unflat
 from lastgood.state.build import tensor_over
 from lastgood.state.layout import Node
 from lastgood.state.shards import wrap
+from lastgood.storage import SlotInfo, SlotView
 from lastgood.units import MIB
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["InPlace"]
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood.checkpointers.ranks.parts import parts_of
 from lastgood.checkpointers.ranks.reshard import FromRanks
@@ -21,9 +21,7 @@ from lastgood.errors import (
     StorageError,
     WaitTimeout,
 )
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotStore, SlotView
+from lastgood.storage import SlotInfo, SlotState, SlotStore, SlotView
 
 __all__ = ["Recovery"]
 
@@ -126,8 +124,6 @@ class Recovery:
         raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {[info.step for info in known] or 'none'}")
 
     def _view(self, store: SlotView | None) -> SlotView | None:
-        from lastgood.storage import SlotStore
-
         if store is not None:
             return store
         return SlotStore.peek(self.directory) if self.directory.is_dir() else None
@@ -152,8 +148,6 @@ class Recovery:
 
     def _refuse_damage(self, view: SlotView) -> None:
         """Where nothing is whole, but something was: a training must not begin again without a message."""
-        from lastgood.storage import SlotState
-
         damaged = [
             f"{status.path.name}: {status.detail or 'found corrupt before'}"
             for status in view.statuses()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.ranks.parts import parts_of
 from lastgood.checkpointers.slots.contents import layout_in, named_tensors, read_meta
 from lastgood.errors import CorruptCheckpoint, NoGoodCheckpoint
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
+from lastgood.gradients.shadow.spill_store import is_spill, spill_in
+from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["check_content", "step_to_restore"]
 
@@ -26,8 +24,6 @@ def check_content(view: SlotView, info: SlotInfo, entry: str | None = None) -> N
     Its data are not read, only its meta data: a layout (with one `entry` alone, if that is given), or what a shadow of
     Checkmate's spilled.
     """
-    from lastgood.gradients.shadow.spill_store import is_spill, spill_in
-
     meta = read_meta(view, info)
     if is_spill(meta):
         spill_in(meta, info)

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.copies.chunks import host_ranges
+from lastgood.checkpointers.rank_directory import rank_directories
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.state.build import plain_value, tensor_over
 from lastgood.state.layout import MAX_LAYOUT_BYTES, Node, tensor_nodes
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotStatus, SlotView
+from lastgood.storage import SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.reader import READ_TIMEOUT_S, find_slots, look_at_slot
+from lastgood.storage.standalone_slot import is_standalone_slot
 
 __all__ = [
     "NamedTensor",
@@ -125,8 +126,6 @@ def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
     A slot file that cannot be read is torn, with the reason as its detail. Raises StorageError only if the directory
     itself cannot be read.
     """
-    from lastgood.storage.reader import SlotState, SlotStatus, find_slots, look_at_slot
-
     troubles = []
     for _ in range(2):  # a training that goes on may remove a slot file between two looks
         try:
@@ -149,10 +148,7 @@ def words_on_none(directory: Path) -> str:
     Else which folders in it hold some, the newest three of them: DeepSpeed's `save_checkpoint` is given the folder
     above those that hold its files. Raises StorageError.
     """
-    from lastgood.checkpointers.rank_directory import rank_directories
     from lastgood.checkpointers.recovery.found_here import others_in
-    from lastgood.storage.reader import find_slots
-    from lastgood.storage.standalone_slot import is_standalone_slot
 
     def holds(folder: Path) -> bool:
         files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
@@ -177,8 +173,6 @@ def words_on_none(directory: Path) -> str:
 
 def was_overwritten(info: SlotInfo) -> bool:
     """Whether a writer has reused the slot of a checkpoint meanwhile. Reading it fails then, but nothing is damaged."""
-    from lastgood.storage.reader import SlotState, look_at_slot
-
     if not info.path.exists():
         return True  # a slot beyond the number asked for was removed
     try:
@@ -195,8 +189,6 @@ def was_overwritten(info: SlotInfo) -> bool:
 
 def read_timeout_s(nbytes: int) -> float:
     """How long reading may take: the usual limit, and beyond it time for a disk of 10 MB/s."""
-    from lastgood.storage.reader import READ_TIMEOUT_S
-
     return READ_TIMEOUT_S + nbytes / 1e7
 
 
