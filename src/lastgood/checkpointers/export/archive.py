@@ -9,15 +9,14 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S
+from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint
+from lastgood.checkpointers.export.safetensors_file import read_facts
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, MismatchError, WaitTimeout
 from lastgood.files import ReadableBy, local_path, make_directory, remove_temporary_files, storage_error
 from lastgood.locks import FileLock
-
-if TYPE_CHECKING:
-    from lastgood.storage import SlotInfo, SlotView
+from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["Archive", "ArchiveCounts", "archived_files"]
 
@@ -169,8 +168,6 @@ class Archive:
                     self.counts.archived += 1
 
     def _export(self, view: SlotView, info: SlotInfo) -> None:
-        from lastgood.checkpointers.export.formats import ExportFormat, export_checkpoint
-
         name = f"step-{info.step:010d}-seq-{info.sequence:06d}.safetensors"
         export_checkpoint(
             view,
@@ -183,8 +180,6 @@ class Archive:
 
     def _find_owner(self) -> str | None:
         """The job that wrote the newest readable file."""
-        from lastgood.checkpointers.export.safetensors_file import read_facts
-
         for _, _, path in archived_files(self.directory):
             try:
                 return read_facts(path)["job_id"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lastgood._lazy import torch
+from lastgood.checkpointers.agreement.job import JobOfRanks
 from lastgood.checkpointers.copies.chunks import Lander, copy_through_pool, host_ranges
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import CopyFence, freeze
@@ -16,10 +16,7 @@ from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.locks import finishes_beside
 from lastgood.state import FlatState
-
-if TYPE_CHECKING:
-    from lastgood.checkpointers.agreement.job import JobOfRanks
-    from lastgood.storage import SlotInfo, SlotStore, SlotWrite
+from lastgood.storage import SlotInfo, SlotStore, SlotWrite
 
 __all__ = ["Flight", "Flights"]
 

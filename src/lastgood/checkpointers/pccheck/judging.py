@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lastgood.checkpointers.agreement.job import JobOfRanks
+from lastgood.checkpointers.pccheck.flight import Flights
 from lastgood.checkpointers.pccheck.loss_watch import STAYS, Judgement, LossWatch
 from lastgood.errors import StorageError
-
-if TYPE_CHECKING:
-    from lastgood.checkpointers.agreement.job import JobOfRanks
-    from lastgood.checkpointers.pccheck.flight import Flights
-    from lastgood.storage import SlotInfo, SlotStore
+from lastgood.storage import SlotInfo, SlotStore, Verdict
 
 __all__ = ["DOUBTED_CHECKPOINTS", "DOUBTED_STEPS", "Judging"]
 
@@ -74,8 +72,6 @@ class Judging:
         return known
 
     def _judge(self, store: SlotStore, job: JobOfRanks | None, step: int, ok: bool, reason: str) -> bool:
-        from lastgood.storage import Verdict
-
         known = self._find(store, step)
         if known is None:
             return False

@@ -12,20 +12,24 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
+from lastgood.checkpointers.agreement.job import JobOfRanks, Settings
 from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import PinnedMemory, make_pool
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.export.archive import Archive
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.pccheck.flight import Flight, Flights
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.job import RankedJob
+from lastgood.checkpointers.ranks.replicated import Division
+from lastgood.checkpointers.recovery.found_here import words_on_control, words_on_layout
 from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
@@ -36,13 +40,8 @@ from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
+from lastgood.storage import SlotInfo, SlotStore
 from lastgood.world import world_of_torch
-
-if TYPE_CHECKING:
-    from lastgood.checkpointers.agreement.job import JobOfRanks
-    from lastgood.checkpointers.export.archive import Archive
-    from lastgood.checkpointers.ranks.replicated import Division
-    from lastgood.storage import SlotInfo, SlotStore
 
 __all__ = ["PCcheck", "PCcheckOptions"]
 
@@ -133,8 +132,6 @@ class PCcheck(Checkpointer):
         return self._opened()
 
     def _make_store(self, job_id: bytes | None) -> SlotStore:
-        from lastgood.storage import SlotStore
-
         rank, world_size = self._world()
         if self._agrees:
             with storage_errors(self.directory, "making the job's directory"):
@@ -161,8 +158,6 @@ class PCcheck(Checkpointer):
         return [self._of_rank(self.directory), *archives]
 
     def _open_archive(self) -> None:
-        from lastgood.checkpointers.export.archive import Archive
-
         if self.options.archive_dir is not None and self.options.archive_every is not None and self._archive is None:
             self._archive = Archive(
                 self._of_rank(self.options.archive_dir), self.options.archive_every, self.readable_by
@@ -170,8 +165,6 @@ class PCcheck(Checkpointer):
 
     def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
         """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
-        from lastgood.checkpointers.agreement.job import JobOfRanks, Settings
-
         if self._store is not None:
             raise CheckpointError(
                 f"{self.directory}: ranks restore together, before they start; close() and attach() again on all ranks"
@@ -188,8 +181,6 @@ class PCcheck(Checkpointer):
         return info
 
     def _against_layout(self) -> str:
-        from lastgood.checkpointers.recovery.found_here import words_on_control, words_on_layout
-
         own = self._of_rank(self.directory)
         return words_on_layout(self.directory, *self._world(), parted=self._agrees) or words_on_control(
             own, self._world()[1], agrees=self._agrees

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from lastgood._lazy import torch
 from lastgood.checkpointers.directories.named_state import LAYOUT_NAME, read_tree
 from lastgood.checkpointers.directories.store import Draft
 from lastgood.checkpointers.directory_system import DirectorySystem, in_thread, synchronize
@@ -19,9 +20,6 @@ from lastgood.checkpointers.traits import Traits
 from lastgood.errors import StorageError
 from lastgood.sinks import Sink
 from lastgood.state.compare import Keys
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["TorchSnapshot"]
 
