@@ -243,13 +243,8 @@ class Member:
                     return False
                 if self._error is not None:
                     return taken
-            now = time.monotonic()
-            if taken:
-                spoke_s = self._flush(channel, spoke_s)
-            elif now - spoke_s > self._silence_s / 4:
-                channel.send(kind="ping")
-                spoke_s = now
-            if now - channel.heard_s > self._silence_s:
+            spoke_s = self._flush(channel, spoke_s, taken=taken)
+            if time.monotonic() - channel.heard_s > self._silence_s:
                 raise WaitTimeout(f"nothing was heard from {channel.other} for {self._silence_s:g} s")
             if self._closing:
                 self._say_farewell(channel)
@@ -266,18 +261,18 @@ class Member:
                 self._outbox = [*self._voids.values(), *self._verdicts.values()]
                 channel.send(kind="resume", rank=self._report.rank, life=self._life, open=list(self._open))
 
-    def _flush(self, channel: Channel, spoke_s: float) -> float:
-        with self._changed:
-            messages, self._outbox = self._outbox, []
+    def _flush(self, channel: Channel, spoke_s: float, *, taken: bool = True) -> float:
+        """Send what is due, once the coordinator has taken this member, or a sign of life; returns when that was."""
+        messages: list[dict[str, Any]] = []
+        if taken:
+            with self._changed:
+                messages, self._outbox = self._outbox, []
+        now = time.monotonic()
+        if not messages and now - spoke_s > self._silence_s / 4:
+            messages = [{"kind": "ping"}]
         for message in messages:
             channel.send(**message)
-        now = time.monotonic()
-        if messages:
-            return now
-        if now - spoke_s > self._silence_s / 4:
-            channel.send(kind="ping")
-            return now
-        return spoke_s
+        return now if messages else spoke_s
 
     def _say_farewell(self, channel: Channel) -> None:
         with contextlib.suppress(LastgoodError):
