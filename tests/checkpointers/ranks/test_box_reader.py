@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.ranks import box_reader as stream_boxes
-from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap
 from lastgood.checkpointers.slots.contents import named_tensors, read_layout
 from lastgood.errors import CorruptCheckpoint
@@ -123,4 +123,4 @@ def test_dense_bytes_are_those_of_the_tensor(tmp_path):
                 continue
             value = state[tensor.name].contiguous()
             raw = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
-            assert dense_bytes(boxes, 0, tensor) == raw, tensor.name
+            assert boxes.dense_bytes(0, tensor) == raw, tensor.name

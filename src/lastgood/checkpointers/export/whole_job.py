@@ -12,7 +12,7 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.checkpointers.export.formats import Exported, ExportFormat, check_target, write_export
 from lastgood.checkpointers.rank_directory import rank_directory
-from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import full_runs, overlaps
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.parts import RankParts, differences
@@ -82,7 +82,7 @@ class _Merged:
         """The bytes of each block, one after another."""
         for number, (rank, tensor) in enumerate(self._fills):
             if tensor.is_array:
-                content = dense_bytes(self._reader, rank, tensor)
+                content = self._reader.dense_bytes(rank, tensor)
                 yield number, torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 continue
             shape = tensor.whole_shape
@@ -116,8 +116,8 @@ class _Merged:
         for same in zip(*own, strict=True):
             held = [(rank, tensor) for rank, tensor in zip(ranks, same, strict=True) if tensor.nbytes]
             if len(held) > 1 and all(tensor.shard is None for _, tensor in held):
-                first = dense_bytes(self._reader, *held[0])
-                if any(dense_bytes(self._reader, *other) != first for other in held[1:]):
+                first = self._reader.dense_bytes(*held[0])
+                if any(self._reader.dense_bytes(*other) != first for other in held[1:]):
                     name: str = held[0][1].name
                     return name
         return None

@@ -20,7 +20,7 @@ from lastgood.state.layout_rules import dtype_named
 from lastgood.storage import SlotInfo, SlotView
 from lastgood.units import MIB
 
-__all__ = ["BoxReader", "dense_bytes"]
+__all__ = ["BoxReader"]
 
 _WINDOW_BYTES = 64 * MIB
 _ROW_BYTES = 512
@@ -119,14 +119,14 @@ class BoxReader:
         self._read_rows(rank, [(self._begin_of(rank, tensor) + first, nbytes, address_in(scratch, 0, nbytes))])
         return scratch
 
-    @property
-    def held_bytes(self) -> int:
-        """Of all streams."""
-        return sum(info.stream_bytes for info in self._infos)
-
-    def where(self, rank: int) -> str:
-        """For messages."""
-        return f"{self._infos[rank].path}: step {self._infos[rank].step}"
+    def dense_bytes(self, rank: int, tensor: NamedTensor) -> bytes:
+        """The elements of a rank's tensor or array, one after another. Raises as `check_dense`."""
+        info = self._infos[rank]
+        check_dense(tensor, sum(one.stream_bytes for one in self._infos), f"{info.path}: step {info.step}")
+        span = self.span(rank, tensor, 0, tensor.end - tensor.offset)
+        if not tensor.is_array:
+            span = span.view(exact_dtype(tensor.itemsize)).as_strided(tensor.shape, tensor.stride).contiguous()
+        return span.numpy().tobytes()
 
     def _begin_of(self, rank: int, tensor: NamedTensor) -> int:
         return self._blocks[rank][tensor.block] + tensor.offset
@@ -201,13 +201,3 @@ def _halves(overlap: Overlap, axis: int) -> list[Overlap]:
         shape = tuple(size if at == axis else length for at, length in enumerate(overlap.shape))
         halves.append(Overlap(moved[0], moved[1], shape))
     return halves
-
-
-def dense_bytes(reader: BoxReader, rank: int, tensor: NamedTensor) -> bytes:
-    """The elements of a rank's whole tensor or array, one after another. Raises CorruptCheckpoint for `check_dense`."""
-    check_dense(tensor, reader.held_bytes, reader.where(rank))
-    span = reader.span(rank, tensor, 0, tensor.end - tensor.offset)
-    if tensor.is_array:
-        return bytes(span.numpy())
-    dense = span.view(exact_dtype(tensor.itemsize)).as_strided(tensor.shape, tensor.stride).contiguous()
-    return dense.numpy().tobytes()

@@ -29,11 +29,6 @@ class Overlap:
     target: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def elements(self) -> int:
-        """Of the box."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class Source(Generic[Key]):
@@ -77,7 +72,7 @@ def cover(
         first = next((source for source in alike if source.key == own), alike[turn % len(alike)])
         found += [(first.key, overlap) for overlap in overlaps(runs, target)]
     wanted = math.prod(sum(length for _, length in dimension) for dimension in target)
-    given = sum(overlap.elements for _, overlap in found)
+    given = sum(math.prod(overlap.shape) for _, overlap in found)
     if given != wanted:
         raise ValueError(f"the parts hold {given} of {wanted} elements")
     if any(_meet(first, second) for first, second in _neighbours(copies)):

@@ -15,7 +15,7 @@ from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.bounds import memory_for
-from lastgood.checkpointers.ranks.box_reader import BoxReader, dense_bytes
+from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap, full_runs
 from lastgood.checkpointers.ranks.directories import Buffers, whole_checkpoints
 from lastgood.checkpointers.ranks.parts import RankParts, differences, used_blocks
@@ -309,9 +309,9 @@ class FromRanks:
             ]
             if tensor.shard is not None or len(holders) < 2 or tensor.name in self._first_ranks:
                 continue
-            first = dense_bytes(reader, holders[0], self._parts.named[holders[0]][tensor.name])
+            first = reader.dense_bytes(holders[0], self._parts.named[holders[0]][tensor.name])
             for rank in holders[1:]:
-                if dense_bytes(reader, rank, self._parts.named[rank][tensor.name]) != first:
+                if reader.dense_bytes(rank, self._parts.named[rank][tensor.name]) != first:
                     raise MismatchError(
                         f"{self._where}: {tensor.name} differs between ranks {holders[0]} and {rank}, so there is no "
                         f"value for {self._world_size} ranks; restore with as many ranks as wrote it, keep it out of "
