@@ -88,7 +88,10 @@ class Trained:
         # A part may hold the memory under another object: masters of a wrapper, what its state_dict shows.
         blocks = flatten(state, spread=True).blocks
         held = [(block.device, block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks]
-        reached = {".".join(map(str, keys)): _expression(keys) for keys, _ in self._held(objects=False)}
+        reached = {  # how a user gets at each part
+            ".".join(map(str, keys)): str(keys[0]) + "".join(f"[{key!r}]" for key in keys[1:])
+            for keys, _ in self._held(objects=False)
+        }
         found = []
         for name, group, place, one in loose:
             local = local_part(one)
@@ -138,11 +141,6 @@ class Trained:
             elif isinstance(one, torch.Tensor):
                 found.setdefault(id(one), plain_names([path])[0])
         return found
-
-
-def _expression(keys: tuple[Any, ...]) -> str:
-    """How a user gets at what lies under these keys."""
-    return str(keys[0]) + "".join(f"[{key!r}]" for key in keys[1:])
 
 
 def _differ(before: str, now: str, saved: Collection[str], known: Collection[str]) -> bool:
