@@ -193,6 +193,7 @@ class Checkpointer(Endable):
     ) -> int:
         """What `attach` does for this rank alone. Raises as it does."""
         from lastgood.checkpointers.attach.attachment import Attachment
+        from lastgood.checkpointers.recovery.found_here import refuse_beside
         from lastgood.checkpointers.recovery.traces import Traces
 
         if self.interval_steps is None and not self._chooses_interval():
@@ -211,7 +212,7 @@ class Checkpointer(Endable):
             except NoCheckpoint:
                 if resume_step is not None:
                     raise
-                self._refuse_beside()
+                refuse_beside(self.directory, self.name, self._world()[1])
                 resumed = False
             # Looking at the state may draw from generators: a loader of torchdata's does when it is asked for its own.
             with generators_kept():
@@ -319,12 +320,6 @@ class Checkpointer(Endable):
         why = self._against_layout()
         if why:
             raise MismatchError(why)
-
-    def _refuse_beside(self) -> None:
-        """There is nothing to resume from: raise MismatchError if that is since the directory holds something else."""
-        from lastgood.checkpointers.recovery.found_here import refuse_beside
-
-        refuse_beside(self.directory, self.name, self._world()[1])
 
     def _begun(self) -> None:
         """Called by `attach` once all is ready: from here on what fails is the training."""
