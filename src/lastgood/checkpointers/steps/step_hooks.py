@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from lastgood.state.optimizers import calls_step_hooks
 
@@ -22,23 +22,18 @@ Before = Callable[[Any, FrameType], None]
 After = Callable[[Any], None]
 
 
-class _Removable(Protocol):
-    def remove(self) -> None:
-        """Take it away again."""
-
-
-def see_steps(optimizer: Any, before: Before, after: After) -> list[_Removable]:
+def see_steps(optimizer: Any, before: Before, after: After) -> list[Any]:
     """Call ``before(optimizer, frame)`` before each step and each swap of weights, and ``after(optimizer)`` at its end.
 
-    The step lasts no longer than the frame; one that an exception ends has no end here. Both are bound methods, whose
-    object is not kept alive: what was dropped is called no more. A wrapper whose step calls no hooks gets a `step` of
-    its own in the instance, as torch's schedulers do it.
+    What is returned takes it away again by `remove`. The step lasts no longer than the frame; one that an exception
+    ends has no end here. Both are bound methods, whose object is not kept alive: what was dropped is called no more. A
+    wrapper whose step calls no hooks gets a `step` of its own in the instance, as torch's schedulers do it.
     """
     if not hasattr(optimizer, "__dict__"):
         return []  # nothing can be put into it, and what it holds is not found: its parameters are copied in the save
     first, last = _weakly(before), _weakly(after)
     swaps = [name for name in _CHANGES_WEIGHTS if callable(getattr(type(optimizer), name, None))]
-    handles: list[_Removable] = [_Wrapped(optimizer, name, first, last) for name in swaps]
+    handles: list[Any] = [_Wrapped(optimizer, name, first, last) for name in swaps]
     if not calls_step_hooks(optimizer):
         return [*handles, _Wrapped(optimizer, "step", first, last)]
     handles.append(optimizer.register_step_pre_hook(lambda part, *_: first(part, sys._getframe(1))))
