@@ -38,7 +38,7 @@ _GIVE_UP_S = 5.0
 
 
 class DirectoryOptions(KeepOptions):
-    """Knobs of every such system."""
+    """Options of every such system."""
 
     keep: int = Field(default=2, ge=2)
     """Complete checkpoints kept."""

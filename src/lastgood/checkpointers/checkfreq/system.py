@@ -33,7 +33,7 @@ __all__ = ["CheckFreq", "CheckFreqOptions"]
 
 
 class CheckFreqOptions(KeepOptions):
-    """Knobs of CheckFreq."""
+    """Options of CheckFreq."""
 
     overhead_budget: float | None = Field(default=None, gt=0, le=10)
     """The slowdown that checkpoints may cost, 0.035 (3.5 %) in the paper: `step` then chooses when to save; None: saves

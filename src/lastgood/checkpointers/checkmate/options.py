@@ -1,4 +1,4 @@
-"""Knobs of Checkmate."""
+"""Options of Checkmate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_ITEM = max(ITEM_BYTES.values())
 
 
 class CheckmateOptions(BaseOptions):
-    """Knobs of Checkmate. `shadows` and `token_file` say where a run happens; nothing starts without them."""
+    """Options of Checkmate. `shadows` and `token_file` say where a run happens; nothing starts without them."""
 
     path_options: ClassVar[tuple[str, ...]] = ("token_file",)
 

@@ -34,7 +34,7 @@ _END_S = 5.0
 
 
 class DCPOptions(DirectoryOptions):
-    """Knobs of torch DCP."""
+    """Options of torch DCP."""
 
     mode: Literal["sync", "async_thread", "async_process"] = Field(
         default="async_thread", description="sync, async_thread or async_process: who writes while training goes on"

@@ -1,4 +1,4 @@
-"""Knobs of PCcheck. Needs no torch."""
+"""Options of PCcheck. Needs no torch."""
 
 from __future__ import annotations
 
