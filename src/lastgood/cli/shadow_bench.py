@@ -114,7 +114,7 @@ def _on_nodes(
     remote = Remote(SshOptions.choose(ssh_config))
     logs = logs.absolute()
     path = logs / "result.json"
-    program = [sys.executable, "-m", "lastgood.experiments.optbench.process", order.model_dump_json(), str(path)]
+    program = [sys.executable, "-m", "lastgood.experiments.optbench.bench", order.model_dump_json(), str(path)]
     # A result of an earlier call must not pass for this one's.
     remote.run(hosts.names[0], ["rm", "-f", "--", str(path)], _FETCH_S)
     launch(program, hosts, "torchrun", log_dir=logs, timeout_s=_TIMEOUT_S, remote=remote, report=report)

@@ -121,12 +121,11 @@ import sys
 from pathlib import Path
 from lastgood.experiments.machine import lock
 from lastgood.experiments.optbench import bench as optbench
-from lastgood.experiments.optbench import process as optbench_rank
 from lastgood.locks import FileLock
 from tests.suggestions.following import advice, follows, refusal
 optbench.model_shapes = lambda name: [(40, 5), (40,), (3, 40), (3,), (7,)]
 lock.machine_lock = lambda: FileLock(Path(sys.argv[3]), "the test's turn")
-sys.exit(optbench_rank.main(sys.argv[1:3]))
+sys.exit(optbench.main(sys.argv[1:3]))
 """
 
 

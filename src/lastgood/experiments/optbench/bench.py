@@ -1,4 +1,7 @@
-"""How long a shadow's complete update takes: a model's parameters in buckets, spread over shadows, on some threads."""
+"""How long a shadow's complete update takes: a model's parameters in buckets, spread over shadows, on some threads.
+
+``python -m lastgood.experiments.optbench.bench`` is one shadow's process of it.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,32 @@ import math
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from lastgood._lazy import torch
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.machine.lock import TURN_S, machine_turn
+from lastgood.files import PRIVATE, write_result
 from lastgood.models import FrozenModel
 from lastgood.optim.dense import DenseOptimizer
 from lastgood.optim.rule import ClipNorm, GroupRule, UpdateRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
-from lastgood.units import format_bytes
+from lastgood.processes import die_with_parent
+from lastgood.text import parse_model
+from lastgood.units import MIB, format_bytes
 from lastgood.wire.frames import available_memory_bytes
 from lastgood.workloads.optimizer_shapes import model_shapes
 
-__all__ = ["BenchOrder", "BenchResult", "BenchRow", "buckets_of", "needed_bytes", "run_bench"]
+__all__ = ["BenchOrder", "BenchResult", "BenchRow", "buckets_of", "main", "needed_bytes", "run_bench"]
 
 Report = Callable[[str], None]
 
@@ -217,3 +225,31 @@ def _rule(order: BenchOrder, step: int) -> UpdateRule:
         powers=((step + 1, betas[0] ** (step + 1), betas[1] ** (step + 1)),),
     )
     return UpdateRule((numbers,), clip=ClipNorm(0.9990234375))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One shadow's process: do what the order says. 0, or an error's exit code with its message on standard error.
+
+    Arguments: the order, the file to which rank 0 writes the result on its own host, and, if no launcher sees to it,
+    the process to end with. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
+    """
+    order, path, *parent = sys.argv[1:] if arguments is None else arguments
+    for number in parent:
+        die_with_parent(int(number))
+    try:
+        asked = parse_model(BenchOrder, order, "not an order for a rank", most_bytes=MIB)
+        result = run_bench(asked, _say)
+    except LastgoodError as error:
+        sys.stderr.write(f"lastgood shadow bench: {error}\n")
+        return error.exit_code
+    if result is not None:
+        write_result(Path(path), result.model_dump_json().encode(), mode=PRIVATE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

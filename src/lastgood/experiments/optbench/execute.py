@@ -58,7 +58,7 @@ def execute_optimizer(
 def _bench(order: BenchOrder, shadows: int, folder: Path, report: Callable[[str], None]) -> BenchResult:
     """One process for each shadow, which find each other as ranks of torchrun do; all end with this one."""
     path = folder / "result.json"
-    program = [sys.executable, "-m", "lastgood.experiments.optbench.process", order.model_dump_json(), str(path)]
+    program = [sys.executable, "-m", "lastgood.experiments.optbench.bench", order.model_dump_json(), str(path)]
     here = Place("ssh", Hostfile((Host(socket.gethostname(), shadows),)), remote=None, link_bits_per_s=None)
     here.start([*program, str(os.getpid())], {}, folder, _BENCH_S, report)
     result = read_model(BenchResult, path, "the result of a benchmark", most_bytes=_MAX_BYTES, error=LastgoodError)
