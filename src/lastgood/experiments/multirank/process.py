@@ -43,7 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     except LastgoodError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    _part_of_all()
+    import torch
+
+    # Together: a rank that ends takes what it serves the others (a store, the agreement) with it.
+    torch.distributed.all_reduce(torch.zeros(1))
     sys.stdout.flush()
     sys.stderr.flush()
     # No tidy end, as with a run of one rank: what was promised to be durable must not depend on one.
@@ -139,13 +142,6 @@ def _board(order: RankOrder, part: JoinedPart) -> Board:
     from lastgood.experiments.runs.progress import Board
 
     return Board(Path(order.folder) / "results" / f"board-{part.rank:05d}")
-
-
-def _part_of_all() -> None:
-    """Wait for the others: a rank that ends takes what it serves them (a store, the agreement) with it."""
-    import torch
-
-    torch.distributed.all_reduce(torch.zeros(1))
 
 
 def _say(stage: str) -> None:
