@@ -14,7 +14,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import CorruptCheckpoint
 from lastgood.experiments.systems.labels import system_label
 from lastgood.experiments.systems.papers import PCCHECK
-from lastgood.experiments.tables.intervals import pair_interval
+from lastgood.experiments.tables.frames import pair_interval
 from lastgood.text import parse_json
 from lastgood.units import MIB
 

@@ -24,8 +24,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.plots.style import BOUND_COLOUR, RC_PARAMS, WIDTHS_IN
 from lastgood.experiments.systems.labels import NONE_COLOUR, panel_title
 from lastgood.experiments.tables.columns import LATER_COLUMNS, TidyRow
-from lastgood.experiments.tables.frames import read_panel
-from lastgood.experiments.tables.intervals import pair_interval
+from lastgood.experiments.tables.frames import pair_interval, read_panel
 from lastgood.files import write_result
 from lastgood.sinks import Sink
 

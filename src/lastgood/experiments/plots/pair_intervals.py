@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from lastgood.experiments.formulas.pairs import Interval
 from lastgood.experiments.plots.canvas import HALO, INK
-from lastgood.experiments.tables.intervals import pair_interval
+from lastgood.experiments.tables.frames import pair_interval
 
 __all__ = ["PairInterval", "draw_pair_interval", "of_pairs", "pair_handles"]
 

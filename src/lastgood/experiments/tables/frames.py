@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.formulas.pairs import Interval
 from lastgood.text import read_bytes
 
-__all__ = ["read_frame", "read_panel"]
+__all__ = ["pair_interval", "read_frame", "read_panel"]
 
 _MOST_BYTES = 64 << 20
 _MOST_COLUMNS = 1000
@@ -104,3 +105,15 @@ def _numbers(column: pd.Series) -> pd.Series:
         return pd.to_numeric(column, errors="coerce")
     except OverflowError:  # whole numbers of hundreds of digits
         return pd.to_numeric(column.astype(str), errors="coerce")
+
+
+def pair_interval(runs: pd.DataFrame) -> Interval | None:
+    """The ratio to training without checkpoints: of several repetitions the widest interval.
+
+    None if a run of the cell was measured in one stretch.
+    """
+    if "ratio_low" not in runs.columns or runs.empty or runs["ratio_low"].isna().any():
+        return None
+    return Interval(
+        float(runs["ratio_low"].min()), float(runs["ratio_to_none"].median()), float(runs["ratio_high"].max())
+    )

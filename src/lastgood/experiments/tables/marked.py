@@ -8,7 +8,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.formulas.bound import IN_INTERVAL, why_above
 from lastgood.experiments.formulas.pairs import Interval
 from lastgood.experiments.systems.labels import system_label, system_rank
-from lastgood.experiments.tables.intervals import pair_interval
+from lastgood.experiments.tables.frames import pair_interval
 
 __all__ = [
     "above_bound",
