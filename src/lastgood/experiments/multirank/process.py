@@ -85,28 +85,14 @@ def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
     measured = train_and_measure(
         spec, checkpoints, data_dir, False, _say, part, _after_measurement(order, part, own) if spec.kills else None
     )
-    return _measured(measured, own)
-
-
-def _measured(measured: Measurement, own: dict[str, Any]) -> MeasuredRank:
-    return MeasuredRank(
-        **own,
-        workload=measured.workload,
-        clocks=measured.clocks,
-        resources=measured.resources,
-        counts=measured.counts,
-        storage=measured.storage,
-        notes=measured.notes,
-        **measured.service_facts,
-        live=measured.proof,
-    )
+    return MeasuredRank(**own, **measured.facts(), live=measured.proof)
 
 
 def _after_measurement(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterMeasurement:
     """Leaves the measurement as the result, and trains until the kill."""
 
     def after_measurement(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
-        _leave(order, _measured(measurement, own))
+        _leave(order, MeasuredRank(**own, **measurement.facts(), live=measurement.proof))
         clocks = measurement.clocks
         _await_kill(order, part, loop, clocks.elapsed_s / clocks.measured_steps)
 

@@ -78,6 +78,11 @@ class Measurement:
     timeline: Timeline | None = None
     """If it was asked for."""
 
+    def facts(self) -> dict[str, Any]:
+        """What a record takes over as it is, by the names of its fields."""
+        names = ("workload", "clocks", "resources", "counts", "storage", "notes")
+        return {**{name: getattr(self, name) for name in names}, **self.service_facts}
+
 
 @dataclass(frozen=True)
 class _Timed:
