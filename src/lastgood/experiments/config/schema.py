@@ -6,9 +6,9 @@ Needs no torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Any, Literal, get_origin
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class
@@ -25,16 +25,15 @@ from lastgood.experiments.config.sections import (
 from lastgood.experiments.config.values import (
     Count,
     CountOrZero,
-    Distinct,
     FolderPath,
     Interval,
     Label,
+    Listed,
     ModelName,
     Part,
-    Split,
     SystemName,
+    Systems,
     UserPath,
-    with_baseline,
 )
 from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.base import Scale
@@ -75,15 +74,9 @@ class Config(Part):
     machine: Label | None = Field(
         description="at most 64 of a-z, 0-9, dot, dash and underscore; null makes a name from the CPU and the GPU"
     )
-    models: Annotated[list[ModelName], Split, Distinct, Field(min_length=1)] = Field(
-        description="a list of models, at least one"
-    )
-    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
-        description="a list of systems, at least one; none is always measured"
-    )
-    intervals: Annotated[list[Interval], Split, Distinct, Field(min_length=1)] = Field(
-        description="a list of whole numbers from 1: steps between checkpoints"
-    )
+    models: Listed[ModelName] = Field(description="a list of models, at least one")
+    systems: Systems = Field(description="a list of systems, at least one; none is always measured")
+    intervals: Listed[Interval] = Field(description="a list of whole numbers from 1: steps between checkpoints")
     repetitions: Count = Field(description="a whole number from 1: measurements of each cell")
     iterations: Count = Field(description="a whole number from 1: steps measured, at least")
     min_checkpoints: Count = Field(description="a whole number from 1: steps are raised until a run holds as many")

@@ -13,14 +13,13 @@ from lastgood.experiments.config.values import (
     BASELINE,
     Count,
     CountOrZero,
-    Distinct,
     Interval,
+    Listed,
     ModelName,
     Part,
-    Split,
     SystemName,
+    Systems,
     UserPath,
-    with_baseline,
 )
 from lastgood.experiments.records.blocks import PAIR_DESIGN, PairPlan
 from lastgood.experiments.traces.trace import load_trace
@@ -77,13 +76,8 @@ def _rate(text: str) -> str:
 
 _UpTo64 = Annotated[Count, Field(le=64)]
 _Repetitions = Annotated[Count, Field(description="a whole number from 1: measurements of each cell")]
-_Intervals = Annotated[
-    list[Interval],
-    Split,
-    Distinct,
-    Field(min_length=1, description="a list of whole numbers from 1: steps between checkpoints"),
-]
-_SomeSystems = Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(_no_baseline)]
+_Intervals = Annotated[Listed[Interval], Field(description="a list of whole numbers from 1: steps between checkpoints")]
+_SomeSystems = Annotated[Listed[SystemName], AfterValidator(_no_baseline)]
 _Model = Annotated[ModelName, Field(description="one of the models")]
 
 
@@ -124,7 +118,7 @@ class GoodputSection(Part):
 class PersistSection(Part):
     """Figure 11: the time until one checkpoint is durable, against its size."""
 
-    sizes_mb: Annotated[list[Annotated[Count, Field(le=1_000_000)]], Split, Distinct, Field(min_length=1)] = Field(
+    sizes_mb: Listed[Annotated[Count, Field(le=1_000_000)]] = Field(
         description="a list of whole numbers from 1 to 1000000: sizes of a state in units of 10**6 bytes"
     )
     systems: _SomeSystems | None = Field(description="a list of systems without none, or null for those of `systems`")
@@ -137,9 +131,7 @@ class ConcurrencySection(Part):
     """Figure 12: slowdown against the checkpoints in flight."""
 
     model: _Model
-    in_flight: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
-        description="a list of whole numbers from 1 to 64: PCcheck's max_in_flight"
-    )
+    in_flight: Listed[_UpTo64] = Field(description="a list of whole numbers from 1 to 64: PCcheck's max_in_flight")
     writer_threads: _UpTo64 = Field(description="a whole number from 1 to 64: PCcheck's writer threads; 1 in the paper")
     intervals: _Intervals
     repetitions: _Repetitions
@@ -149,7 +141,7 @@ class ThreadsSection(Part):
     """Figure 13: slowdown against the writer threads of each checkpoint."""
 
     model: _Model
-    writer_threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+    writer_threads: Listed[_UpTo64] = Field(
         description="a list of whole numbers from 1 to 64: PCcheck's writer_threads"
     )
     intervals: _Intervals
@@ -160,9 +152,9 @@ class MemorySection(Part):
     """Figure 14: slowdown against the host memory for copies."""
 
     model: _Model
-    pool_shares: Annotated[
-        list[Annotated[float, Field(gt=0, le=16, allow_inf_nan=False)]], Split, Distinct, Field(min_length=1)
-    ] = Field(description="a list of numbers above 0, at most 16: PCcheck's pool_bytes in sizes of the state")
+    pool_shares: Listed[Annotated[float, Field(gt=0, le=16, allow_inf_nan=False)]] = Field(
+        description="a list of numbers above 0, at most 16: PCcheck's pool_bytes in sizes of the state"
+    )
     intervals: _Intervals
     repetitions: _Repetitions
 
@@ -177,7 +169,7 @@ class _OverNodes(Part):
     rate: Annotated[str, AfterValidator(_rate)] | None = Field(
         description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
     )
-    systems: Annotated[list[SystemName], Split, Distinct, Field(min_length=1), AfterValidator(with_baseline)] = Field(
+    systems: Systems = Field(
         description="a list of systems that run over several ranks; none is always measured, checkmate at 1 only"
     )
     shared_scratch: bool = Field(
@@ -210,10 +202,8 @@ class OptimizerBench(Part):
         description=f"one of {', '.join(MODELS)}: shapes of `lastgood shadow bench`"
     )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(description="sgd, adam or adamw")
-    threads: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
-        description="a list of whole numbers from 1 to 64: threads of each shadow"
-    )
-    shadows: Annotated[list[_UpTo64], Split, Distinct, Field(min_length=1)] = Field(
+    threads: Listed[_UpTo64] = Field(description="a list of whole numbers from 1 to 64: threads of each shadow")
+    shadows: Listed[_UpTo64] = Field(
         description="a list of whole numbers from 1 to 64: shadows that share the model's buckets"
     )
     updates: Count = Field(description="a whole number from 1: updates timed at each point")
@@ -225,9 +215,7 @@ class CheckmateSection(_OverNodes):
     shadows: Annotated[Count, Field(le=4096)] = Field(
         description="a whole number from 1 to 4096: Checkmate's shadows, spread over the hosts"
     )
-    models: Annotated[list[ModelName], Split, Distinct, Field(min_length=1)] = Field(
-        description="a list of models, at least one; data-parallel training"
-    )
+    models: Listed[ModelName] = Field(description="a list of models, at least one; data-parallel training")
     options: dict[ModelName, dict[str, Any]] = Field(
         description="by model: options that differ from those in `workloads`"
     )

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -18,17 +18,16 @@ __all__ = [
     "BASELINE",
     "Count",
     "CountOrZero",
-    "Distinct",
     "FolderPath",
     "Interval",
     "Label",
+    "Listed",
     "ModelName",
     "Part",
-    "Split",
     "SystemName",
+    "Systems",
     "UserPath",
     "nearest",
-    "with_baseline",
 ]
 
 
@@ -90,7 +89,7 @@ def _positive_interval(value: int) -> int:
     return value
 
 
-def with_baseline(systems: list[str]) -> list[str]:
+def _with_baseline(systems: list[str]) -> list[str]:
     """`systems`, with the baseline before them if they lack it."""
     return systems if BASELINE in systems else [BASELINE, *systems]
 
@@ -122,5 +121,7 @@ SystemName = Annotated[str, AfterValidator(lambda name: _known("system", name, c
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
 FolderPath = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Split = BeforeValidator(_split)
-Distinct = AfterValidator(_distinct)
+_Item = TypeVar("_Item")
+Listed = Annotated[list[_Item], BeforeValidator(_split), AfterValidator(_distinct), Field(min_length=1)]
+"""A list of at least one, none twice; or a text with commas."""
+Systems = Annotated[Listed[SystemName], AfterValidator(_with_baseline)]
