@@ -9,19 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from lastgood._lazy import torch
+from lastgood.models import FrozenModel
 
 __all__ = ["Batch", "BatchStream", "Setting", "Stepper", "Workload", "WorkloadOptions"]
 
 Batch = dict[str, "torch.Tensor"]
 
 
-class WorkloadOptions(BaseModel, ABC):
+class WorkloadOptions(FrozenModel, ABC):
     """Base of every workload's options. All sizes are explicit, so that a record says what ran."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     optimizer_moments: ClassVar[int] = 0
     """Tensors of the parameters' size that the optimizer keeps (SGD with momentum 1, Adam 2)."""

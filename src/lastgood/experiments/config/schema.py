@@ -30,7 +30,6 @@ from lastgood.experiments.config.values import (
     Label,
     Listed,
     ModelName,
-    Part,
     SystemName,
     Systems,
     UserPath,
@@ -38,13 +37,14 @@ from lastgood.experiments.config.values import (
 from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.base import Scale
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.models import FrozenModel
 from lastgood.workloads.base import Workload, WorkloadOptions
 from lastgood.workloads.registry import build_workload, workload_data_kind, workload_options_class
 
 __all__ = ["SECTIONS", "Config", "DataPaths", "SimpleTest"]
 
 
-class DataPaths(Part):
+class DataPaths(FrozenModel):
     """Data of the user's own; null takes the small real data that Lastgood prepares."""
 
     images: UserPath | None = Field(description="a folder of images, one folder per class, or null")
@@ -58,7 +58,7 @@ class DataPaths(Part):
         return found
 
 
-class SimpleTest(Part):
+class SimpleTest(FrozenModel):
     """What `snakemake test_simple` runs."""
 
     model: ModelName = Field(description="one of the models")
@@ -67,7 +67,7 @@ class SimpleTest(Part):
     iterations: Count = Field(description="a whole number, at least twice simple.interval: steps measured")
 
 
-class Config(Part):
+class Config(FrozenModel):
     """One complete configuration. Relative paths start at the folder in which the workflow works."""
 
     scale: Scale = Field(description="laptop, gpu or paper: a label; records of unlike scales never mix")

@@ -16,13 +16,13 @@ from lastgood.experiments.config.values import (
     Interval,
     Listed,
     ModelName,
-    Part,
     SystemName,
     Systems,
     UserPath,
 )
 from lastgood.experiments.records.blocks import PAIR_DESIGN, PairPlan
 from lastgood.experiments.traces.trace import load_trace
+from lastgood.models import FrozenModel
 from lastgood.workloads.optimizer_shapes import MODELS
 
 __all__ = [
@@ -81,7 +81,7 @@ _SomeSystems = Annotated[Listed[SystemName], AfterValidator(_no_baseline)]
 _Model = Annotated[ModelName, Field(description="one of the models")]
 
 
-class PairsSection(Part):
+class PairsSection(FrozenModel):
     """Whether runs of one process measure blocks with checkpoints and without in turn, and for how long."""
 
     rounds: Annotated[CountOrZero, AfterValidator(_not_one)] = Field(
@@ -98,7 +98,7 @@ class PairsSection(Part):
         return PairPlan(design=PAIR_DESIGN, **self.model_dump(exclude={"steps"})) if self.rounds else None
 
 
-class GoodputSection(Part):
+class GoodputSection(FrozenModel):
     """Figure 9: goodput under failures. Formulas come from runs of all systems; these are the measured ones."""
 
     trace: Annotated[UserPath, AfterValidator(_readable_trace)] | None = Field(
@@ -115,7 +115,7 @@ class GoodputSection(Part):
     repetitions: _Repetitions
 
 
-class PersistSection(Part):
+class PersistSection(FrozenModel):
     """Figure 11: the time until one checkpoint is durable, against its size."""
 
     sizes_mb: Listed[Annotated[Count, Field(le=1_000_000)]] = Field(
@@ -127,7 +127,7 @@ class PersistSection(Part):
     repetitions: _Repetitions
 
 
-class ConcurrencySection(Part):
+class ConcurrencySection(FrozenModel):
     """Figure 12: slowdown against the checkpoints in flight."""
 
     model: _Model
@@ -137,7 +137,7 @@ class ConcurrencySection(Part):
     repetitions: _Repetitions
 
 
-class ThreadsSection(Part):
+class ThreadsSection(FrozenModel):
     """Figure 13: slowdown against the writer threads of each checkpoint."""
 
     model: _Model
@@ -148,7 +148,7 @@ class ThreadsSection(Part):
     repetitions: _Repetitions
 
 
-class MemorySection(Part):
+class MemorySection(FrozenModel):
     """Figure 14: slowdown against the host memory for copies."""
 
     model: _Model
@@ -159,7 +159,7 @@ class MemorySection(Part):
     repetitions: _Repetitions
 
 
-class _OverNodes(Part):
+class _OverNodes(FrozenModel):
     hostfile: UserPath | None = Field(
         description="a hostfile (docs/multinode.md), or null for a testbed inside this machine, which needs root"
     )
@@ -195,7 +195,7 @@ class NodesSection(_OverNodes):
     )
 
 
-class OptimizerBench(Part):
+class OptimizerBench(FrozenModel):
     """The panel of Checkmate's figure that times a shadow's update."""
 
     model: Annotated[str, AfterValidator(_shape)] = Field(

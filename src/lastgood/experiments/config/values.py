@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lastgood.checkpointers.registry import BASELINE, checkpointer_names
 from lastgood.workloads.registry import workload_names
@@ -23,18 +23,11 @@ __all__ = [
     "Label",
     "Listed",
     "ModelName",
-    "Part",
     "SystemName",
     "Systems",
     "UserPath",
     "nearest",
 ]
-
-
-class Part(BaseModel):
-    """Base of a configuration's sections: unknown keys are refused, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _plain_integer(value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cluster.hostfile import Hostfile
@@ -22,6 +22,7 @@ from lastgood.experiments.plan.machine_checks import PROCESS_BYTES
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
 from lastgood.experiments.systems.over_ranks import writers_of
+from lastgood.models import FrozenModel
 from lastgood.text import parse_model
 from lastgood.units import format_bytes
 from lastgood.workloads.registry import workload_options_class
@@ -63,10 +64,8 @@ class Need:
     disk_bytes: int
 
 
-class Room(BaseModel):
+class Room(FrozenModel):
     """A host's answer. Hosts with one `kernel` share its memory, and those with one `disk` there also that."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kernel: str = Field(max_length=100)
     memory_bytes: int = Field(ge=0)
