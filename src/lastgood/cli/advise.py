@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -91,7 +91,9 @@ def advise(
         raise ConfigError("--state-gb, --iter-ms and --mtbf-h are needed (or `lastgood advise score --records DIR`)")
     measured, rates, place = _evidence(records, ceilings, machine, device)
     if network_gbit is not None:
-        rates = _with_network(rates, network_gbit)
+        if not 0 < network_gbit <= 1e5:
+            raise ConfigError(f"--network-gbit must be above 0 and at most 100000, not {network_gbit:g}")
+        rates = replace(rates, network=network_gbit * 1e9 / 8)
     question = Question(
         state_bytes=state_gb * _GB,
         iteration_s=iter_ms / 1e3,
@@ -208,14 +210,6 @@ def _evidence(
         raise ConfigError(f"{path} is of {record.machine}, and the records are of {measured.machine}; name its own")
     chosen: Device = device or (measured.device if measured is not None else "cuda" if record.device else "cpu")
     return measured, rates_of(record, chosen), f"the ceilings of {record.machine}, {record.measured_at[:10]}"
-
-
-def _with_network(rates: Rates, gbit: float) -> Rates:
-    from dataclasses import replace
-
-    if not 0 < gbit <= 1e5:
-        raise ConfigError(f"--network-gbit must be above 0 and at most 100000, not {gbit:g}")
-    return replace(rates, network=gbit * 1e9 / 8)
 
 
 def _hide_s(hide_ms: float | None, iter_ms: float, measured: Measured | None, rates: Rates) -> float | None:

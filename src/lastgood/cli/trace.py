@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -97,16 +98,13 @@ def show(
     emit_table(
         "Failures",
         ("from", "to", "failures"),
-        (
-            (format_seconds(hour * 3600), format_seconds((hour + 1) * 3600), count)
-            for hour, count in _by_hour(times, found.duration_s)
-        ),
+        ((format_seconds(hour * 3600), format_seconds((hour + 1) * 3600), count) for hour, count in _by_hour(times)),
     )
 
 
-def _by_hour(times: tuple[float, ...], duration_s: float) -> list[tuple[int, int]]:
-    hours = [int(time // 3600) for time in times]
-    return [(hour, hours.count(hour)) for hour in range(min(int(duration_s // 3600) + 1, 10_000)) if hour in hours]
+def _by_hour(times: tuple[float, ...]) -> list[tuple[int, int]]:
+    counts = Counter(int(time // 3600) for time in times)
+    return [(hour, count) for hour, count in sorted(counts.items()) if hour < 10_000]
 
 
 def _check_given(kind: str, given: dict[str, float | None], needs: tuple[str, ...]) -> None:

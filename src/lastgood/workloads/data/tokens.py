@@ -8,7 +8,7 @@ size all the same, and the ids that no text reaches are simply never drawn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -161,12 +161,8 @@ def _wordpiece(model: models.WordPiece, normalizer: normalizers.BertNormalizer) 
 
 
 def _encode(tokenizer: Tokenizer, lines: list[str]) -> npt.NDArray[np.int32]:
-    parts = [
-        np.asarray([token for encoded in tokenizer.encode_batch(part) for token in encoded.ids], dtype=np.int32)
-        for part in _chunks(lines, _ENCODE_LINES)
-    ]
+    parts = []
+    for start in range(0, len(lines), _ENCODE_LINES):
+        encoded = tokenizer.encode_batch(lines[start : start + _ENCODE_LINES])
+        parts.append(np.asarray([token for line in encoded for token in line.ids], dtype=np.int32))
     return np.concatenate(parts)
-
-
-def _chunks(lines: list[str], size: int) -> Iterator[list[str]]:
-    return (lines[start : start + size] for start in range(0, len(lines), size))
