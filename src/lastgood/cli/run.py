@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lastgood.cli._output import console, emit_json
+from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:
     from lastgood.experiments.records.base import Spec
@@ -73,7 +74,6 @@ def run(
     Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to
     the hosts of a hostfile. The logs of one that fails stay beside its record, in r0.logs for r0.json, until the next.
     """
-    from lastgood.errors import ConfigError
     from lastgood.experiments.records.kinds import parse_spec
     from lastgood.experiments.runs.fork_server import ADDRESS
     from lastgood.experiments.runs.logs import logs_beside
@@ -136,7 +136,6 @@ def _run_in_fork(address: str | None, spec: Spec, command: list[str]) -> int | N
 
 def _run_plan(plan: Path, data_dir: Path, scratch: Path) -> None:
     """Make what a plan misses. One that fails does not stop the others; exits with 1 then, naming it."""
-    from lastgood.errors import ConfigError
     from lastgood.experiments.records.kinds import parse_spec
     from lastgood.experiments.runs.fork_server import ForkServer
     from lastgood.text import parse_json, read_bytes
@@ -177,7 +176,6 @@ def _hosts(hostfile: Path | None, ssh_config: Path | None, how: str, rate: str |
     if (hostfile, ssh_config, how, rate) == (None, None, "ssh", None):
         return None
     from lastgood.cluster.launch.order import HOWS
-    from lastgood.errors import ConfigError
     from lastgood.experiments.services.place import RankHosts
 
     if how not in HOWS:

@@ -15,11 +15,11 @@ import typer
 from lastgood.cli import shadow_bench, shadow_offset, shadow_switch
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.errors import HostError, LastgoodError, MismatchError, NoCheckpoint, StorageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lastgood.errors import LastgoodError
     from lastgood.gradients.protocol.messages import Status
 
 __all__ = ["app"]
@@ -186,7 +186,6 @@ def _ask(shadows: list[str], token_file: Path) -> list[Status | LastgoodError]:
 
 
 def _overall(shadows: list[str], answers: list[Status | LastgoodError]) -> dict[str, Any]:
-    from lastgood.errors import LastgoodError, MismatchError, NoCheckpoint
     from lastgood.gradients.protocol.client import check_set, choose
 
     reached = [one for one in answers if not isinstance(one, LastgoodError)]
@@ -208,8 +207,6 @@ def _sentence(overall: dict[str, Any]) -> str:
 
 
 def _row(address: str, answer: Status | LastgoodError) -> tuple[Any, ...]:
-    from lastgood.errors import LastgoodError
-
     if isinstance(answer, LastgoodError):
         return (None, address, None, None, None, str(answer), None, None, None)
     return (
@@ -226,8 +223,6 @@ def _row(address: str, answer: Status | LastgoodError) -> tuple[Any, ...]:
 
 
 def _as_data(address: str, answer: Status | LastgoodError) -> dict[str, Any]:
-    from lastgood.errors import LastgoodError
-
     if isinstance(answer, LastgoodError):
         return {"address": address, "error": str(answer)}
     return {"address": address, **answer.content()}
@@ -244,7 +239,6 @@ def _live_table(shadows: list[str], answers: list[Status | LastgoodError]) -> Ta
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    from lastgood.errors import HostError
     from lastgood.wire.gate import open_listener
 
     try:
@@ -254,7 +248,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _write(path: Path, described: dict[str, Any]) -> None:
-    from lastgood.errors import StorageError
     from lastgood.files import write_atomically
 
     try:

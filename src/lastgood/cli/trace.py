@@ -11,6 +11,7 @@ import typer
 
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:
     from lastgood.experiments.traces.trace import SpotTrace
@@ -108,8 +109,6 @@ def _by_hour(times: tuple[float, ...]) -> list[tuple[int, int]]:
 
 
 def _check_given(kind: str, given: dict[str, float | None], needs: tuple[str, ...]) -> None:
-    from lastgood.errors import ConfigError
-
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
         if name in needs and value is None:
