@@ -15,7 +15,7 @@ from lastgood.checkpointers.registry import BASELINE
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.experiments.advise.model import Cell, Rates
 from lastgood.experiments.ceilings.record import CeilingsRecord
-from lastgood.experiments.formulas.pairs import Interval, PairEstimate, estimate_pairs
+from lastgood.experiments.formulas.pairs import Interval, estimate_pairs
 from lastgood.experiments.records.kinds import RUN, kind_of_file
 from lastgood.experiments.records.run import RunRecord
 from lastgood.text import is_whole, parse_csv, parse_json, parse_number, read_bytes
@@ -212,6 +212,7 @@ def _from_records(folder: Path) -> Iterator[_Run]:
         if spec.drain_each or spec.ranks > 1:
             continue  # training waited for each checkpoint, or the state lies on several ranks: another question
         shared = (spec.scale, spec.workload, spec.workload_options, spec.threads, record.workload.data_name)
+        found = None if record.pairs is None else estimate_pairs(record.pairs.blocks)
         yield _Run(
             source=str(path),
             machine=spec.machine,
@@ -225,7 +226,7 @@ def _from_records(folder: Path) -> Iterator[_Run]:
             state_bytes=record.workload.state_bytes,
             per_s=clocks.iterations_per_s,
             durable_per_s=clocks.durable_iterations_per_s,
-            pairs=None if record.pairs is None else _interval(estimate_pairs(record.pairs.blocks)),
+            pairs=None if found is None else Interval(found.low, found.ratio, found.high),
             hide_s=clocks.hide_s,
             durable_s=statistics.median(clocks.persist_s) if clocks.persist_s else None,
             load_s=record.proof.restore_s if record.proof else None,
@@ -303,10 +304,6 @@ def _csv_run(source: str, row: dict[str, str]) -> _Run:
         if row["copy_ceiling_bytes_per_s"]
         else None,
     )
-
-
-def _interval(found: PairEstimate | None) -> Interval | None:
-    return None if found is None else Interval(found.low, found.ratio, found.high)
 
 
 def _csv_interval(row: dict[str, str]) -> Interval | None:

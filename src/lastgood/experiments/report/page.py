@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def build_report(
         panels=[_panel(one, figures_dir) for one in csvs],
         table=table,
         ceilings=ceilings,
-        ceiling_rows=_ceiling_rows(ceilings) if ceilings else [],
+        ceiling_rows=list(_rates("", ceilings.model_dump(mode="json", exclude={"where"}))) if ceilings else [],
         tested=[row for row in claims or () if row.verdict != VERDICTS[-1]],
         untested=[row for row in claims or () if row.verdict == VERDICTS[-1]],
         claims_given=claims is not None,
@@ -206,23 +206,19 @@ def _revisions(frame: pd.DataFrame) -> list[str]:
     return [f"{str(revision)[:10]}{' with changes' if str(dirty) == 'True' else ''}" for revision, dirty in pairs]
 
 
-def _ceiling_rows(record: CeilingsRecord) -> list[tuple[str, str]]:
-    """Every rate and time that the record sums up in one number, whatever parts it has."""
-    return list(_walk("", record.model_dump(mode="json", exclude={"where"})))
-
-
-def _walk(prefix: str, part: dict[str, Any]) -> Any:
+def _rates(prefix: str, part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every rate and time that a part of the ceilings sums up in one number."""
     for name, value in part.items():
         words = f"{prefix} {name}".strip()
         if isinstance(value, dict):
-            yield from _walk(words, value)
+            yield from _rates(words, value)
         elif isinstance(value, float) and value > 0 and name.endswith("bytes_per_s"):
             yield _words(words.removesuffix("bytes_per_s")), format_rate(value)
         elif isinstance(value, float) and name.startswith("median_") and name.endswith("_s"):
             yield _words(words.removesuffix("_s")), format_seconds(value)
         elif isinstance(value, list) and name == "peers":
             for peer in value:
-                yield from _walk(f"network to {peer.get('address', '')}", peer)
+                yield from _rates(f"network to {peer.get('address', '')}", peer)
 
 
 def _words(text: str) -> str:
