@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 from lastgood.cluster.launch.job import LOG_THERE
 from lastgood.cluster.ssh.remote import Remote, RemoteProcess
@@ -121,7 +121,7 @@ def run_services(
     hosts: _Hosts
     names: Sequence[str]
     if place is None or remote is None:
-        hosts, names = _ThisMachine(), [LOCAL]
+        hosts, names = _Hosts(), [LOCAL]
     else:
         hosts, names = _OverSsh(remote, place.hosts.names), place.hosts.names
     running = Running(hosts)
@@ -229,42 +229,23 @@ class _Started:
     log: Path
 
 
-class _Hosts(Protocol):
-    """How files and processes get to the hosts of services."""
+class _Hosts:
+    """How files and processes get to the hosts of services: here, to this machine."""
 
-    log_words: str
+    log_words: str = "log: "
     """Before the path of a log in an error."""
 
-    def address(self, host: str) -> str:
-        """At which the others reach a host."""
-
-    def leave(self, path: Path, content: bytes) -> None:
-        """A file on all hosts that have none of that name, complete when it appears, for this user only."""
-
-    def start(self, host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes] | RemoteProcess:
-        """A process, with its output in a log."""
-
-    def read(self, host: str, path: Path) -> bytes:
-        """What is in a file; nothing if it is not there."""
-
-    def tail(self, host: str, log: Path) -> str:
-        """A log's last lines, if they can be had."""
-
-    def end(self, started: Sequence[_Started]) -> None:
-        """End all: SIGTERM, and after a grace SIGKILL. Raises WaitTimeout for a process that is there even then."""
-
-
-class _ThisMachine:
-    log_words: str = "log: "
-
     def address(self, _host: str) -> str:
+        """At which the others reach a host."""
         return "127.0.0.1"
 
     def leave(self, path: Path, content: bytes) -> None:
+        """A file on all hosts that have none of that name, complete when it appears, for this user only."""
         if not path.exists():
             write_result(path, content, mode=PRIVATE)
 
-    def start(self, _host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    def start(self, _host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes] | RemoteProcess:
+        """A process, with its output in a log."""
         parent = os.getpid()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open_log(log) as output:
@@ -277,15 +258,18 @@ class _ThisMachine:
             )
 
     def read(self, _host: str, path: Path) -> bytes:
+        """What is in a file; nothing if it is not there."""
         try:
             return read_bounded(path, _MAX_READY_BYTES)
         except FileNotFoundError:
             return b""
 
     def tail(self, _host: str, log: Path) -> str:
+        """A log's last lines, if they can be had."""
         return read_end(log, _TAIL_BYTES).decode(errors="replace")
 
     def end(self, started: Sequence[_Started]) -> None:
+        """End all: SIGTERM, and after a grace SIGKILL. Raises WaitTimeout for a process that is there even then."""
         own = [(one, one.process) for one in started if isinstance(one.process, subprocess.Popen)]
         for _, process in own:
             process.terminate()
@@ -310,7 +294,7 @@ def _wait(pairs: _Pairs, timeout_s: float) -> _Pairs:
     return [(one, process) for one, process in pairs if process.poll() is None]
 
 
-class _OverSsh:
+class _OverSsh(_Hosts):
     log_words: str = LOG_THERE
 
     def __init__(self, remote: Remote, names: Sequence[str]) -> None:
