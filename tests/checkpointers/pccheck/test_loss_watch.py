@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lastgood.checkpointers.pccheck.loss_watch import HABIT, HORIZON, MIN_LOSSES, STAYS, WINDOW, LossWatch
@@ -57,6 +57,7 @@ def test_a_level_that_stays_is_the_norm_after_as_many_losses_as_are_said(scale, 
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 3.0), st.integers(STAYS, 60)), min_size=1, max_size=8))
+@example([(2.0, 16), (1.25, 16), (1.125, 17), (2.0, 16)])  # the spread shrinks within the last level
 def test_a_curriculum_of_several_levels(levels):
     level, losses = 1.0, [1.0] * 30
     for factor, stays in levels:

@@ -2,7 +2,8 @@
 
 The rule. A loss is *high* if it is NaN or infinite; or if at least `MIN_LOSSES` ordinary ones are known and it lies
 above the median of the last `WINDOW` of them by more than ``spike`` times their spread. The spread is the scaled median
-absolute deviation (1.4826 x MAD, a standard deviation for normal noise), at least 5 % of the median's magnitude. Losses
+absolute deviation (1.4826 x MAD, a standard deviation for normal noise), at least 5 % of the median's magnitude. What
+is no higher than one of the last four that were not is not high, though the spread may have shrunk meanwhile. Losses
 of exactly 0 say nothing about a scale and are no part of the window. High losses in a row are a *run*. A high loss is
 bad, with two exceptions, since a spike is short and rare:
 
@@ -20,6 +21,7 @@ loss of iteration s speaks against the checkpoints of step s - 1 and of step s.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -37,6 +39,7 @@ HABIT = 3
 HORIZON = 1024
 _MAD_TO_SIGMA = 1.4826
 _LEAST_SPREAD = 0.05
+_RECENT = 4
 _MAX_PENDING = 256
 """Losses on their way from a device; the training waits for the oldest beyond these."""
 
@@ -101,7 +104,7 @@ class LossWatch:
         self.looked_at = step
         finite = math.isfinite(loss)
         median, spread = self._scale()
-        limit = math.inf if self._spike is None else median + self._spike * spread
+        limit = math.inf if self._spike is None else max(median + self._spike * spread, self._recent_height())
         high = not (finite and loss <= limit)
         if finite:
             self._latest.append((step, loss, high))
@@ -135,6 +138,10 @@ class LossWatch:
         median = statistics.median(self._ordinary)
         deviation = statistics.median(abs(value - median) for value in self._ordinary)
         return median, max(_MAD_TO_SIGMA * deviation, _LEAST_SPREAD * abs(median))
+
+    def _recent_height(self) -> float:
+        low = (loss for _, loss, high in reversed(self._latest) if not high)
+        return max(itertools.islice(low, _RECENT), default=-math.inf)
 
     def _end_run(self) -> None:
         if self._run_length:
