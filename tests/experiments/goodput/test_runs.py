@@ -142,15 +142,19 @@ class Driven:
 
     def record(self, name, enough=each_life_trained):
         """Of the run itself, or of a longer one where it was not long enough."""
-        record = GoodputRecord.load(self.folder / name)
+        record = self._load(name)
         for _ in range(MOST_LONGER):
             if enough(record):
                 break
             name = f"{name}-longer"
             self._drive({name: longer(record.spec)})
-            record = GoodputRecord.load(self.folder / name)
+            record = self._load(name)
         assert enough(record), record
         return record
+
+    def _load(self, name):
+        assert (self.folder / name).exists(), self.error(name)
+        return GoodputRecord.load(self.folder / name)
 
     def error(self, name):
         assert not (self.folder / name).exists()
