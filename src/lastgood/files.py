@@ -159,7 +159,7 @@ def open_log(path: Path) -> BinaryIO:
         with contextlib.suppress(PermissionError):  # another user's, who let this one write
             os.fchmod(descriptor, PRIVATE)
         os.ftruncate(descriptor, 0)
-    return open(descriptor, "wb")  # noqa: PTH123 - of a descriptor
+    return os.fdopen(descriptor, "wb")
 
 
 def read_bounded(
@@ -170,7 +170,7 @@ def read_bounded(
     Raises `too_large` if it is larger than `most_bytes`, StorageError if it is no regular file (`open_regular`), and
     OSError as `os.open` does.
     """
-    with open(open_regular(path, follow=follow), "rb") as file:
+    with os.fdopen(open_regular(path, follow=follow), "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise too_large(f"{path}: is larger than {most_bytes} bytes, the most that such a file may have")
@@ -179,7 +179,7 @@ def read_bounded(
 
 def read_end(path: Path, most_bytes: int) -> bytes:
     """The last bytes of a file, of a log for instance. Raises as `open_regular`."""
-    with open(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         return file.read(most_bytes)
 
@@ -240,7 +240,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = PRIVATE) 
     """Make or replace a small file: complete and durable, or not at all. Raises OSError."""
     temporary = temporary_beside(path)
     try:
-        with open(open_new(temporary, mode=mode), "wb") as file:
+        with os.fdopen(open_new(temporary, mode=mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

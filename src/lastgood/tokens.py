@@ -43,7 +43,7 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
             _make(path)
     try:
         # A user names it, and may have put a link there, as secrets of containers are.
-        with open(open_regular(path, follow=True), "rb") as file:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_regular(path, follow=True), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MOST_BYTES + 1).strip()
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def _make(path: Path) -> None:
         if path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_new(draft), "wb") as file:
             file.write(new_token().encode() + b"\n")
         try:
             os.link(draft, path)  # fails where another process was first

@@ -290,7 +290,7 @@ class AreaStore:
 
     def _has_header(self, area: _Area, header: fmt.SlotHeader) -> bool:
         try:
-            with open(open_regular(area.path), "rb") as file:  # noqa: PTH123 - of a descriptor
+            with os.fdopen(open_regular(area.path), "rb") as file:
                 return fmt.SlotHeader.decode(file.read(fmt.BLOCK)) == header
         except (fmt.RecordError, fmt.OtherVersionError):
             return False

@@ -144,7 +144,7 @@ def _initialize(
 def _given(kind: Any, layer: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
     """A specification, of DeepSpeed's class `kind`, of a layer that is there already and not built."""
 
-    class Given(kind):  # type: ignore[misc]
+    class Given(kind):  # type: ignore[misc] # DeepSpeed has no types, and `kind` is one of two of its classes
         layer: torch.nn.Module | None
 
         def build(self, log: bool = False) -> torch.nn.Module | None:

@@ -289,7 +289,7 @@ class CountedLoader(Checked):
         if own is not None:
             self._loaded, self._begun = own, False
             if own != _NOT_BEGUN:
-                self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+                self.loader.load_state_dict(own)  # type: ignore[attr-defined] # it has one, as its state says
 
     def _replayed(self, state: Mapping[str, Any]) -> Iterator[Any]:
         """An iterator that stands after the consumed batches; the generators stay as they are."""

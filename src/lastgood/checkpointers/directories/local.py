@@ -104,7 +104,7 @@ class LocalStore:
     def read(self, checkpoint: StoredCheckpoint, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """From the file itself; follows no link."""
         path = Path(checkpoint.where) / name
-        with storage_errors(path, "reading"), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+        with storage_errors(path, "reading"), os.fdopen(open_regular(path), "rb") as file:
             file.seek(begin)
             return file.read(-1 if nbytes is None else nbytes)
 
@@ -163,7 +163,7 @@ class LocalDraft(Draft):
         with storage_errors(manifest, "writing"):
             for directory in (path for path in self.path.rglob("*") if path.is_dir()):
                 sync_directory(directory)
-            with open(open_new(manifest), "wb") as file:  # noqa: PTH123 - of a descriptor
+            with os.fdopen(open_new(manifest), "wb") as file:
                 file.write(manifest_text(self.step, files))
         flush_file(manifest)
 

@@ -6,6 +6,7 @@ Libraries that write a checkpoint as several files store no checksums. Needs no 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def sum_file(path: Path) -> int:
     checksum = 0
     memory = bytearray(_READ_BYTES)
     try:
-        with open(open_regular(path), "rb", buffering=0) as file, memoryview(memory) as view:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file, memoryview(memory) as view:
             while got := file.readinto(view):
                 checksum = _native.crc32c(view[:got], checksum)
     except OSError as error:

@@ -176,7 +176,7 @@ def load_exported(path: Path | str) -> dict[str, Any]:
     path = path.resolve() if path.is_symlink() else path  # named by a user, who may have put a link there
     if path.is_dir():
         raise StorageError(f"{path}: is a directory; one of torch.distributed.checkpoint is read with torch")
-    with storage_errors(path, "reading"), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+    with storage_errors(path, "reading"), os.fdopen(open_regular(path), "rb") as file:
         head = file.read(9)
     return _load_pt(path) if is_zip(head) else load_safetensors(path)
 
@@ -236,7 +236,7 @@ def _sync(path: Path) -> None:
             _sync(inner)
         sync_directory(path)
         return
-    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+    with os.fdopen(open_regular(path), "rb") as file:
         os.fsync(file.fileno())
 
 

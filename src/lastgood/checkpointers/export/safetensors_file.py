@@ -271,7 +271,7 @@ def read_facts(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_File]:
-    with reading(path), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+    with reading(path), os.fdopen(open_regular(path), "rb") as file:
         yield _File(file.fileno(), path)
 
 

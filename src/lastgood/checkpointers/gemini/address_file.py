@@ -74,7 +74,7 @@ class Address:
     def _draft(self) -> Path:
         document = {"host": self.host, "port": self.port, "pid": self.pid, "token": self.token.hex()}
         draft = temporary_beside(self.path)
-        with open(open_new(draft), "wb") as file:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_new(draft), "wb") as file:
             file.write(json.dumps(document).encode())
         return draft
 

@@ -45,7 +45,7 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
         make_directory(path.parent, readable_by.directory_mode)
         if not path.exists():
             mode = readable_by.file_mode
-            with open(open_new(temporary, mode=mode), "wb") as file:  # noqa: PTH123 - of a descriptor
+            with os.fdopen(open_new(temporary, mode=mode), "wb") as file:
                 file.write(os.urandom(_ID_BYTES).hex().encode())
                 file.flush()
                 os.fsync(file.fileno())

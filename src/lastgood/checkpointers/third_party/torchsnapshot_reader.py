@@ -67,7 +67,7 @@ class StoredSnapshot:
         """A tensor that is stored in one piece, of the dtype and shape of `like`."""
         require(type(entry) is dict and entry.get("type") == "Tensor", "a part of it is no tensor")
         _check_kind(entry, like)
-        with open(open_regular(self._file(entry.get("location"))), "rb") as file:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_regular(self._file(entry.get("location"))), "rb") as file:
             descriptor = file.fileno()
             begin, end = _range(entry.get("byte_range"), os.fstat(descriptor).st_size)
             if entry.get("serializer") == "torch_save":

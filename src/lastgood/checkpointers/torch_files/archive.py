@@ -49,7 +49,7 @@ def read_torch_file(path: Path, records: tuple[tuple[str, str], ...] = ()) -> An
 
     Raises CorruptCheckpoint for whatever is not read, with the `Refused` that says why as its cause, and StorageError.
     """
-    with reading(path), open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+    with reading(path), os.fdopen(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         return TorchFile(file.fileno(), 0, nbytes, Budget(nbytes)).read(records)
 

@@ -91,7 +91,7 @@ class TorchFiles:
             torch.save(document, temporary)
             check_proportion(cost, temporary, str(final))
             written_s = time.perf_counter()
-            with open(open_regular(temporary), "rb") as file:  # noqa: PTH123 - of a descriptor
+            with os.fdopen(open_regular(temporary), "rb") as file:
                 os.fsync(file.fileno())
                 written = os.fstat(file.fileno()).st_size
             flushed_s = time.perf_counter()

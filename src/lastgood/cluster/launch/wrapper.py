@@ -341,7 +341,7 @@ def _run(ticket: Ticket, rank: int, env: dict[str, str], watch: _Watch) -> int:
         if why is None and time.monotonic() > deadline:
             why = f"{ticket.timeout_s:.0f} s are over"
     if program.poll() is None:
-        with open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab") as log:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab") as log:
             log.write(f"lastgood launch: ended rank {rank}: {why}\n".encode())
         _signal_group(program.pid, signal.SIGTERM)
         select.select([ended], [], [], ticket.grace_s)

@@ -95,7 +95,7 @@ def estimate_pairs(blocks: Sequence[Block]) -> PairEstimate | None:
     """The estimate from all blocks; None if there is none of a kind.
 
     Disturbed blocks are left out as long as two with checkpoints are left. Otherwise nothing is known: a disturbance
-    that fell on blocks of one kind is not told from what checkpoints cost, and the interval says so.
+    that fell on blocks of one kind cannot be told apart from what checkpoints cost, so the interval is made very wide.
     """
     calm = [block for block in blocks if not block.disturbed]
     ratios = pair_ratios(calm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -106,7 +107,7 @@ class MemoryDraft(Draft):
         for name, path in found.items():
             if name in self.files:
                 raise StorageError(f"{self.where}: {name} was written twice, as a stream and as a file")
-            with open(open_regular(path), "rb") as file:  # noqa: PTH123 - of a descriptor
+            with os.fdopen(open_regular(path), "rb") as file:
                 self.files[name] = content = file.read()
             self._sums[name] = (len(content), _native.crc32c(content))
         self.files[MANIFEST] = manifest_text(self.step, self._sums)
