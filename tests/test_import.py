@@ -19,7 +19,7 @@ ROOMY = {"checkpointers", "cluster", "experiments", "gradients"}
 FLOORS = [
     [
         "errors units text files tokens addresses bounds pickles locks processes ports sinks notices host_memory "
-        "extras world models locations _lazy _moved _native",
+        "extras mounts world models locations _lazy _moved _native",
     ],
     ["state storage optim wire"],
     [

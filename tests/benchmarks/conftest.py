@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.machine.facts import is_tmpfs
+from lastgood.mounts import lies_in_memory
 from tests.support.folder_marks import mark_folder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -24,6 +24,6 @@ def _neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
     """A folder on a disk: benchmarks refuse memory."""
-    if is_tmpfs(tmp_path):
+    if lies_in_memory(tmp_path):
         pytest.skip(f"{tmp_path} lies in memory, where benchmarks refuse to measure; set --basetemp to a disk")
     return tmp_path

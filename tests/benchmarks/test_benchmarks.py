@@ -223,9 +223,9 @@ def test_checkmate_with_two_ranks_and_a_rank_that_fails(disk: Path) -> None:
 
 def test_a_tmpfs_is_refused(disk: Path) -> None:
     memory = Path("/dev/shm")
-    from lastgood.experiments.machine.facts import is_tmpfs
+    from lastgood.mounts import lies_in_memory
 
-    if not is_tmpfs(memory):
+    if not lies_in_memory(memory):
         pytest.skip("/dev/shm is no tmpfs here")
     done = run(disk, "checksums", "--quick", "--directory", str(memory / f"lastgood-test-{os.getpid()}"))
     assert done.returncode == 2

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.experiments.machine.facts import is_tmpfs
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.mounts import lies_in_memory
 from tests.experiments.support.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_tmpfs(ROOT):
+    if lies_in_memory(ROOT):
         pytest.skip("the checkout lies in memory, so its scratch folder is refused")
     monkeypatch.chdir(ROOT)
 

@@ -170,7 +170,7 @@ def test_bad_sections_are_refused_with_source_key_and_choices(entry: str, parts:
 
 
 def test_sizes_that_do_not_fit_are_refused_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feasible, "is_tmpfs", lambda _: False)
+    monkeypatch.setattr(feasible, "lies_in_memory", lambda _: False)
     monkeypatch.setattr(feasible, "free_bytes", lambda _: 20 << 30)
     monkeypatch.setattr(feasible, "memory_bytes", lambda: 10 << 30)
     overrides = parse_overrides(["machine=testbox", "fig11={sizes_mb: [10, 8000]}"])

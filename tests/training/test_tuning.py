@@ -343,13 +343,6 @@ def test_memory_is_no_disk(tmp_path, monkeypatch):
     assert "lies in memory" in tune(tmp_path, iteration_s=1, state_bytes=MIB, limits=SHORT).warnings[0]
 
 
-def test_memory_is_told_from_a_disk():
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("this machine has no /dev/shm")
-    assert write_curve.lies_in_memory(Path("/dev/shm/nothing-here"))
-    assert not write_curve.lies_in_memory(Path("/proc"))
-
-
 def test_what_a_killed_tuning_leaves_is_removed_by_the_next(tmp_path):
     program = (
         "import sys; from lastgood.training.tuning import *\n"

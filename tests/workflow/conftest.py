@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.experiments.machine.facts import is_tmpfs
+from lastgood.mounts import lies_in_memory
 from tests.multinode.support.slurm_fixture import slurm  # noqa: F401 - a fixture
 from tests.support.folder_marks import mark_folder
 from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder
@@ -26,7 +26,7 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkflowFolder]:
     if importlib.util.find_spec("snakemake") is None:
         pytest.skip("snakemake is not installed (it needs Python 3.11)")
     base = tmp_path_factory.mktemp("workflow")
-    if is_tmpfs(base):
+    if lies_in_memory(base):
         (ROOT / "build").mkdir(exist_ok=True)
         base = Path(tempfile.mkdtemp(dir=ROOT / "build", prefix="workflow."))
     folder = base / "a folder with blanks"

@@ -79,12 +79,11 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
         cpu_model,
         cuda_devices,
         free_bytes,
-        is_tmpfs,
         machine_label,
         memory_bytes,
-        mount_of,
         usable_cores,
     )
+    from lastgood.mounts import lies_in_memory, mount_of
 
     yield _Finding("ok", "machine", f"{machine_label()}: {cpu_model()}, {usable_cores()} cores")
     memory = memory_bytes()
@@ -96,7 +95,7 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
     yield _Finding("ok", "CUDA devices", ", ".join(device.name for device in devices) or "none")
     mount, free = mount_of(scratch), free_bytes(scratch)
     found = f"{scratch.absolute()} on {mount.filesystem}, {format_bytes(free)} free"
-    if is_tmpfs(scratch):
+    if lies_in_memory(scratch):
         yield _Finding("fault", "scratch", found, "memory is not durable: set scratch to a folder on a disk")
     elif free < 4 * GIB:
         yield _Finding("fault", "scratch", found, "laptop scale wants 4 GiB free")

@@ -30,9 +30,10 @@ from lastgood.checkpointers.pccheck.system import PCcheck, PCcheckOptions
 from lastgood.checkpointers.pccheck.tuning_file import SlowdownCheck, Tuning, choose, shortest_interval
 from lastgood.errors import CheckpointError, ConfigError
 from lastgood.files import local_path
+from lastgood.mounts import lies_in_memory
 from lastgood.state import flatten
 from lastgood.storage.format import stream_layout
-from lastgood.training.write_curve import WriteCurve, grid, lies_in_memory, most_that_fit, probe_folder
+from lastgood.training.write_curve import WriteCurve, grid, most_that_fit, probe_folder
 from lastgood.units import format_bytes, format_seconds
 
 __all__ = ["Limits", "tune", "tune_training"]

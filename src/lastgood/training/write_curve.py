@@ -16,18 +16,17 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from lastgood.checkpointers.pccheck.tuning_file import WritePoint
 from lastgood.errors import ConfigError, LockHeld, StorageError, WaitTimeout
-from lastgood.files import open_new, remove_tree, storage_error
+from lastgood.files import open_new, remove_tree, storage_errors
 from lastgood.locks import FileLock
 from lastgood.storage import ChunkPool, SlotStore
 from lastgood.storage.format import BLOCK, stream_layout
 from lastgood.storage.reader import find_slots
 from lastgood.units import MIB, format_bytes
 
-__all__ = ["PROBE_FOLDER", "Key", "WriteCurve", "grid", "lies_in_memory", "most_that_fit", "probe_folder"]
+__all__ = ["PROBE_FOLDER", "Key", "WriteCurve", "grid", "most_that_fit", "probe_folder"]
 
 PROBE_FOLDER = "tuning-probe"
 """Name of the folder below the job's in which files are written; left behind only by a killed process."""
@@ -50,7 +49,6 @@ _SOURCE_BYTES = 128 * MIB
 _CONFIRMATIONS = 4
 _SEARCH_SHARE = 0.6
 """Of the time for the curve; the rest is for writing the best point again."""
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 # -- place ---------------------------------------------------------------------------------------------------------
@@ -66,7 +64,7 @@ def probe_folder(directory: Path) -> Iterator[Path]:
     folder = directory / PROBE_FOLDER
     lock = FileLock(directory, f"tuning in {directory}", shared_with_forks=False, on_directory=True)
     try:
-        with _storage_errors(folder, "preparing to measure"):
+        with storage_errors(directory, "preparing to measure"):
             directory.mkdir(parents=True, exist_ok=True)
             lock.acquire()
             if SlotStore.peek(directory).held:
@@ -83,28 +81,10 @@ def probe_folder(directory: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            with _storage_errors(folder, "removing what was measured with"):
+            with storage_errors(folder, "removing what was measured with"):
                 shutil.rmtree(folder)
     finally:
         lock.release()
-
-
-@contextlib.contextmanager
-def _storage_errors(folder: Path, operation: str) -> Iterator[None]:
-    """Say what the operating system refused, and where; only round our own calls, never round the user's step."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(error, Path(error.filename or folder), operation) from error
-
-
-def lies_in_memory(path: Path) -> bool:
-    """Whether the file system that holds `path` keeps nothing through a power cut: the longest mount point above it."""
-    real = path.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
-    # Of two mounts on one point the later one is seen.
-    mounts.sort(key=lambda part: len(Path(part.mountpoint).parts))
-    return bool(mounts) and mounts[-1].fstype in _MEMORY_FILESYSTEMS
 
 
 def most_that_fit(directory: Path, state_bytes: int, keep: int, disk_bytes: int | None) -> int:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from lastgood import locks
+from lastgood import locks, mounts
 from lastgood.errors import ConfigError, LastgoodError, StorageError
 from lastgood.experiments.ceilings import disk as disk_ceilings
 from lastgood.experiments.ceilings import measure as module
@@ -130,7 +130,7 @@ def test_a_killed_measurement_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_scratch_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_ceilings, "is_tmpfs", lambda _: True)
+    monkeypatch.setattr(mounts, "lies_in_memory", lambda _: True)
     with pytest.raises(ConfigError, match="memory"):
         measure_ceilings(tmp_path / "scratch", "box", quick=True)
     assert not (tmp_path / "scratch").exists()

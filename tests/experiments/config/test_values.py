@@ -37,7 +37,7 @@ def _on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feasible, "cuda_devices", lambda: ())
     monkeypatch.setattr(feasible, "memory_bytes", lambda: 32 << 30)
     monkeypatch.setattr(feasible, "free_bytes", lambda path: 100 << 30)
-    monkeypatch.setattr(feasible, "is_tmpfs", lambda path: False)
+    monkeypatch.setattr(feasible, "lies_in_memory", lambda path: False)
 
 
 # -- what is read --------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_more_disk_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scratch_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feasible, "is_tmpfs", lambda path: True)
+    monkeypatch.setattr(feasible, "lies_in_memory", lambda path: True)
     assert "lies in memory" in refusal("scratch=somewhere")
 
 

@@ -70,42 +70,8 @@ def test_memory_is_a_sane_number() -> None:
     assert 1 << 28 < machine.memory_bytes() < 1 << 50
 
 
-# -- disks ---------------------------------------------------------------------------------------------------------
-
-MOUNTS = """\
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-23 22 0:20 / /proc rw - proc proc rw
-24 22 0:30 / /mnt/in\\040memory rw - tmpfs tmpfs rw,size=1g
-25 22 8:1 / /mnt rw - xfs /dev/sda1 rw
-26 22 8:2 / /mnt rw - btrfs /dev/sdb1 rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "filesystem", "device"),
-    [
-        ("/", "ext4", "/dev/vda"),
-        ("/mnt", "btrfs", "/dev/sdb1"),
-        ("/mntx", "ext4", "/dev/vda"),
-        ("/mnt/in memory", "tmpfs", "tmpfs"),
-    ],
-)
-def test_mounts(monkeypatch: pytest.MonkeyPatch, path: str, filesystem: str, device: str) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: MOUNTS)
-    monkeypatch.setattr(machine, "nearest_folder", lambda path: path)
-    found = machine.mount_of(Path(path))
-    assert (found.filesystem, found.device) == (filesystem, device)
-
-
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert machine.nearest_folder(tmp_path / "a" / "b") == tmp_path.resolve()
-    assert machine.mount_of(tmp_path / "a" / "b") == machine.mount_of(tmp_path)
+def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert machine.free_bytes(tmp_path / "a" / "b") > 0
-
-
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
-def test_memory_is_no_disk() -> None:
-    assert machine.is_tmpfs(Path("/dev/shm/below/it"))
 
 
 # -- software ------------------------------------------------------------------------------------------------------

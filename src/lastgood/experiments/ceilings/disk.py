@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lastgood.errors import ConfigError, StorageError
-from lastgood.experiments.machine.facts import free_bytes, is_tmpfs
+from lastgood.errors import StorageError
+from lastgood.experiments.machine.facts import free_bytes
 from lastgood.models import FrozenModel
+from lastgood.mounts import refuse_memory
 from lastgood.units import MIB, format_bytes
 
-__all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "disk_bursts", "measure_disk", "refuse_memory_filesystem"]
+__all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "disk_bursts", "measure_disk"]
 
 _SPARE_BYTES = 64 * MIB
 _SECTOR_BYTES = 4096
@@ -80,19 +81,13 @@ class DiskCeilings(FrozenModel):
     median_fdatasync_s: float
 
 
-def refuse_memory_filesystem(scratch: Path) -> None:
-    """Raise ConfigError if `scratch` lies in memory: nothing written there is durable."""
-    if is_tmpfs(scratch):
-        raise ConfigError(f"scratch folder {scratch} is on a tmpfs, which is memory; choose a folder on a disk")
-
-
 def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
     """Measure the file system of `scratch`. Leaves no file behind, even when killed: it has a name for a moment only.
 
     Repetitions go round over all combinations, forwards and backwards in turn, so that a drift of the disk touches all
     of them alike. A combination counts by its median: the best single pass of many would be the luckiest one.
     """
-    refuse_memory_filesystem(scratch)
+    refuse_memory(scratch)
     try:
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,7 +131,7 @@ def disk_bursts(scratch: Path) -> Iterator[Callable[[], float]]:
     """
     jobs, block_bytes = 2, 4 * MIB
     plan = DiskPlan(file_bytes=64 * MIB, pass_budget_s=0.15, fill_budget_s=0.5)
-    refuse_memory_filesystem(scratch)
+    refuse_memory(scratch)
     with _filled_file(scratch, plan, jobs, block_bytes) as file:
         yield lambda: file.one_pass("write", jobs, block_bytes, plan.pass_budget_s)
 

@@ -21,11 +21,12 @@ import numpy as np
 import psutil
 
 from lastgood.errors import LastgoodError
-from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk, refuse_memory_filesystem
+from lastgood.experiments.ceilings.disk import DiskPlan, measure_disk
 from lastgood.experiments.ceilings.network import NetworkPlan, PeerCeilings, measure_loopback, measure_peer
 from lastgood.experiments.ceilings.record import CeilingsRecord, CopyCurve, load_ceilings
 from lastgood.experiments.machine.facts import cuda_devices, usable_cores, where_run
 from lastgood.experiments.machine.lock import machine_turn
+from lastgood.mounts import refuse_memory
 from lastgood.units import MIB
 
 __all__ = ["Peer", "cached_or_measured", "measure_ceilings", "measure_device_copies", "measure_memory_copy"]
@@ -100,7 +101,7 @@ def measure_ceilings(
     `peer`; `report` is told each stage, and whom the machine lock waits for. Raises ConfigError if `scratch` is in
     memory, StorageError if it is full or not writable, and LastgoodError if the peer does not answer.
     """
-    refuse_memory_filesystem(scratch)
+    refuse_memory(scratch)
     with machine_turn(report):
         begin = time.perf_counter()
         # First, so that a peer that does not answer is known before the rest has been measured.

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lastgood.experiments.machine.facts import nearest_folder, usable_cores
+from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.blocks import Disturbance
+from lastgood.mounts import nearest_folder
 
 __all__ = ["Look", "disturbance_between", "disturbed_by", "look"]
 

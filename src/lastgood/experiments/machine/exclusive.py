@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lastgood.errors import ConfigError, LastgoodError, LockHeld
-from lastgood.experiments.machine.facts import is_tmpfs
+from lastgood.errors import LastgoodError, LockHeld
 from lastgood.experiments.machine.lock import machine_turn
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import local_path
 from lastgood.locks import FileLock
+from lastgood.mounts import refuse_memory
 
 __all__ = ["ExclusiveRun", "exclusive_machine"]
 
@@ -41,10 +41,7 @@ def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None
 
     Raises ConfigError for a scratch folder in memory, WaitTimeout, LastgoodError.
     """
-    if is_tmpfs(scratch):
-        raise ConfigError(
-            f"scratch {scratch} lies in memory (tmpfs), where nothing is durable; name a folder on a disk"
-        )
+    refuse_memory(scratch)
     with machine_turn(report, _LOCK_WAIT_S):
         started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         began_s = time.monotonic()

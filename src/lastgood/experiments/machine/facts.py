@@ -14,27 +14,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lastgood.experiments.records.base import WhereRun
+from lastgood.mounts import mount_of, nearest_folder
 
 __all__ = [
     "CudaDevice",
-    "Mount",
     "boot_id",
     "checkout_root",
     "cpu_model",
     "cuda_devices",
     "free_bytes",
     "git_state",
-    "is_tmpfs",
     "machine_label",
     "memory_bytes",
-    "mount_of",
-    "nearest_folder",
     "package_versions",
     "usable_cores",
     "where_run",
 ]
 
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _PACKAGES = ("lastgood", "torch", "torchvision", "transformers", "numpy", "pydantic", "snakemake")
 _CGROUP_MEMORY = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -171,51 +167,6 @@ def _slug(text: str, noise: str) -> str:
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A mounted filesystem."""
-
-    point: Path
-    filesystem: str
-    device: str
-
-
-def nearest_folder(path: Path) -> Path:
-    """`path`, or the closest of its parents that is there already; absolute, links followed."""
-    found = Path(os.path.realpath(path))
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    return found
-
-
-def mount_of(path: Path) -> Mount:
-    """The filesystem that `path` is on, or would be on once it is made."""
-    target = nearest_folder(path)
-    best = Mount(Path("/"), "unknown", "unknown")
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        point = Path(_unescape(left.split()[4]))
-        # Later lines lie on top of earlier ones with the same mount point.
-        if target.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
-            words = right.split()
-            best = Mount(point, words[0], _unescape(words[1]))
-    return best
-
-
-def _unescape(text: str) -> str:
-    """Undo mountinfo's octal escapes of blanks and backslashes."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def is_tmpfs(path: Path) -> bool:
-    """Whether `path` lies in memory, if nothing outlives a power failure and no disk is measured."""
-    return mount_of(path).filesystem in _MEMORY_FILESYSTEMS
 
 
 def free_bytes(path: Path) -> int:

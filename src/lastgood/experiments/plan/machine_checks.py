@@ -13,18 +13,10 @@ from lastgood.cluster.hostfile import read_hostfile
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.sources import Sources
-from lastgood.experiments.machine.facts import (
-    CudaDevice,
-    cuda_devices,
-    free_bytes,
-    is_tmpfs,
-    memory_bytes,
-    mount_of,
-    nearest_folder,
-    usable_cores,
-)
+from lastgood.experiments.machine.facts import CudaDevice, cuda_devices, free_bytes, memory_bytes, usable_cores
 from lastgood.experiments.plan.variants import BLOB, Variant, all_variants, pool_bytes
 from lastgood.experiments.systems.papers import PCCHECK
+from lastgood.mounts import lies_in_memory, mount_of, nearest_folder
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["PROCESS_BYTES", "check_machine", "pool_problems"]
@@ -66,7 +58,7 @@ def _scratch_problem(config: Config) -> str:
     near = nearest_folder(folder)
     if not near.is_dir():
         return f"{str(folder)!r}: {near} is not a folder; allowed: a folder on the disk to measure"
-    if is_tmpfs(folder):
+    if lies_in_memory(folder):
         mount = mount_of(folder)
         return (
             f"{str(folder)!r} lies in memory ({mount.filesystem} at {mount.point}), where nothing is durable and no "
