@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -28,6 +28,9 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 __all__ = [
     "HEADER_BYTES",
@@ -68,7 +71,6 @@ NONCE_BYTES = PROOF_BYTES = 32
 _MAX_HELLO_BYTES = 4096
 NO_PROOF = bytes(PROOF_BYTES)
 """What the other side gets for a proof that is none: it is refused, and not only lost."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
 _MAX_PIECES = 1024
 """Of one call: the kernel's own limit (IOV_MAX)."""
 
@@ -92,15 +94,22 @@ class Frame:
     length: int
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel end a TCP connection within a minute of its host being cut off, though nothing is sent on it."""
+def keep_alive(connection: socket.socket, *, idle_s: int = 20, probes: int = 6) -> None:
+    """Let the kernel end a TCP connection when its host is lost (cut off, without power), though nothing is sent on it.
+
+    After `idle_s` seconds of silence it sends a probe each 5 s, and gives up after `probes` without an answer.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-def is_ready(connection: socket.socket, event: int, seconds: float) -> bool:
-    """Whether `event` (select.POLLIN, POLLOUT), an error or the end is there within `seconds`."""
+def is_ready(connection: HasFileno, event: int, seconds: float) -> bool:
+    """Whether `event` (select.POLLIN, POLLOUT), an error or the end is there within `seconds`.
+
+    It takes descriptors from 1024 on as well, which select does not, and which a training may well have.
+    """
     poll = select.poll()
     poll.register(connection, event)
     return bool(poll.poll(max(seconds, 0.0) * 1e3))

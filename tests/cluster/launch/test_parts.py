@@ -338,7 +338,7 @@ def test_a_rank_that_is_gone_right_behind_its_hello_is_lost_and_nobody_else(monk
 
     with serving_board() as (board, until):
         with monkeypatch.context() as patched, comes_in(board, 0):
-            patched.setattr(launch_board, "keep_alive", no_more)
+            patched.setattr(launch_board, "notice_loss", no_more)
             until("the loss", lambda: board.ranks[0].over)
         assert "not connected" in (board.ranks[0].fault or "")
         with comes_in(board, 1):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
-from lastgood.wire.frames import HEADER_BYTES, message_frame, message_step, parse_header, parse_message, proof
+from lastgood.wire.frames import HEADER_BYTES, is_ready, message_frame, message_step, parse_header, parse_message, proof
 from lastgood.wire.gate import Handshake, close_in_forks, connect
 
 __all__ = ["Channel", "coordinator_handshake", "open_channel", "whole_number"]
@@ -188,12 +188,10 @@ def _answer(channel: Channel, deadline: float, timeout_s: float) -> dict[str, An
 
 
 def _one_message(channel: Channel, deadline: float, timeout_s: float) -> dict[str, Any]:
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeout(f"waited {timeout_s:g} s for {channel.other} to prove itself")
-        if poll.poll(left * 1e3):
+        if is_ready(channel, select.POLLIN, left):
             for message in channel.receive():
                 return message

@@ -21,6 +21,7 @@ from lastgood.checkpointers.agreement.channel import Channel, open_channel, whol
 from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, failure_class
 from lastgood.checkpointers.agreement.messages import cut, identity_of, reached_of, said_report
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
+from lastgood.wire.frames import is_ready
 from lastgood.wire.gate import close_in_forks
 
 __all__ = ["Member", "Offer"]
@@ -213,10 +214,8 @@ class Member:
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        poll = select.poll()  # it takes descriptors from 1024 on, which a training may well have
-        poll.register(self._woken, select.POLLIN)
         while not self._closing and self._error is None and (left := deadline - time.monotonic()) > 0:
-            poll.poll(left * 1e3)
+            is_ready(self._woken, select.POLLIN, left)
             self._drain_wake()
 
     def _drain_wake(self) -> None:
@@ -279,10 +278,8 @@ class Member:
             self._flush(channel, time.monotonic())
             channel.send(kind="leave", why=self._why)
             deadline = time.monotonic() + min(1.0, self._silence_s)
-            poll = select.poll()
-            poll.register(channel, select.POLLOUT)
             while channel.unsent and time.monotonic() < deadline:
-                poll.poll(100)
+                is_ready(channel, select.POLLOUT, 0.1)
                 channel.push()
 
     def _lost(self, error: LastgoodError) -> None:

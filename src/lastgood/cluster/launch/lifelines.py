@@ -21,16 +21,16 @@ from typing import Any, Final
 from lastgood.cluster.launch.order import MAX_MESSAGE_BYTES, is_nonce, launch_proof
 from lastgood.errors import LaunchError, MismatchError
 from lastgood.text import is_whole, parse_json
+from lastgood.wire.frames import keep_alive
 from lastgood.wire.gate import LOOPBACK, Gate, Guest, Handshake, Line, open_listener
 
-__all__ = ["Board", "RankState", "keep_alive", "plain_address", "was_killed"]
+__all__ = ["Board", "RankState", "notice_loss", "plain_address", "was_killed"]
 
 _log = logging.getLogger("lastgood")
 _MAX_HELLO_BYTES: Final = 4096
 _MAX_WORLD: Final = 1 << 20
 _MAX_PID: Final = 1 << 22
 _MAX_STATUS: Final = 255
-_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Board:
         line = _Line(guest.connection, hello.rank, bytearray(guest.rest))
         try:
             local = line.connection.getsockname()[0]
-            keep_alive(line.connection)
+            notice_loss(line.connection)
             self._selector.register(line.connection, selectors.EVENT_READ, line)
         except (OSError, ValueError) as error:  # it was reset just behind its hello
             guest.connection.close()
@@ -317,11 +317,10 @@ def was_killed(status: int | None) -> bool:
     return status is not None and -status in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def notice_loss(connection: socket.socket) -> None:
     """Have the kernel find out within half a minute that the other end is lost, with or without traffic."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(connection, idle_s=10, probes=3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000)
 
 
 def plain_address(address: str) -> str:

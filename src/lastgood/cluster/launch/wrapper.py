@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import psutil
 
-from lastgood.cluster.launch.lifelines import keep_alive
+from lastgood.cluster.launch.lifelines import notice_loss
 from lastgood.cluster.launch.order import (
     MAX_MESSAGE_BYTES,
     MAX_TICKET_BYTES,
@@ -107,7 +107,7 @@ class _Lifeline:
                 refused.append(f"{address}: {error}")
                 continue
             try:
-                keep_alive(connection)
+                notice_loss(connection)
                 self._prove(connection, address)
                 return connection
             except (LaunchError, OSError) as error:
