@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from lastgood.errors import ConfigError, StorageError
-from lastgood.files import open_new, open_regular, temporary_beside
+from lastgood.files import open_new, open_regular, storage_errors, temporary_beside
 
 __all__ = ["LEAST_TOKEN_BYTES", "check_token", "new_token", "read_token"]
 
@@ -39,8 +39,7 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
     Raises ConfigError if the file is missing, too short, or open to others; StorageError where it cannot be read.
     """
     if make:
-        with contextlib.suppress(FileExistsError):
-            _make(path)
+        _make(path)
     try:
         # A user names it, and may have put a link there, as secrets of containers are.
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
@@ -58,19 +57,16 @@ def read_token(path: Path, *, make: bool = False) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a new token in one step: another process finds it whole, or not at all."""
+    """Write a new token, if there is no file, in one step: another process finds it complete, or not at all."""
     draft = temporary_beside(path)
-    try:
+    with storage_errors(path, "writing a token"):
         if path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_new(draft), "wb") as file:
             file.write(new_token().encode() + b"\n")
         try:
-            os.link(draft, path)  # fails where another process was first
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(draft, path)
         finally:
             draft.unlink()
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{path}: a token cannot be written: {error.strerror or error}") from error

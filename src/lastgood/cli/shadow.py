@@ -15,7 +15,7 @@ import typer
 from lastgood.cli import shadow_bench, shadow_offset, shadow_switch
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
-from lastgood.errors import HostError, LastgoodError, MismatchError, NoCheckpoint, StorageError
+from lastgood.errors import HostError, LastgoodError, MismatchError, NoCheckpoint
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -248,9 +248,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _write(path: Path, described: dict[str, Any]) -> None:
-    from lastgood.files import write_atomically
+    from lastgood.files import storage_errors, write_atomically
 
-    try:
+    with storage_errors(path, "writing the address"):
         write_atomically(path, (json.dumps(described) + "\n").encode())
-    except OSError as error:
-        raise StorageError(f"{path}: the address cannot be written: {error.strerror or error}") from error

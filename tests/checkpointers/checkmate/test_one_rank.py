@@ -448,7 +448,7 @@ def test_a_jobs_file_that_cannot_be_written_costs_no_save(make, tmp_path, monkey
     steps(training, checkpointer, 2)
     assert outcomes(checkpointer) == [Outcome.DURABLE] * 2
     checkpointer.close()
-    assert "checkmate.json cannot be written: [Errno 28]" in caplog.text
+    assert "checkmate.json: writing failed: No space left" in caplog.text
     assert noted_job(tmp_path / "job").promised is None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, StorageError
-from lastgood.files import ReadableBy, make_directory, read_bounded, write_atomically
+from lastgood.files import ReadableBy, make_directory, read_bounded, storage_errors, write_atomically
 from lastgood.text import is_whole, parse_json
 
 __all__ = ["JOB_FILE", "NotedJob", "Promises", "note_job", "noted_job"]
@@ -61,11 +61,9 @@ def note_job(directory: Path, job: str, readable_by: ReadableBy = ReadableBy.OWN
 
 def _write(directory: Path, content: dict[str, str | int], readable_by: ReadableBy) -> None:
     path = directory / JOB_FILE
-    try:
+    with storage_errors(path, "writing"):
         make_directory(directory, readable_by.directory_mode)
         write_atomically(path, (json.dumps(content) + "\n").encode(), mode=readable_by.file_mode)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
 
 
 class Promises:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from lastgood.errors import StorageError
 from lastgood.experiments.machine.facts import free_bytes
+from lastgood.files import storage_errors
 from lastgood.models import FrozenModel
 from lastgood.mounts import refuse_memory
 from lastgood.units import MIB, format_bytes
@@ -204,7 +205,7 @@ def _fill(scratch: Path, descriptor: int, buffer: mmap.mmap, plan: DiskPlan, at_
     """Write the file once in full, so that no later pass pays for allocation; returns its size."""
     begin = time.perf_counter()
     size_bytes = 0
-    try:
+    with storage_errors(scratch, "writing a file to measure with", plan.file_bytes):
         os.posix_fallocate(descriptor, 0, plan.file_bytes)
         while size_bytes < plan.file_bytes:
             if size_bytes >= at_least and time.perf_counter() - begin > plan.fill_budget_s:
@@ -212,10 +213,6 @@ def _fill(scratch: Path, descriptor: int, buffer: mmap.mmap, plan: DiskPlan, at_
             _transfer_whole(os.pwrite, descriptor, memoryview(buffer), size_bytes)
             size_bytes += len(buffer)
         os.fsync(descriptor)
-    except OSError as error:
-        raise StorageError(
-            f"{scratch}: cannot write {plan.file_bytes} bytes for the measurement: {error.strerror}"
-        ) from error
     return size_bytes
 
 

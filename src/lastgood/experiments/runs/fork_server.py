@@ -31,7 +31,7 @@ from typing import Any
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.runs.children import import_before_fork
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, wait_or_kill
 from lastgood.text import parse_json
 
 __all__ = ["ADDRESS", "ForkServer", "run_in_fork"]
@@ -68,11 +68,7 @@ class ForkServer:
         """End it, and all runs in it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(2 * _END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_S)
+        wait_or_kill(self._process, 2 * _END_S, _END_S)
         shutil.rmtree(self._folder, ignore_errors=True)  # if it was killed, and could not
 
 

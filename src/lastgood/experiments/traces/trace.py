@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lastgood.errors import ConfigError
 from lastgood.files import write_result
+from lastgood.text import read_bytes
 
 __all__ = ["GPUS_PER_MACHINE", "MAX_GPUS", "MAX_SAMPLES", "SpotTrace", "Stretch", "load_trace", "parse_trace"]
 
@@ -154,12 +155,8 @@ class SpotTrace:
 def load_trace(path: Path) -> SpotTrace:
     """Read a trace file. Raises ConfigError, naming the file, the line, and what is allowed there."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: longer than {_MAX_FILE_BYTES} bytes; a trace of {MAX_SAMPLES} samples is not")
-        text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, _MAX_FILE_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as a trace: {error}") from error
     return parse_trace(text, str(path))
 

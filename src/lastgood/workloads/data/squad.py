@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from lastgood.errors import DataError
 from lastgood.text import parse_json, read_bytes
-from lastgood.units import GIB, format_bytes
+from lastgood.units import GIB
 from lastgood.workloads.base import Batch, BatchStream
 from lastgood.workloads.data.order import EpochOrder
 from lastgood.workloads.data.prepare import training_file
@@ -56,12 +56,6 @@ def read_squad(path: Path) -> list[Question]:
         DataError: The file is missing, too large, not JSON, not of this format, or an answer is not at its place; the
             message names the question.
     """
-    try:
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise DataError(f"{path}: {format_bytes(size)}; SQuAD files of up to {format_bytes(_MAX_BYTES)} are read")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     content = parse_json(read_bytes(path, _MAX_BYTES, DataError), str(path), most_bytes=_MAX_BYTES, error=DataError)
     questions = list(_questions(content, path))
     if not questions:
