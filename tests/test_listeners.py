@@ -74,8 +74,8 @@ def shadow(_: Path) -> Iterator[tuple[int, Enter]]:
     service = ShadowService(ShadowSettings(0, 1), TOKEN, listener)
 
     def enter() -> None:
-        with ShadowClient(f"127.0.0.1:{port}", TOKEN, WAIT_S) as asker:
-            asker.status()
+        with ShadowClient(f"127.0.0.1:{port}", TOKEN, WAIT_S) as client:
+            client.status()
 
     with running(service.run, service.stop):
         yield port, enter

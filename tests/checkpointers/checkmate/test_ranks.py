@@ -158,13 +158,13 @@ def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
         for rank in range(2):
             asked = {"work": "train_with_late_data", "rank": rank, "world": 2, "meeting": str(tmp_path / "meeting")}
             victims.send(rank, asked | {"knobs": knobs, "directory": job, "stop": str(stop), "late_s": 4.0})
-        asker = Checkmate(job, **knobs)
+        observer = Checkmate(job, **knobs)
 
         def wait_for_step(step):
             deadline = time.monotonic() + 120
             while True:
                 try:
-                    if (tmp_path / "job" / "checkmate.json").exists() and (asker.latest() or 0) >= step:
+                    if (tmp_path / "job" / "checkmate.json").exists() and (observer.latest() or 0) >= step:
                         return
                 except CheckpointError:
                     pass  # the new shadow holds nothing yet
@@ -172,7 +172,7 @@ def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
                 time.sleep(0.1)
 
         wait_for_step(5)
-        reached = asker.latest()
+        reached = observer.latest()
         shadows.kill(1)
         shadows.restart(1)
         wait_for_step(reached + 30)
@@ -309,13 +309,13 @@ def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
     for rank in range(2):
         asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / f"meet-{seed}")}
         victims.send(rank, asked | {"knobs": knobs, "directory": job, "most": STEPS - 1, "optimizer": optimizer})
-    asker = Checkmate(job, **knobs)
+    observer = Checkmate(job, **knobs)
     reached, deadline = 0, time.monotonic() + 120
     while reached < 4:
         assert time.monotonic() < deadline, victims.errors[0].read_text()[-2000:]
         time.sleep(0.02)
         # What an older test has kept is not this one's: its first fence ends that.
-        reached = (asker.latest() or 0) if (directory / "job" / "checkmate.json").exists() else 0
+        reached = (observer.latest() or 0) if (directory / "job" / "checkmate.json").exists() else 0
     time.sleep(chance.uniform(0, 0.1))
     for rank in chance.sample(range(2), 2):
         victims.processes[rank].kill()

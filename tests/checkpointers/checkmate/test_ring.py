@@ -110,13 +110,13 @@ def knobs_of(shadows, switch, **more):
 
 def reaches(step, job, knobs, victims):
     """The newest step that shadows hold, once it is this one or a later one."""
-    asker = Checkmate(job, **knobs)
+    observer = Checkmate(job, **knobs)
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline, victims.errors[0].read_text()[-2000:]
         time.sleep(0.02)
         # What an older test has kept is not this one's: its first fence ends that.
-        reached = (asker.latest() or 0) if (Path(job) / "checkmate.json").exists() else 0
+        reached = (observer.latest() or 0) if (Path(job) / "checkmate.json").exists() else 0
         if reached >= step:
             return reached
 

@@ -47,8 +47,8 @@ def test_what_is_posted_still_goes_out_when_a_link_ends(tmp_path, monkeypatch):
     arrived = threading.Event()
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        with ShadowClient(shadow.address, token, WAIT_S, JOB) as asker:
-            asker.fence(1)
+        with ShadowClient(shadow.address, token, WAIT_S, JOB) as client:
+            client.fence(1)
         receive = shadow.service._receive_side
 
         def after_a_while(control, message):

@@ -24,8 +24,8 @@ def test_nothing_is_missed_between_the_welcome_and_what_follows_it(tmp_path, mon
     """A rank that connected while another one seeded waited for seeds that had come before it was listened to."""
     with shadow_threads(tmp_path, 1) as (shadow,):
         token = read_token(tmp_path / "token")
-        with ShadowClient(shadow.address, token, 60.0, JOB) as asker:
-            asker.fence(1)
+        with ShadowClient(shadow.address, token, 60.0, JOB) as client:
+            client.fence(1)
         service = shadow.service
         welcome = service.core.welcome
         teller = []
@@ -62,9 +62,9 @@ def test_an_epoch_that_no_record_can_carry_is_refused(tmp_path):
         with pytest.raises(CheckpointError):
             wire.receive_message("an answer")
         wire.close()
-        with ShadowClient(shadow.address, token, 60.0, JOB) as asker:
-            assert asker.status().epoch == 0
-            assert asker.fence((1 << 32) - 1).epoch == (1 << 32) - 1
+        with ShadowClient(shadow.address, token, 60.0, JOB) as client:
+            assert client.status().epoch == 0
+            assert client.fence((1 << 32) - 1).epoch == (1 << 32) - 1
 
 
 class Lingering:

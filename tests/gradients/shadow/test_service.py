@@ -204,9 +204,9 @@ def test_a_killed_shadow_is_noticed_and_a_fresh_one_is_seeded_bucket_by_bucket(t
         fresh = ShadowThread(tmp_path, 1, 2)
         ends.callback(fresh.end)
         trainer.addresses[1] = fresh.address
-        with ShadowClient(trainer.addresses[1], trainer.token, WAIT_S, JOB) as asker:
-            assert asker.status().epoch < trainer.incarnation
-            asker.fence(trainer.incarnation)
+        with ShadowClient(trainer.addresses[1], trainer.token, WAIT_S, JOB) as client:
+            assert client.status().epoch < trainer.incarnation
+            client.fence(trainer.incarnation)
         trainer.heard[1].clear()
         trainer.connect(1)
         own = trainer.layout.buckets_of(1)
@@ -363,10 +363,10 @@ def test_a_wrong_token_and_garbage_are_refused_and_the_service_goes_on(folder, t
     trainer.close()
     deadline = time.monotonic() + WAIT_S
     refused = 0
-    with ShadowClient(trainer.addresses[0], trainer.token, WAIT_S) as asker:
+    with ShadowClient(trainer.addresses[0], trainer.token, WAIT_S) as client:
         while refused < 5:  # each is refused by a thread of its own
             assert time.monotonic() < deadline, f"{refused} of 5 were refused"
-            refused = asker.status().refused.get("no proof of the token", 0)
+            refused = client.status().refused.get("no proof of the token", 0)
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(tmp_path):

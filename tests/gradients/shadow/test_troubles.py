@@ -163,7 +163,7 @@ def test_a_restore_that_cannot_be_applied_is_told_at_once(tmp_path, monkeypatch)
         began = time.monotonic()
         with pytest.raises(CheckpointError, match="iteration 2 could not be applied"):
             other.load(choice)
-        assert time.monotonic() - began < WAIT_S, "not only when the asker's patience has ended"
+        assert time.monotonic() - began < WAIT_S, "not only when the client's patience has ended"
         other.close()
 
 
@@ -208,5 +208,5 @@ def test_a_connection_that_no_thread_can_be_had_for_is_refused_and_the_service_g
         for _ in range(70):
             with pytest.raises(CheckpointError):
                 ShadowClient(shadow.address, token, WAIT_S, JOB)
-        with ShadowClient(shadow.address, token, WAIT_S, JOB) as asker:
-            assert asker.status().refused == {"too many connections": 70}
+        with ShadowClient(shadow.address, token, WAIT_S, JOB) as client:
+            assert client.status().refused == {"too many connections": 70}

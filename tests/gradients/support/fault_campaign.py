@@ -278,8 +278,8 @@ class Bed:
                 one.sendall(chance.choice((b"", GREETING)) + chance.randbytes(chance.choice((1, 100, 5000))))
             return
         # One that knows the token, and an old epoch: it must not get a word in. It sends records all the same.
-        with ShadowClient(address, TOKEN, _WAIT_S) as asker:
-            status = asker.status()
+        with ShadowClient(address, TOKEN, _WAIT_S) as client:
+            status = client.status()
         if status.job is None or status.layout is None:
             return
         hello = Hello(role="data", job=status.job, epoch=status.epoch - 1, rank=0, layout=status.layout)

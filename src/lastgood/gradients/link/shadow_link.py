@@ -275,12 +275,12 @@ class ShadowLink:
     def _find_out(self, refused: MismatchError) -> None:
         """Why a hello was refused. Rank 0 lets a shadow that is new join this incarnation."""
         mine = self._identity
-        with ShadowClient(self.address, self._token, self._timeout_s, mine.job) as asker:
-            incarnation = asker.status().epoch
+        with ShadowClient(self.address, self._token, self._timeout_s, mine.job) as client:
+            incarnation = client.status().epoch
             if incarnation > mine.incarnation:
                 raise _FencedOffError(incarnation) from refused
             if incarnation < mine.incarnation and mine.rank == 0:
-                asker.fence(mine.incarnation)
+                client.fence(mine.incarnation)
                 _log.info("checkmate: shadow %s is new, and joins this incarnation of the job", self.address)
 
     def _serve(self, wire: Wire) -> None:

@@ -137,8 +137,8 @@ def ask_all(
 
     def one(address: str) -> _Result | LastgoodError:
         try:
-            with ShadowClient(address, token, timeout_s, job) as asker:
-                return question(asker)
+            with ShadowClient(address, token, timeout_s, job) as client:
+                return question(client)
         except LastgoodError as error:
             return error
 
@@ -157,7 +157,7 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
     known = [status.epoch for status in before]
     known += [saved.epoch for status in before for saved in (*status.durable, *status.memory)]
     incarnation = max(known) + 1
-    return _all_or_none(ask_all(addresses, token, timeout_s, lambda asker: asker.fence(incarnation), job), addresses)
+    return _all_or_none(ask_all(addresses, token, timeout_s, lambda client: client.fence(incarnation), job), addresses)
 
 
 def check_set(statuses: Sequence[Status], addresses: Sequence[str]) -> None:
@@ -234,7 +234,7 @@ def fetch(
 
     Raises CheckpointError, naming each shadow that failed; memory given by `take` then holds a mixture.
     """
-    answers = ask_all(addresses, token, timeout_s, lambda asker: asker.fetch(choice, incarnation, take), job)
+    answers = ask_all(addresses, token, timeout_s, lambda client: client.fetch(choice, incarnation, take), job)
     return sum(_all_or_none(answers, addresses))
 
 
@@ -242,8 +242,8 @@ def fetch_side(
     addresses: Sequence[str], token: bytes, choice: Choice, *, job: str, incarnation: int, rank: int, timeout_s: float
 ) -> tuple[Side, bytearray]:
     """A rank's side record, from the shadow that keeps it. Raises CheckpointError."""
-    with ShadowClient(addresses[rank % len(addresses)], token, timeout_s, job) as asker:
-        return asker.fetch_side(choice, incarnation, rank)
+    with ShadowClient(addresses[rank % len(addresses)], token, timeout_s, job) as client:
+        return client.fetch_side(choice, incarnation, rank)
 
 
 def _names(held: Iterable[Saved]) -> str:

@@ -89,9 +89,9 @@ class Hello(FrozenModel):
 
     kind: Literal["hello"] = "hello"
     role: Literal["data", "control", "asker"]
-    """`data` carries records from here on; `control` is a rank of the training; `asker` only asks (status, restore)."""
+    """`data` carries records; `control` is a rank of the training; `asker` is a client (status, restore)."""
     job: _Job | None = None
-    """None: whatever job the shadow has (an asker)."""
+    """None: whatever job the shadow has (a client)."""
     epoch: _Epoch = 0
     rank: Number = 0
     layout: _Digest | None = None
@@ -279,7 +279,7 @@ class Spilled(FrozenModel):
     error: _Text | None = None
 
 
-# -- from askers -------------------------------------------------------------------------------------------------------
+# -- from clients ------------------------------------------------------------------------------------------------------
 
 
 class Fence(FrozenModel):
@@ -321,7 +321,7 @@ class Status(FrozenModel):
 class Fetch(FrozenModel):
     """Give back this iteration: all tensors of the shadow's buckets. Answered by Tensors and chunks, or Refused.
 
-    From memory it is applied first (its incarnation must be fenced: `epoch` is the asker's); from `durable` it is read
+    From memory it is applied first (its incarnation must be fenced: `epoch` is the client's); from `durable` it is read
     back from the spill, and becomes the shadow's state, if it is not that already.
     """
 

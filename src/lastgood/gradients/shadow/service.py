@@ -1,7 +1,7 @@
 """The gradient storage service: one port, behind which a shadow (core.py) keeps a training's newest state.
 
 Every connection shows that it knows the token, then says what it is: data (its descriptor goes to the native receiver),
-control (a rank of the training), or asker (status, fence, restore).
+control (a rank of the training), or asker (a client: status, fence, restore).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ShadowService:
             elif hello.role == "control":
                 self._serve_control(wire, hello)
             else:
-                self._serve_asker(wire, hello)
+                self._serve_client(wire, hello)
         except LastgoodError as error:
             _log.info("%s: %s", wire.other, error)
         except Exception as error:  # it ends this connection; what is kept here must outlive it
@@ -311,9 +311,9 @@ class ShadowService:
             self.core.fail_seed(control.incarnation, message)
             raise
 
-    # -- askers ----------------------------------------------------------------------------------------------------
+    # -- clients -------------------------------------------------------------------------------------------------------
 
-    def _serve_asker(self, wire: Wire, hello: Hello) -> None:
+    def _serve_client(self, wire: Wire, hello: Hello) -> None:
         wire.send_message(**self.core.welcome().content())
         while self._wait(wire):
             message = parse_message(wire.receive_message("a question"), wire.other)
@@ -323,7 +323,7 @@ class ShadowService:
                 raise error.reason from error
             except LastgoodError as error:
                 _refuse(wire, error)
-            except Exception as error:  # the asker is told, and may ask on
+            except Exception as error:  # the client is told, and may ask again
                 _refuse(wire, self._unexpected(wire.other, error))
 
     def _answer(self, wire: Wire, hello: Hello, message: Message) -> None:
