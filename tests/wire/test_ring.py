@@ -145,7 +145,7 @@ def test_every_layout_covers_every_element_once(
 
 
 def part_counts(*arguments: int, **options: object) -> list[int]:
-    return [part.elements for part in nccl_layout(*arguments, **options).parts]  # type: ignore[arg-type]
+    return [run.elements for run in nccl_layout(*arguments, **options).ranges]  # type: ignore[arg-type]
 
 
 def test_cells_of_16_bytes_go_to_channels_evenly() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lastgood.errors import ConfigError
 from lastgood.units import KIB, MIB
-from lastgood.wire.ring import Part, RingLayout, check_sizes
+from lastgood.wire.ring import ChannelRange, RingLayout, check_sizes
 
 __all__ = ["KNOWN_VERSIONS", "MAX_CHANNELS", "PROTOCOLS", "nccl_layout"]
 
@@ -73,13 +73,13 @@ def nccl_layout(
         chunk_bytes = _LL_CHUNK_BYTES
     rule = _rule(version, channels, protocol)
     shares = [elements] if rule is None else _shares(rule, elements, element_bytes, channels, protocol)
-    parts = []
+    ranges = []
     start = 0
     for channel, count in enumerate(shares):
         if count:
-            parts.append(Part(channel, start, count, chunk_bytes // element_bytes))
+            ranges.append(ChannelRange(channel, start, count, chunk_bytes // element_bytes))
         start += count
-    return RingLayout(elements, element_bytes, ranks, tuple(parts))
+    return RingLayout(elements, element_bytes, ranks, tuple(ranges))
 
 
 def _rule(version: str | None, channels: int, protocol: str) -> _CellRule | None:

@@ -16,9 +16,9 @@ from lastgood.units import MIB
 
 __all__ = [
     "CHUNK_BYTES",
+    "ChannelRange",
     "Chunk",
     "Cover",
-    "Part",
     "RingLayout",
     "Send",
     "check_sizes",
@@ -35,7 +35,7 @@ CHUNK_BYTES = 2 * MIB
 MAX_RANKS = 1 << 16
 MAX_ELEMENTS = 1 << 50
 _GRAIN_BYTES = 16
-"""Chunks of a part's last loop are whole multiples of it."""
+"""Chunks of a range's last loop are whole multiples of it."""
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 
@@ -49,7 +49,7 @@ class Cover(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ChannelRange:
     """A contiguous run of elements that one channel reduces, in loops of `ranks` chunks."""
 
     channel: int
@@ -87,20 +87,20 @@ class RingLayout:
     elements: int
     element_bytes: int
     ranks: int
-    parts: tuple[Part, ...]
+    ranges: tuple[ChannelRange, ...]
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, `ranks` for each loop, in the order of channels, loops and indices."""
         grain = _GRAIN_BYTES // self.element_bytes
-        for part in self.parts:
-            for loop, position in enumerate(range(0, part.elements, self.ranks * part.chunk_elements)):
-                left = part.elements - position
-                size = part.chunk_elements
+        for run in self.ranges:
+            for loop, position in enumerate(range(0, run.elements, self.ranks * run.chunk_elements)):
+                left = run.elements - position
+                size = run.chunk_elements
                 if left < self.ranks * size:
                     size = _ceil(_ceil(left, self.ranks), grain) * grain
                 for index in range(self.ranks):
                     before = min(index * size, left)
-                    yield Chunk(part.channel, loop, index, part.start + position + before, min(size, left - before))
+                    yield Chunk(run.channel, loop, index, run.start + position + before, min(size, left - before))
 
     def marked(self, cover: Cover) -> Iterator[Send]:
         """The sends of all ranks that the cover marks and that are not empty, in the order of channels, loops, chunks.
@@ -131,8 +131,8 @@ def one_channel(elements: int, element_bytes: int, ranks: int, chunk_bytes: int 
     check_sizes(elements, element_bytes, ranks)
     if chunk_bytes <= 0 or chunk_bytes % _GRAIN_BYTES:
         raise ConfigError(f"a chunk has a multiple of {_GRAIN_BYTES} bytes, not {chunk_bytes}")
-    parts = (Part(0, 0, elements, chunk_bytes // element_bytes),) if elements else ()
-    return RingLayout(elements, element_bytes, ranks, parts)
+    ranges = (ChannelRange(0, 0, elements, chunk_bytes // element_bytes),) if elements else ()
+    return RingLayout(elements, element_bytes, ranks, ranges)
 
 
 def step_count(ranks: int) -> int:

@@ -80,7 +80,7 @@ class Coordinator:
         self._candidates: list[Identity | None] = []
         self._unreadable: set[Identity] = set()
         self._round = 0
-        self._life = secrets.token_hex(16)
+        self._incarnation_id = secrets.token_hex(16)
         self._tally = Tally(world_size)
         self._job_id = ""
         self._verdicts: dict[Identity, dict[str, Any]] = {}
@@ -328,7 +328,7 @@ class Coordinator:
         self._send_all(
             kind="read",
             round=self._round,
-            life=self._life,
+            life=self._incarnation_id,
             job_id=self._job_id,
             incarnation=self._beginning.incarnation,
             choice=self._candidates[0],
@@ -365,7 +365,7 @@ class Coordinator:
 
     def _resume(self, guest: _Guest, message: dict[str, Any]) -> None:
         rank = whole_number(message, "rank", self._world_size)
-        if self._phase != "running" or message.get("life") != self._life:
+        if self._phase != "running" or message.get("life") != self._incarnation_id:
             error = CheckpointError(
                 f"rank {rank} comes from an incarnation of the job that is over; its process must end and begin again"
             )

@@ -76,7 +76,7 @@ class Member:
         self._heard_verdict = heard_verdict
         self._changed = threading.Condition()
         self._phase = "joining"
-        self._life = ""
+        self._incarnation_id = ""
         self._offer: Offer | None = None
         self._error: LastgoodError | None = None
         self._link_lost = f"the coordinator at {address} has not answered yet"
@@ -258,7 +258,7 @@ class Member:
             else:
                 # On a new connection all that has no answer yet is told again.
                 self._outbox = [*self._voids.values(), *self._verdicts.values()]
-                channel.send(kind="resume", rank=self._report.rank, life=self._life, open=list(self._open))
+                channel.send(kind="resume", rank=self._report.rank, life=self._incarnation_id, open=list(self._open))
 
     def _flush(self, channel: Channel, spoke_s: float, *, taken: bool = True) -> float:
         """Send what is due, once the coordinator has taken this member, or a sign of life; returns when that was."""
@@ -335,7 +335,7 @@ class Member:
                     self.waiting = cut(message.get("waiting", ""), 2000)
                 elif kind == "read" and self._phase in ("joining", "reading"):
                     self._offer = _offer_of(message)
-                    self._life = cut(message.get("life"), 64)
+                    self._incarnation_id = cut(message.get("life"), 64)
                     self._phase = "reading"
                 elif kind == "go" and self._phase == "reading":
                     self._phase = "running"

@@ -92,16 +92,18 @@ class _Run:
         """All launches, and what they make together."""
         spec = self.spec
         restored: list[RestoredRank] = []
-        lives: list[list[AfterKill]] = []
+        incarnations: list[list[AfterKill]] = []
         moments = kill_moments(spec)
         with run_services(self.services, self.folder, self.report, self.place) as services:
             self._watched = services.watched(self.report)
             measured = self._launch("measure", MeasuredRank, kill_after_steps=next(iter(moments), None))
             step_s = measured[0].clocks.elapsed_s / measured[0].clocks.measured_steps
-            for life in range(1, spec.kills + 1):
-                after = moments[life] if life < spec.kills else None
-                lives.append(self._launch("live", AfterKill, life=life, kill_after_steps=after, step_s=step_s))
-            last: Sequence[MeasuredRank | AfterKill] = lives[-1] if lives else measured
+            for incarnation in range(1, spec.kills + 1):
+                after = moments[incarnation] if incarnation < spec.kills else None
+                incarnations.append(
+                    self._launch("live", AfterKill, incarnation=incarnation, kill_after_steps=after, step_s=step_s)
+                )
+            last: Sequence[MeasuredRank | AfterKill] = incarnations[-1] if incarnations else measured
             live = [one.live for one in last if one.live is not None]
             if len(live) == len(measured):
                 restored = self._launch("restore", RestoredRank)
@@ -128,7 +130,7 @@ class _Run:
                 link_bits_per_s=self.place.link_bits_per_s,
             ),
             shadows=measured[0].shadows,
-            failures=merge_kills(moments, lives),
+            failures=merge_kills(moments, incarnations),
         )
 
     def logs_elsewhere(self) -> Mapping[str, Logs | HostError]:
@@ -154,7 +156,7 @@ class _Run:
         phase: Phase,
         kind: type[_Result],
         *,
-        life: int = 0,
+        incarnation: int = 0,
         kill_after_steps: float | None = None,
         step_s: float = 0.0,
     ) -> list[_Result]:
@@ -162,7 +164,7 @@ class _Run:
         order = RankOrder(
             spec=self.spec,
             phase=phase,
-            life=life,
+            incarnation=incarnation,
             kill_after_steps=kill_after_steps,
             step_s=step_s,
             folder=str(self.folder),

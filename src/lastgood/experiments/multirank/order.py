@@ -33,8 +33,8 @@ class RankOrder(FrozenModel):
 
     spec: RunSpec
     phase: Literal["measure", "live", "restore"]
-    life: int = 0
-    """Its incarnation: the kills before it."""
+    incarnation: int = 0
+    """The number of kills before it."""
     kill_after_steps: float | None = None
     """When all ranks are killed, in iterations after their results; None: they come to their end."""
     step_s: float = 0.0
@@ -52,7 +52,7 @@ class RankOrder(FrozenModel):
     @property
     def name(self) -> str:
         """Tells the launches of one run apart."""
-        return f"{self.phase}-{self.life}" if self.life else self.phase
+        return f"{self.phase}-{self.incarnation}" if self.incarnation else self.phase
 
 
 def result_path(folder: Path, launch: str, rank: int) -> Path:
