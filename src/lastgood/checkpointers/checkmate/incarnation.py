@@ -150,13 +150,13 @@ def begin_incarnation(
     layout, shares = _layout_of_all(tracked, spec, options, together, rank, ranks, union=not buckets)
     first = 0 if buckets else shares.firsts[rank]
     own = range(first, first + len(tracked.parameters))
-    job, epoch, base = _identity(directory, options, token, together, rank, restored)
+    job, number, base = _identity(directory, options, token, together, rank, restored)
     adopt = base if restored is not None else None
     own_buckets = [number for number, bucket in enumerate(layout.buckets) if bucket.parameters[0] in own]
     if buckets and rank != 0:
         own_buckets = []
     conductor = Conductor(
-        Identity(job, epoch, rank, layout, adopt),
+        Identity(job, number, rank, layout, adopt),
         base,
         options.shadows,
         token,
@@ -198,7 +198,7 @@ def begin_incarnation(
             context = TapContext(stream, tracked, notes, rank, ranks, options.cover, borrow, look_every, mover)
             if ring_tap is not None:
                 # Only now: shadows take a switch's copies once the layout is declared.
-                ring_tap.join(context, open_ring(options, tracked, layout, token, job, epoch, rank))
+                ring_tap.join(context, open_ring(options, tracked, layout, token, job, number, rank))
             else:
                 tap.open(context)
     except BaseException:
@@ -276,9 +276,9 @@ def _identity(
     rank: int,
     restored: Restored | None,
 ) -> tuple[str, int, int]:
-    """Job, epoch, and the iteration that this incarnation begins behind; a new epoch if nothing was restored."""
+    """Job, number of this incarnation, and the iteration after which it begins; fences if nothing was restored."""
     if restored is not None:
-        return restored.job, restored.epoch, restored.iteration
+        return restored.job, restored.incarnation, restored.iteration
     told: tuple[str, int, str] = ("", 0, "")
     if rank == 0:
         try:
@@ -292,10 +292,10 @@ def _identity(
             told = ("", 0, str(error))  # the others wait for what this rank tells
     if together is not None:
         told = together.tell(told)[0]
-    job, epoch, fault = told
+    job, number, fault = told
     if fault:
         raise CheckpointError(f"rank 0 cannot begin: {fault}")
-    return job, epoch, 0
+    return job, number, 0
 
 
 def _zeros_of(layout: GradientLayout, rank: int, ranks: int, options: CheckmateOptions) -> list[Span]:

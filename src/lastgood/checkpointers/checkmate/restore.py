@@ -56,10 +56,10 @@ _STATUS_POLLS = 20
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored: a start behind it goes on from there."""
+    """What was restored: a start after it continues from there."""
 
     job: str
-    epoch: int
+    incarnation: int
     iteration: int
     step: int
 
@@ -69,7 +69,7 @@ class _Plan:
     """What rank 0 found out, for all ranks."""
 
     job: str
-    epoch: int
+    incarnation: int
     choice: asking.Choice
     ranks: int
     timeout_s: float
@@ -189,7 +189,7 @@ def restore_together(
     # Loading may need all ranks itself (ZeRO's weights are gathered), so no rank begins before all can.
     for part in (load.fetch, load.apply):
         _all_do(part, together, plan.choice.step)
-    return Restored(plan.job, plan.epoch, plan.choice.iteration, plan.choice.step)
+    return Restored(plan.job, plan.incarnation, plan.choice.iteration, plan.choice.step)
 
 
 def _found_by_first(rank: int, together: RankExchange | None, find: Callable[[], Any]) -> Any:
@@ -300,7 +300,7 @@ class _Load:
             self._token,
             plan.choice,
             job=plan.job,
-            incarnation=plan.epoch,
+            incarnation=plan.incarnation,
             rank=self._rank,
             timeout_s=plan.timeout_s,
         )
@@ -311,7 +311,7 @@ class _Load:
             self._token,
             plan.choice,
             job=plan.job,
-            incarnation=plan.epoch,
+            incarnation=plan.incarnation,
             timeout_s=plan.timeout_s,
             take=lambda entry: self._take(entry, first),
         )

@@ -50,7 +50,7 @@ def open_ring(
     layout: GradientLayout,
     token: bytes,
     job: str,
-    epoch: int,
+    incarnation: int,
     rank: int,
 ) -> RingReducer:
     """Connect to both neighbours, through the switch. All ranks call it within `ring_timeout_s`.
@@ -67,7 +67,7 @@ def open_ring(
         next_address=options.ring_next[rank],
         token=token,
         job=job,
-        epoch=epoch,
+        epoch=incarnation,
         layout=layout.digest,
         timeout_s=options.ring_timeout_s,
         cover=Cover(options.cover),
