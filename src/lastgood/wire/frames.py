@@ -199,13 +199,13 @@ class Wire:
                 raise CheckpointError(f"{self.other} closed the connection before {what}")
             filled += count
 
-    def write(self, what: str, *pieces: bytes | memoryview) -> None:
-        """Send the pieces one after another, without copying them together.
+    def write(self, what: str, *buffers: bytes | memoryview) -> None:
+        """Send buffers one after another, without copying them together.
 
         Raises WaitTimeout, or CheckpointError where the connection breaks; some of them may have gone out then.
         """
         deadline = time.monotonic() + self.timeout_s
-        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         first = 0
         while first < len(views):
             next_ones = views[first : first + _MAX_PIECES]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood import _native
-from lastgood.checkpointers.copies.chunks import stream_pieces
+from lastgood.checkpointers.copies.chunks import stream_buffers
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gpm.copies import copy_through_pinned, store_from_host
@@ -138,7 +138,7 @@ def test_the_ways_into_the_mapping_store_the_same(
         write = store.begin(1, len(expected))
         tail = torch.zeros(write.padded_bytes - layout.stream_bytes, dtype=torch.uint8)
         tail[:meta_bytes] = meta
-        stream = stream_pieces(layout, blocks, tail)
+        stream = stream_buffers(layout, blocks, tail)
         if through_pinned:
             pinned = torch.zeros(places * chunk_bytes, dtype=torch.uint8)
             sums = copy_through_pinned(write, stream, chunk_bytes, threads, DeviceStreams(blocks), pinned, 60)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.gradients.layout.layout import plan_layout
-from lastgood.gradients.layout.spans import piece_of, spans_of
+from lastgood.gradients.layout.spans import sent_range, spans_of
 from lastgood.wire.records import DType
 
 
@@ -18,7 +18,7 @@ from lastgood.wire.records import DType
 def test_pieces_of_all_ranks_are_the_whole_once(elements, ranks, cover):
     taken = np.zeros(elements, dtype=int)
     for rank in range(ranks):
-        begin, end = piece_of(elements, rank, ranks, cover)
+        begin, end = sent_range(elements, rank, ranks, cover)
         assert 0 <= begin <= end <= elements
         taken[begin:end] += 1
     assert (taken == 1).all()
@@ -26,15 +26,15 @@ def test_pieces_of_all_ranks_are_the_whole_once(elements, ranks, cover):
 
 def test_covers_are_those_of_the_paper_and_of_its_artefact():
     # The facts' worked example: 1024 elements, 4 ranks.
-    assert [piece_of(1024, rank, 4, "balanced") for rank in range(4)] == [
+    assert [sent_range(1024, rank, 4, "balanced") for rank in range(4)] == [
         (0, 256),
         (256, 512),
         (512, 768),
         (768, 1024),
     ]
-    assert piece_of(1024, 0, 4, "artefact") == (0, 256)
-    assert piece_of(1024, 3, 4, "artefact") == (256, 1024)
-    assert all(begin == end for begin, end in (piece_of(1024, rank, 4, "artefact") for rank in (1, 2)))
+    assert sent_range(1024, 0, 4, "artefact") == (0, 256)
+    assert sent_range(1024, 3, 4, "artefact") == (256, 1024)
+    assert all(begin == end for begin, end in (sent_range(1024, rank, 4, "artefact") for rank in (1, 2)))
 
 
 @st.composite
@@ -75,7 +75,7 @@ def test_every_byte_arrives_where_the_layout_says(training, ranks, shadows, cove
             begin += count
         for rank in range(ranks):
             dtype = DType[dtypes[reduced[1][0]]]
-            spans = spans_of(layout, reduced, dtype, piece_of(elements, rank, ranks, cover))
+            spans = spans_of(layout, reduced, dtype, sent_range(elements, rank, ranks, cover))
             for span in spans:
                 assert span.nbytes > 0
                 assert span.dtype is layout.buckets[span.bucket].dtype

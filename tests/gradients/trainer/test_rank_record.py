@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout.layout import plan_layout
-from lastgood.gradients.trainer import record_pieces as side_pieces
+from lastgood.gradients.trainer import record_sections
 from lastgood.gradients.trainer.parameters import TrackedParameters
 from lastgood.gradients.trainer.rank_record import Arrival, SideRecords, open_side, restored_tree
 from lastgood.state import check_tree, flatten
@@ -235,7 +235,7 @@ def test_an_unchanged_module_is_described_once(monkeypatch: pytest.MonkeyPatch) 
         described.extend(parts)
         return flatten(parts)
 
-    monkeypatch.setattr(side_pieces, "flatten", noted)
+    monkeypatch.setattr(record_sections, "flatten", noted)
     for _ in range(3):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()

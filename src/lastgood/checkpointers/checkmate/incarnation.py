@@ -24,7 +24,7 @@ from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
 from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.layout.layout import GradientLayout, plan_layout
-from lastgood.gradients.layout.spans import Span, piece_of
+from lastgood.gradients.layout.spans import Span, sent_range
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.link.shadow_link import Identity
 from lastgood.gradients.protocol import client as asking
@@ -302,7 +302,7 @@ def _zeros_of(layout: GradientLayout, rank: int, ranks: int, options: CheckmateO
     spans = []
     for number, bucket in enumerate(layout.buckets):
         itemsize = ITEM_BYTES[bucket.dtype]
-        begin, end = piece_of(bucket.nbytes // itemsize, rank, ranks, options.cover)
+        begin, end = sent_range(bucket.nbytes // itemsize, rank, ranks, options.cover)
         if begin < end:
             spans.append(Span(number, bucket.dtype, begin * itemsize, 0, (end - begin) * itemsize))
     return spans

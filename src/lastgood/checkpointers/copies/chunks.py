@@ -16,7 +16,7 @@ from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
 from lastgood.storage import SlotWrite
 
-__all__ = ["Lander", "copy_through_pool", "host_ranges", "stream_pieces"]
+__all__ = ["Lander", "copy_through_pool", "host_ranges", "stream_buffers"]
 
 
 @functools.cache
@@ -91,19 +91,19 @@ def copy_through_pool(
     large as the state that is long before it has run.
     """
     try:
-        pieces = stream_pieces(layout, blocks, meta, lambda number: fence.check.block_copied(number, streams))
-        piece, position = next(pieces), 0
+        buffers = stream_buffers(layout, blocks, meta, lambda number: fence.check.block_copied(number, streams))
+        buffer, position = next(buffers), 0
         remaining = layout.stream_bytes + meta.numel()
         while remaining and not lander.failures:
             address, index, length = slot.acquire(timeout_s)
             target = pool_memory[address - pool_memory.data_ptr() :][:length]
             filled = 0
             while filled < length:
-                count = min(length - filled, piece.numel() - position)
-                streams.copy(target[filled : filled + count], piece[position : position + count])
+                count = min(length - filled, buffer.numel() - position)
+                streams.copy(target[filled : filled + count], buffer[position : position + count])
                 filled, position = filled + count, position + count
-                if position == piece.numel() and remaining > filled:
-                    piece, position = next(pieces), 0
+                if position == buffer.numel() and remaining > filled:
+                    buffer, position = next(buffers), 0
             lander.expect(index, streams.mark())
             remaining -= length
         copied = streams.mark()
@@ -122,12 +122,12 @@ def copy_through_pool(
         raise
 
 
-def stream_pieces(
+def stream_buffers(
     layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor, taken: Callable[[int], None] | None = None
 ) -> Iterator[torch.Tensor]:
     """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout.
 
-    `taken` is called with the number of each block when the piece after it is asked for.
+    `taken` is called with the number of each block when the buffer after it is asked for.
     """
     for number, (block, size) in enumerate(zip(blocks, layout.block_bytes, strict=True)):
         yield block

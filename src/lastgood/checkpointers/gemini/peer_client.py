@@ -83,8 +83,8 @@ class Outgoing:
         """Length of the stream."""
         return len(self.data) + len(self.meta)
 
-    def piece(self, position: int, length: int) -> memoryview:
-        """At most `length` bytes of the stream from `position` on; no piece has bytes of both ranges."""
+    def view(self, position: int, length: int) -> memoryview:
+        """At most `length` bytes of the stream from `position` on; no view has bytes of both ranges."""
         if position < len(self.data):
             return self.data[position : position + length]
         start = position - len(self.data)
@@ -152,13 +152,13 @@ class PeerLink:
             span_s = traffic.wait_for_gap(network.least_span_s(remaining), checkpoint.gamma, timeout_s)
             for size in chunks_for_gap(span_s, remaining, checkpoint.part_bytes, network):
                 while size:
-                    piece = checkpoint.piece(position, size)
+                    view = checkpoint.view(position, size)
                     if len(under_way) == checkpoint.parts:
                         self._await_ack(under_way)
-                    self._wire.send_chunk(piece, position, chunk_checksum(piece, checkpoint.sequence, position))
+                    self._wire.send_chunk(view, position, chunk_checksum(view, checkpoint.sequence, position))
                     under_way.append(position)
-                    traffic.moved(len(piece))
-                    position, size = position + len(piece), size - len(piece)
+                    traffic.moved(len(view))
+                    position, size = position + len(view), size - len(view)
                 if traffic.is_busy:
                     break
         while under_way:

@@ -62,15 +62,15 @@ class Registrar:
 
 
 def store_from_host(write: AreaWrite, stream: Iterable[torch.Tensor], chunk_bytes: int, threads: int) -> list[int]:
-    """Store pieces of host memory; each byte is read and stored once, and summed on its way. Raises StorageError."""
+    """Store buffers of host memory; each byte is read and stored once, and summed on its way. Raises StorageError."""
 
-    def store(index: int, pieces: list[torch.Tensor]) -> int:
+    def store(index: int, buffers: list[torch.Tensor]) -> int:
         checksum = _native.chunk_seed(write.sequence, index)
         target = write.address + index * chunk_bytes
-        write.mapped.populate(write.data_offset + index * chunk_bytes, _total(pieces))
-        for piece in pieces:
-            checksum = _native.copy_crc32c(target, piece.data_ptr(), piece.numel(), checksum)
-            target += piece.numel()
+        write.mapped.populate(write.data_offset + index * chunk_bytes, _total(buffers))
+        for buffer in buffers:
+            checksum = _native.copy_crc32c(target, buffer.data_ptr(), buffer.numel(), checksum)
+            target += buffer.numel()
         return checksum
 
     with storage_errors(write.path, "storing", write.padded_bytes), ThreadPoolExecutor(threads, "gpm-store") as pool:
@@ -89,14 +89,14 @@ def store_from_devices(write: AreaWrite, stream: Iterable[torch.Tensor], chunk_b
     devices = set()
     position = 0
     try:
-        for piece in stream:
-            target = area[position : position + piece.numel()]
-            if piece.is_cuda:
-                devices.add(piece.device)
-                store_from_device(target, piece)
+        for buffer in stream:
+            target = area[position : position + buffer.numel()]
+            if buffer.is_cuda:
+                devices.add(buffer.device)
+                store_from_device(target, buffer)
             else:
-                copy_bytes(target, piece)
-            position += piece.numel()
+                copy_bytes(target, buffer)
+            position += buffer.numel()
     finally:
         for device in devices:
             torch.cuda.synchronize(device)
@@ -138,15 +138,15 @@ def copy_through_pinned(
     stored: list[Future[int]] = []
     with storage_errors(write.path, "storing", write.padded_bytes), ThreadPoolExecutor(threads, "gpm-store") as pool:
         try:
-            for index, pieces in enumerate(_chunks(stream, chunk_bytes)):
+            for index, buffers in enumerate(_chunks(stream, chunk_bytes)):
                 if index >= places:
                     stored[index - places].result(timeout_s)  # its place in the pinned area is free again
                 begin = index % places * chunk_bytes
-                chunk = pinned[begin : begin + _total(pieces)]
+                chunk = pinned[begin : begin + _total(buffers)]
                 filled = 0
-                for piece in pieces:
-                    streams.copy(chunk[filled : filled + piece.numel()], piece)
-                    filled += piece.numel()
+                for buffer in buffers:
+                    streams.copy(chunk[filled : filled + buffer.numel()], buffer)
+                    filled += buffer.numel()
                 stored.append(pool.submit(store, index, chunk, streams.mark()))
             return [one.result(timeout_s) for one in stored]
         except NotInTime as error:
@@ -156,14 +156,14 @@ def copy_through_pinned(
 
 
 def _chunks(stream: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The pieces of each chunk of the stream; all chunks but the last have `chunk_bytes`."""
+    """The buffers of each chunk of the stream; all chunks but the last have `chunk_bytes`."""
     chunk: list[torch.Tensor] = []
     room = chunk_bytes
-    for piece in stream:
+    for buffer in stream:
         position = 0
-        while position < piece.numel():
-            count = min(room, piece.numel() - position)
-            chunk.append(piece[position : position + count])
+        while position < buffer.numel():
+            count = min(room, buffer.numel() - position)
+            chunk.append(buffer[position : position + count])
             position, room = position + count, room - count
             if room == 0:
                 yield chunk
@@ -172,5 +172,5 @@ def _chunks(stream: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[list[t
         yield chunk
 
 
-def _total(pieces: list[torch.Tensor]) -> int:
-    return sum(piece.numel() for piece in pieces)
+def _total(buffers: list[torch.Tensor]) -> int:
+    return sum(buffer.numel() for buffer in buffers)

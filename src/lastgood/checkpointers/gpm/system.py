@@ -27,7 +27,7 @@ from pydantic import Field
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
-from lastgood.checkpointers.copies.chunks import stream_pieces
+from lastgood.checkpointers.copies.chunks import stream_buffers
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
 from lastgood.checkpointers.copies.host import PinnedMemory
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
@@ -158,7 +158,7 @@ class GPM(Checkpointer):
     def _copy(self, write: AreaWrite, flat: FlatState, meta: bytes) -> list[int]:
         """Store the stream by the way that there is; returns the chunks' checksums."""
         tail = bytearray(meta.ljust(write.padded_bytes - flat.layout.stream_bytes, b"\0"))
-        stream = stream_pieces(flat.layout, flat.blocks, torch.frombuffer(tail, dtype=torch.uint8))
+        stream = stream_buffers(flat.layout, flat.blocks, torch.frombuffer(tail, dtype=torch.uint8))
         place = (self.options.chunk_bytes, self.options.copy_threads)
         device = next((block.device for block in flat.blocks if block.is_cuda), None)
         if device is None:

@@ -9,7 +9,7 @@ from typing import Literal
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.wire.records import ITEM_BYTES, DType
 
-__all__ = ["Cover", "Span", "piece_of", "spans_of"]
+__all__ = ["Cover", "Span", "sent_range", "spans_of"]
 
 Cover = Literal["balanced", "artefact"]
 """How ranks share out what all of them hold after a reduction: a part each; or, as in the paper's artefact, rank 0 the
@@ -29,8 +29,8 @@ class Span:
     nbytes: int
 
 
-def piece_of(elements: int, rank: int, ranks: int, cover: Cover) -> tuple[int, int]:
-    """Elements [begin, end) of a reduced buffer that `rank` sends. The pieces of all ranks are the buffer, once."""
+def sent_range(elements: int, rank: int, ranks: int, cover: Cover) -> tuple[int, int]:
+    """Elements [begin, end) of a reduced buffer that `rank` sends. The ranges of all ranks are the buffer, once."""
     part = -(-elements // ranks)
     if cover == "balanced":
         return min(rank * part, elements), min((rank + 1) * part, elements)
@@ -43,9 +43,9 @@ def spans_of(
     layout: GradientLayout,
     reduced: Sequence[tuple[int | None, int]],
     dtype: DType | None,
-    piece: tuple[int, int],
+    sent: tuple[int, int],
 ) -> list[Span]:
-    """The runs of `piece` (an element range of a buffer) that belong to the layout, in the buffer's order.
+    """The runs of `sent` (an element range of a buffer) that belong to the layout, in the buffer's order.
 
     `reduced` says what lies in the buffer, without gaps: for each tensor the parameter's index in the layout, or None
     for one that no optimizer updates, and its elements. `dtype` is the buffer's (None: one that no record can carry).
@@ -63,7 +63,7 @@ def spans_of(
                     f"{declared.name} has {declared.nbytes} bytes of {declared.dtype.name}, its gradient "
                     f"{elements * itemsize} of {'another type' if dtype is None else dtype.name}"
                 )
-            low, high = max(piece[0], begin), min(piece[1], end)
+            low, high = max(sent[0], begin), min(sent[1], end)
             if low < high:
                 offset = declared.offset + (low - begin) * itemsize
                 _append(found, Span(declared.bucket, declared.dtype, offset, low * itemsize, (high - low) * itemsize))

@@ -11,12 +11,12 @@ from lastgood.wire.frames import Kind, Wire, chunk_checksum
 __all__ = ["drain_stream", "receive_stream", "send_stream"]
 
 
-def send_stream(wire: Wire, sequence: int, pieces: list[memoryview]) -> None:
-    """Send pieces as one stream of chunks; none crosses the end of a piece."""
+def send_stream(wire: Wire, sequence: int, buffers: list[memoryview]) -> None:
+    """Send buffers as one stream of chunks; none crosses the end of a buffer."""
     offset = 0
-    for piece in pieces:
-        for begin in range(0, len(piece), CHUNK_BYTES):
-            chunk = piece[begin : begin + CHUNK_BYTES]
+    for buffer in buffers:
+        for begin in range(0, len(buffer), CHUNK_BYTES):
+            chunk = buffer[begin : begin + CHUNK_BYTES]
             wire.send_chunk(chunk, offset, chunk_checksum(chunk, sequence, offset))
             offset += len(chunk)
 

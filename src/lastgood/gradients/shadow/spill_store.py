@@ -201,19 +201,19 @@ class SpillStore:
             },
             separators=(",", ":"),
         ).encode()
-        pieces: list[bytes | bytearray] = [copy.buckets[number][1] for number in order]
-        pieces += [copy.sides[rank].content for rank in ranks]
-        data_bytes = sum(len(piece) for piece in pieces)
+        buffers: list[bytes | bytearray] = [copy.buckets[number][1] for number in order]
+        buffers += [copy.sides[rank].content for rank in ranks]
+        data_bytes = sum(len(buffer) for buffer in buffers)
         write = self._store.try_begin(copy.saved.step, data_bytes + len(meta))
         if write is None:
             raise CheckpointError(
                 f"{self.directory}: no slot is free; spills are being read, or the disk does not let go of older writes"
             )
         try:
-            for piece in [*pieces, meta]:
-                if piece:
-                    address, keep = _address(piece)
-                    write.copy_host([(address, len(piece))])
+            for buffer in [*buffers, meta]:
+                if buffer:
+                    address, keep = _address(buffer)
+                    write.copy_host([(address, len(buffer))])
                     del keep
             digest = hashlib.sha256(layout.digest.encode()).digest()
             outcome = write.commit(data_bytes, len(meta), digest)
@@ -312,7 +312,7 @@ def spill_in(meta: bytes, info: SlotInfo) -> Spill:
     return Spill(saved, info.record.job_id.hex(), layout, shadow, buckets, sides, info)
 
 
-def _address(piece: bytes | bytearray | memoryview) -> tuple[int, Any]:
+def _address(buffer: bytes | bytearray | memoryview) -> tuple[int, Any]:
     """Where the bytes lie, and what keeps them there."""
-    piece = bytearray(piece) if isinstance(piece, bytes) else piece
-    return memory_address(piece, 0, len(piece))
+    buffer = bytearray(buffer) if isinstance(buffer, bytes) else buffer
+    return memory_address(buffer, 0, len(buffer))

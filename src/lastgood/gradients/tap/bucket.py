@@ -1,4 +1,4 @@
-"""The tap: takes gradients from where a training has reduced them, and sends this rank's piece to the shadows.
+"""The tap: takes gradients from where a training has reduced them, and sends this rank's range to the shadows.
 
 `BucketTap` is DDP's communication hook (`ddp.checkmate_hook`): it averages as DDP does without a hook, and sends a part
 of each bucket as soon as it is reduced. `step_tap.StepTap` is for everything else.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lastgood._lazy import torch
-from lastgood.gradients.layout.spans import Cover, Span, piece_of, spans_of
+from lastgood.gradients.layout.spans import Cover, Span, sent_range, spans_of
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.tap.device_copy import DeviceMover
 from lastgood.gradients.trainer.parameters import TrackedParameters
@@ -34,7 +34,7 @@ class _Plan:
     parameters: tuple[int, ...]
     """Identities, in order."""
     spans: list[Span]
-    piece: tuple[int, int]
+    sent: tuple[int, int]
     tracked: list[tuple[int, int, int]]
     """(index, first element, elements) of each parameter that the optimizer updates."""
 
@@ -144,19 +144,19 @@ class BucketTap:
         reduced = [(context.tracked.index_of.get(id(one)), one.numel()) for one in parameters]
         if sum(elements for _, elements in reduced) != gradients.numel():
             raise ValueError(f"a bucket of DDP's has {gradients.numel()} elements, and other parameters in it")
-        piece = piece_of(gradients.numel(), context.rank, context.ranks, context.cover)
+        sent = sent_range(gradients.numel(), context.rank, context.ranks, context.cover)
         dtype = DType.__members__.get(str(gradients.dtype).removeprefix("torch."))
-        spans = spans_of(context.stream.layout, reduced, dtype, piece)
+        spans = spans_of(context.stream.layout, reduced, dtype, sent)
         tracked, begin = [], 0
         for index, elements in reduced:
             if index is not None:
                 tracked.append((index, begin, elements))
             begin += elements
-        return _Plan(identities, spans, piece, tracked)
+        return _Plan(identities, spans, sent, tracked)
 
 
 def _send(context: TapContext, plan: _Plan, gradients: torch.Tensor) -> None:
-    """Send this rank's piece of a reduced bucket. Runs where DDP's reduction has ended, in a thread of torch's."""
+    """Send this rank's range of a reduced bucket. Runs where DDP's reduction has ended, in a thread of torch's."""
     iteration = context.stream.iteration
     if context.mover is None:
         if context.rank == 0:
@@ -166,6 +166,6 @@ def _send(context: TapContext, plan: _Plan, gradients: torch.Tensor) -> None:
         return
     if context.rank == 0 and (iteration <= _FIRST_LOOKS or iteration % context.look_every == 0):
         context.notes.samples.take(gradients, plan.tracked, iteration)
-    begin, end = plan.piece
+    begin, end = plan.sent
     if begin < end:
         context.mover.move(iteration, [gradients[begin:end]], plan.spans, begin * gradients.element_size())

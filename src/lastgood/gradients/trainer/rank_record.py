@@ -1,11 +1,11 @@
-"""A rank's side record: all of its state that gradients do not carry, in one piece of bytes for every saved step.
+"""A rank's side record: all of its state that gradients do not carry, as one run of bytes for every saved step.
 
 That is the state without the parameters that the optimizer updates and without the optimizer's own tensors: buffers of
 modules, random generators, schedules, scalers, data cursors, plain values, hyperparameters. A restore puts it together
 with what shadows hold.
 
-A record is pieces one after another, each a length of 8 bytes, as many bytes of layout, and the layout's stream. Each
-is a mapping of parts of the state; together they are all of it. Version 1 had one piece.
+A record is sections one after another, each a length of 8 bytes, as many bytes of layout, and the layout's stream. Each
+is a mapping of parts of the state; together they are all of it. Version 1 had one section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError
 from lastgood.gradients.layout.layout import GradientLayout
 from lastgood.gradients.trainer.parameters import PARAMETER, TrackedParameters
-from lastgood.gradients.trainer.record_pieces import LENGTH_BYTES, ModuleSide, Piece, place_of
+from lastgood.gradients.trainer.record_sections import LENGTH_BYTES, ModuleSection, Section, place_of
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.state.shards import is_sharded, local_part, wrap
@@ -35,7 +35,7 @@ class SideRecords:
     def __init__(self, state: Mapping[str, Any], tracked: TrackedParameters, layout: GradientLayout, rank: int) -> None:
         self._state = state
         self._tracked = tracked
-        self._modules: dict[str, ModuleSide] = {}
+        self._modules: dict[str, ModuleSection] = {}
         self.layout = {"version": SIDE_VERSIONS[-1], "rank": rank, "gradients": layout.to_data()}
         """What does not change from step to step; goes with the first record of a connection."""
 
@@ -44,29 +44,29 @@ class SideRecords:
 
         Raises StateError for what cannot be stored.
         """
-        pieces = self._pieces()
-        devices = {device for piece in pieces for device in piece.devices}
+        sections = self._sections()
+        devices = {device for section in sections for device in section.devices}
         memory = torch.empty(
-            sum(piece.nbytes for piece in pieces), dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
+            sum(section.nbytes for section in sections), dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
         )
         view = memoryview(memory.numpy().data)
         at = 0
-        for piece in pieces:
-            head = len(piece.head)
-            view[at : at + head] = piece.head
-            _copy_stream(piece, memory[at + head : at + piece.nbytes])
-            at += piece.nbytes
+        for section in sections:
+            head = len(section.head)
+            view[at : at + head] = section.head
+            _copy_stream(section, memory[at + head : at + section.nbytes])
+            at += section.nbytes
         return view, Arrival(devices) if devices else None
 
-    def _pieces(self) -> list[Piece]:
+    def _sections(self) -> list[Section]:
         plain: dict[str, Any] = {}
-        pieces = []
+        sections = []
         for name, part in self._state.items():
             if isinstance(part, torch.nn.Module):
                 known = self._modules.get(name)
                 if known is None or known.module is not part:
-                    known = self._modules[name] = ModuleSide(name, part, self._tracked)
-                pieces.append(known.take())
+                    known = self._modules[name] = ModuleSection(name, part, self._tracked)
+                sections.append(known.take())
             elif name == self._tracked.part:
                 plain[name] = [
                     {key: value for key, value in group.items() if key != "params"}
@@ -74,12 +74,12 @@ class SideRecords:
                 ]
             else:
                 plain[name] = part
-        return [Piece.of(plain), *pieces]
+        return [Section.of(plain), *sections]
 
 
-def _copy_stream(piece: Piece, memory: torch.Tensor) -> None:
+def _copy_stream(section: Section, memory: torch.Tensor) -> None:
     """Copy all blocks to where they lie in the stream, those of a device in one go: there may be hundreds."""
-    for device, run in groupby(piece.placed, key=lambda one: one[1].device):
+    for device, run in groupby(section.placed, key=lambda one: one[1].device):
         begins, blocks = zip(*run, strict=True)
         begin, end = begins[0], begins[-1] + blocks[-1].numel()
         if device.type == "cpu":
@@ -115,7 +115,7 @@ def open_side(record: bytearray, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     at = 0
     while at < len(record):
-        parts, at = _open_piece(record, at, where)
+        parts, at = _open_section(record, at, where)
         if twice := found.keys() & parts.keys():
             raise CorruptCheckpoint(f"{where}: a side record holds {', '.join(sorted(map(str, twice)))} twice")
         found |= parts
@@ -124,8 +124,8 @@ def open_side(record: bytearray, where: str) -> dict[str, Any]:
     return found
 
 
-def _open_piece(record: bytearray, at: int, where: str) -> tuple[dict[str, Any], int]:
-    """The parts in the piece that begins at byte `at`, and where it ends."""
+def _open_section(record: bytearray, at: int, where: str) -> tuple[dict[str, Any], int]:
+    """The parts in the section that begins at byte `at`, and where it ends."""
     begin = at + LENGTH_BYTES
     size = int.from_bytes(record[at:begin], "little")
     if len(record) < begin or size > min(len(record) - begin, MAX_LAYOUT_BYTES):

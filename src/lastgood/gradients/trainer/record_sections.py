@@ -1,4 +1,4 @@
-"""Pieces of a side record. A module's piece is described once, for as long as the same tensors lie at the same places.
+"""Sections of a side record. A module's section is described once, as long as the same tensors lie at the same places.
 
 Flattening takes about 30 µs a tensor, in the training's thread, and a checkpoint after every step pays for it in every
 step. Comparing what is there with what was there takes a small part of that.
@@ -17,17 +17,17 @@ from lastgood.state import flatten
 from lastgood.state.layout import BLOCK_ALIGNMENT
 from lastgood.state.shards import local_part
 
-__all__ = ["LENGTH_BYTES", "ModuleSide", "Piece", "place_of"]
+__all__ = ["LENGTH_BYTES", "ModuleSection", "Section", "place_of"]
 
 LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """Some parts of a state, flattened: what describes them, and the live memory of their tensors."""
 
     head: bytes
-    """The layout, behind its length."""
+    """Length of the layout, and the layout."""
     placed: tuple[tuple[int, torch.Tensor], ...]
     """Offset in the stream, and bytes: of each block, and of the padding between two blocks."""
     stream_bytes: int
@@ -35,7 +35,7 @@ class Piece:
     """Those that memory must be copied from, but for the CPU."""
 
     @classmethod
-    def of(cls, parts: Mapping[str, Any]) -> Piece:
+    def of(cls, parts: Mapping[str, Any]) -> Section:
         """Flatten them. Raises StateError for what cannot be stored."""
         flat = flatten(parts)
         text = flat.layout.to_json()
@@ -52,20 +52,20 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole piece."""
+        """Of the complete section."""
         return len(self.head) + self.stream_bytes
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A piece, and what must still be as it was for it to be true."""
+    """A section, and what must still be as it was for it to be true."""
 
-    piece: Piece
+    section: Section
     names: list[str]
     entries: list[torch.Tensor]
     """All of the state_dict, the live objects."""
     kept: list[torch.Tensor]
-    """Those of them that are in the piece."""
+    """Those of them that are in the section."""
     seen: list[tuple[Any, ...]]
     """Where and how those lay."""
 
@@ -77,7 +77,7 @@ class _Known:
         )
 
 
-class ModuleSide:
+class ModuleSection:
     """What gradients do not carry of one module: its state_dict without the parameters that the optimizer updates."""
 
     def __init__(self, name: str, module: torch.nn.Module, tracked: TrackedParameters) -> None:
@@ -86,23 +86,23 @@ class ModuleSide:
         self._tracked = tracked
         self._known: _Known | None = None
 
-    def take(self) -> Piece:
-        """It as it is now. Raises StateError for what cannot be stored."""
+    def take(self) -> Section:
+        """The section as it is now. Raises StateError for what cannot be stored."""
         live = self.module.state_dict(keep_vars=True)
         if self._known is not None and self._known.holds(live):
-            return self._known.piece
+            return self._known.section
         places = {place_of(local_part(parameter)) for parameter in self._tracked.parameters}
         kept = {
             key: value
             for key, value in self.module.state_dict().items()
             if not (isinstance(value, torch.Tensor) and place_of(local_part(value)) in places)
         }
-        piece = Piece.of({self._name: kept})
-        self._known = self._remembered(piece, live, kept)
-        return piece
+        section = Section.of({self._name: kept})
+        self._known = self._remembered(section, live, kept)
+        return section
 
-    def _remembered(self, piece: Piece, live: Mapping[str, Any], kept: Mapping[str, Any]) -> _Known | None:
-        """None where the live objects do not tell whether the piece is still true, or where it holds copies of them."""
+    def _remembered(self, section: Section, live: Mapping[str, Any], kept: Mapping[str, Any]) -> _Known | None:
+        """None if the live objects do not tell whether the section is still true, or if it holds copies of them."""
         if not kept.keys() <= live.keys():
             return None
         tensors = []
@@ -119,7 +119,7 @@ class ModuleSide:
                 tensors.append(entry)
             else:
                 return None
-        return _Known(piece, list(live), list(live.values()), tensors, list(map(_seen, tensors)))
+        return _Known(section, list(live), list(live.values()), tensors, list(map(_seen, tensors)))
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int, Any]:
