@@ -45,6 +45,7 @@ __all__ = [
     "storage_error",
     "storage_errors",
     "sync_directory",
+    "temporaries_beside",
     "temporary_beside",
     "write_atomically",
     "write_result",
@@ -184,10 +185,26 @@ def read_end(path: Path, most_bytes: int) -> bytes:
         return file.read(most_bytes)
 
 
-def temporary_beside(path: Path) -> Path:
-    """A name beside `path` that nobody can guess and that `remove_temporary_files` knows."""
-    stem = os.fsdecode(os.fsencode(path.name)[:_MOST_STEM_BYTES])
-    return path.with_name(f".{stem}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+def temporary_beside(path: Path, token: bytes | None = None) -> Path:
+    """A name beside `path` that nobody can guess and that `remove_temporary_files` knows.
+
+    Several processes that share one temporary name share the 8 bytes of `token`.
+    """
+    return path.with_name(f"{_temporary_start(path)}{(token or secrets.token_bytes(8)).hex()}{TEMPORARY_SUFFIX}")
+
+
+def temporaries_beside(path: Path) -> list[Path]:
+    """What has a name that `temporary_beside` gave for this very `path`. Raises OSError."""
+    start = _temporary_start(path)
+    with contextlib.suppress(FileNotFoundError), os.scandir(path.parent) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(start) and _TEMPORARY.fullmatch(entry.name)]
+        length = len(start) + 16 + len(TEMPORARY_SUFFIX)
+        return [path.with_name(name) for name in sorted(names) if len(name) == length]
+    return []
+
+
+def _temporary_start(path: Path) -> str:
+    return f".{os.fsdecode(os.fsencode(path.name)[:_MOST_STEM_BYTES])}."
 
 
 def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None) -> list[Path]:

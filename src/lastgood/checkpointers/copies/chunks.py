@@ -16,7 +16,7 @@ from lastgood.state import Layout
 from lastgood.state.layout import BLOCK_ALIGNMENT
 from lastgood.storage import SlotWrite
 
-__all__ = ["Lander", "copy_through_pool", "host_ranges", "stream_buffers"]
+__all__ = ["Lander", "copy_through_pool", "fill_chunks", "host_ranges", "stream_buffers"]
 
 
 @functools.cache
@@ -92,20 +92,7 @@ def copy_through_pool(
     """
     try:
         buffers = stream_buffers(layout, blocks, meta, lambda number: fence.check.block_copied(number, streams))
-        buffer, position = next(buffers), 0
-        remaining = layout.stream_bytes + meta.numel()
-        while remaining and not lander.failures:
-            address, index, length = slot.acquire(timeout_s)
-            target = pool_memory[address - pool_memory.data_ptr() :][:length]
-            filled = 0
-            while filled < length:
-                count = min(length - filled, buffer.numel() - position)
-                streams.copy(target[filled : filled + count], buffer[position : position + count])
-                filled, position = filled + count, position + count
-                if position == buffer.numel() and remaining > filled:
-                    buffer, position = next(buffers), 0
-            lander.expect(index, streams.mark())
-            remaining -= length
+        fill_chunks(slot, buffers, layout.stream_bytes + meta.numel(), pool_memory, streams, lander, timeout_s)
         copied = streams.mark()
         fence.open(copied)
         lander.finish()
@@ -120,6 +107,35 @@ def copy_through_pool(
         lander.finish()
         slot.release()
         raise
+
+
+def fill_chunks(
+    slot: SlotWrite,
+    buffers: Iterator[torch.Tensor],
+    stream_bytes: int,
+    pool_memory: torch.Tensor,
+    streams: DeviceStreams,
+    lander: Lander,
+    timeout_s: float,
+) -> None:
+    """Issue the copies of a stream's `buffers` (uint8 tensors that are not empty) into chunks of the pool.
+
+    Ends early if the lander has failed.
+    """
+    buffer, position = next(buffers), 0
+    remaining = stream_bytes
+    while remaining and not lander.failures:
+        address, index, length = slot.acquire(timeout_s)
+        target = pool_memory[address - pool_memory.data_ptr() :][:length]
+        filled = 0
+        while filled < length:
+            count = min(length - filled, buffer.numel() - position)
+            streams.copy(target[filled : filled + count], buffer[position : position + count])
+            filled, position = filled + count, position + count
+            if position == buffer.numel() and remaining > filled:
+                buffer, position = next(buffers), 0
+        lander.expect(index, streams.mark())
+        remaining -= length
 
 
 def stream_buffers(

@@ -42,9 +42,12 @@ class DeviceStreams:
     def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
         self._streams: dict[torch.device, Any] = {}
         for device in {block.device for block in blocks if block.is_cuda}:
-            stream = side_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._streams[device] = stream
+            self.follow(device)
+
+    def follow(self, device: torch.device) -> None:
+        """What is copied from here on runs behind what the calling thread's own stream of a device has done so far."""
+        stream = self._streams.setdefault(device, side_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy from a device to the host or back on its side stream, and within the host at once."""
