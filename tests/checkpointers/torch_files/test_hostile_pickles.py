@@ -16,7 +16,8 @@ import torch
 
 from lastgood import _native
 from lastgood.bounds import Budget, Refused
-from lastgood.checkpointers.dcp.reader import StoredTensors, metadata_names
+from lastgood.checkpointers.dcp.metadata import metadata_names
+from lastgood.checkpointers.dcp.reader import StoredTensors
 from lastgood.checkpointers.dcp.system import TorchDCP
 from lastgood.checkpointers.directories.manifest import MANIFEST, manifest_text
 from lastgood.checkpointers.torch_files.archive import file_names, read_torch_file, set_metadata
