@@ -23,6 +23,7 @@ WORDS = frozenset({"none", "sync"})
 
 ALLOWED = {
     ("checkpointers/export/formats.py", "dcp"): "the name of a format",
+    ("integrations/dcp/writer.py", "dcp"): "the name of a layout of files",
     ("experiments/figures/registry.py", "checkmate"): "a figure's name",
     ("experiments/plan/node_checks.py", "checkmate"): "a figure's section of the configuration",
     ("experiments/plan/variants.py", "checkmate"): "a figure's section of the configuration",

@@ -113,8 +113,8 @@ def of_step(statuses: Sequence[SlotStatus], step: int | None) -> list[SlotStatus
 def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | None, json: bool) -> None:
     """Files that stand alone: each with its records, and with its contents where they are asked for."""
     from lastgood.checkpointers.slots.contents import read_layout
-    from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
+    from lastgood.storage.standalone_slot import ROOT
 
     troubles = list(standalone.troubles)
     statuses = of_step(standalone.statuses, step)

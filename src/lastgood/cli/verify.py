@@ -123,8 +123,8 @@ def _show_job(job: dict[str, Any]) -> None:
 
 def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
     """As `_verify`, for files that stand alone."""
-    from lastgood.integrations.deepspeed_saves import ROOT
     from lastgood.storage import SlotView
+    from lastgood.storage.standalone_slot import ROOT
 
     results = [
         _check(SlotView(status.path.parent), status, threads, ROOT) for status in of_step(standalone.statuses, step)

@@ -25,9 +25,9 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.files import ReadableBy, local_path, make_directory, readers_of, storage_error
 from lastgood.integrations.deepspeed_live import import_deepspeed
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
-from lastgood.integrations.deepspeed_saves import ROOT, SaveOptions, TagInfo, TagSaves, own_memory
+from lastgood.integrations.deepspeed_saves import SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.storage import SlotView
-from lastgood.storage.standalone_slot import is_standalone_slot, look_at_standalone_slot
+from lastgood.storage.standalone_slot import ROOT, is_standalone_slot, look_at_standalone_slot
 from lastgood.units import MIB
 
 __all__ = ["LastgoodFiles", "check_interface", "export_torch", "use_lastgood"]

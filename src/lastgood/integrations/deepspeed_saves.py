@@ -41,16 +41,14 @@ from lastgood.integrations.deepspeed_objects import encode_objects
 from lastgood.state import FlatState, flatten
 from lastgood.storage import files
 from lastgood.storage import format as fmt
-from lastgood.storage.standalone_slot import StandaloneSlot
+from lastgood.storage.standalone_slot import ROOT, StandaloneSlot
 from lastgood.units import MIB
 from lastgood.world import world_of_torch
 
-__all__ = ["ROOT", "SaveOptions", "TagInfo", "TagSaves", "own_memory"]
+__all__ = ["SaveOptions", "TagInfo", "TagSaves", "own_memory"]
 
 _log = logging.getLogger("lastgood")
 
-ROOT = "file"
-"""The one entry of the state in each file: what DeepSpeed gave to be saved."""
 _CHUNK_BYTES = 4 * MIB
 _COMMITS_AT_ONCE = 4
 _MOST_OPEN_FILES = 8

@@ -21,6 +21,7 @@ from lastgood.storage.reader import SlotInfo, SlotState, SlotStatus, find_slots,
 from lastgood.storage.write import SlotWrite
 
 __all__ = [
+    "ROOT",
     "StandaloneSlot",
     "StandaloneSlots",
     "is_standalone_slot",
@@ -28,6 +29,8 @@ __all__ = [
     "look_at_standalone_slots",
 ]
 
+ROOT = "file"
+"""The one entry of the state in the layout of such a file."""
 _MAGIC = fmt.SlotHeader(bytes(fmt.JOB_ID_BYTES), 0).encode()[:8]
 
 

@@ -297,7 +297,7 @@ def _deepspeed_state() -> Any:
     import argparse
 
     from lastgood.integrations.deepspeed_objects import encode_objects
-    from lastgood.integrations.deepspeed_saves import ROOT
+    from lastgood.storage.standalone_slot import ROOT
 
     value = {"module": a_state()["model"], "args": argparse.Namespace(name="x", n=[1, 2.5]), "step": 3}
     flat = flatten({ROOT: encode_objects(value, "state")})

@@ -1,0 +1,230 @@
+"""One rank's items of a DCP plan in one slot file: device or host memory, pool, direct I/O, with a checksum per chunk.
+
+The stream holds the items one after another, byte items first, then a layout that names them (`lastgood inspect` shows
+it). A tensor is resolved when its turn comes, so that never more than a group of them is held beside the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lastgood.addresses import address_in
+from lastgood.checkpointers.copies.chunks import Lander, fill_chunks
+from lastgood.checkpointers.copies.device_streams import DeviceStreams
+from lastgood.checkpointers.copies.host import make_pool
+from lastgood.errors import StateError
+from lastgood.files import ReadableBy
+from lastgood.integrations.dcp.byte_items import check_readable
+from lastgood.state import Layout
+from lastgood.state.layout import BLOCK_ALIGNMENT
+from lastgood.storage import files
+from lastgood.storage import format as fmt
+from lastgood.storage.standalone_slot import ROOT, StandaloneSlot
+from lastgood.units import MIB
+
+__all__ = ["TRANSFORM", "SlotOptions", "write_slot_file"]
+
+TRANSFORM = "lastgood.slot"
+"""Stands in DCP's metadata beside each item, so that torch's own reader refuses what it cannot read."""
+_CHUNK_BYTES = 4 * MIB
+_GROUP_BYTES = 32 * MIB
+"""Host tensors that are handed over at once."""
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """How a slot file is written."""
+
+    writer_threads: int
+    pool_bytes: int
+    timeout_s: float
+    readable_by: ReadableBy
+    allow: tuple[tuple[str, str], ...]
+    """Names, (module, name), that byte items may hold beside plain values."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One item that has bytes, and what it is planned as."""
+
+    write: WriteItem
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    content: torch.Tensor | None = None
+    """Of a byte item."""
+
+
+def write_slot_file(
+    path: Path, plan: SavePlan, planner: SavePlanner, job: fmt.Job, options: SlotOptions
+) -> list[WriteResult]:
+    """Write all items of a plan into the file `path`, which appears when it is durable; says where each lies.
+
+    Raises StateError for what has no plain bytes, or is not what the plan says; CheckpointError.
+    """
+    items = [
+        _planned(item, planner, options)
+        for item in sorted(plan.items, key=lambda one: one.type != WriteItemType.BYTE_IO)
+    ]
+    held = [item for item in items if item.nbytes]
+    layout = _layout(held)
+    meta = torch.frombuffer(bytearray(layout.to_json()), dtype=torch.uint8)
+    on_device = torch.cuda.is_available() and any(_tensor(item, planner).is_cuda for item in held)
+    stream_bytes = layout.stream_bytes + meta.numel()
+    chunks = min(options.pool_bytes // _CHUNK_BYTES, -(-stream_bytes // _CHUNK_BYTES))
+    pool, pinned = make_pool(max(chunks, options.writer_threads + 1), _CHUNK_BYTES, pinned=on_device)
+    try:
+        slot = StandaloneSlot(
+            path,
+            job=job,
+            step=0,
+            stream_bytes=stream_bytes,
+            pool=pool,
+            writer_threads=options.writer_threads,
+            direct_io=files.direct_io_works(path.parent),
+            mode=options.readable_by.file_mode,
+        )
+        try:
+            if pinned is None:
+                _copy_from_host(slot, held, planner, meta, options.timeout_s)
+            else:
+                _copy_from_devices(slot, held, planner, meta, stream_bytes, pinned.tensor, options.timeout_s)
+            slot.write.commit(layout.stream_bytes, meta.numel(), layout.digest(), options.timeout_s)
+            slot.publish()
+        except BaseException:
+            slot.discard()
+            raise
+    finally:
+        if pinned is not None:
+            pinned.release()
+    offsets = dict(zip(map(id, held), layout.block_offsets(), strict=True))
+    return [
+        WriteResult(
+            item.write.index,
+            item.nbytes,
+            _StorageInfo(path.name, offsets.get(id(item), 0), item.nbytes, transform_descriptors=[TRANSFORM]),
+        )
+        for item in items
+    ]
+
+
+def _planned(item: WriteItem, planner: SavePlanner, options: SlotOptions) -> _Item:
+    if item.type == WriteItemType.BYTE_IO:
+        stream = planner.resolve_data(item)
+        if isinstance(stream, torch.Tensor):
+            raise StateError(f"{item.index.fqn}: planned as bytes, and the planner gave a tensor")
+        content = stream.getbuffer()
+        check_readable(bytes(content), item.index.fqn, options.allow)
+        held = torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else None
+        return _Item(item, torch.uint8, (content.nbytes,), content.nbytes, held)
+    data = item.tensor_data
+    if data is None:
+        raise StateError(f"{item.index.fqn}: planned as a tensor without a description")
+    dtype, shape = data.properties.dtype, tuple(data.chunk.sizes)
+    if data.properties.layout is not torch.strided or str(dtype).startswith("torch.q"):
+        raise StateError(
+            f"{item.index.fqn}: a tensor of {data.properties.layout} and {dtype} has no plain bytes; save it with "
+            'layout="dcp"'
+        )
+    return _Item(item, dtype, shape, prod(shape) * dtype.itemsize)
+
+
+def _layout(items: Sequence[_Item]) -> Layout:
+    """One block for each item, in order."""
+    nodes = []
+    for block, item in enumerate(items):
+        index = item.write.index
+        place = "" if not index.offset or not any(index.offset) else f"@{','.join(map(str, index.offset))}"
+        strides = [prod(item.shape[axis + 1 :]) for axis in range(len(item.shape))]
+        dtype = str(item.dtype).removeprefix("torch.")
+        nodes.append([["s", f"{index.fqn}{place}"], ["T", block, 0, dtype, list(item.shape), strides]])
+    tree = ["d", [[["s", ROOT], ["d", nodes]]]]
+    return Layout(tree, tuple(item.nbytes for item in items), 0)
+
+
+def _tensor(item: _Item, planner: SavePlanner) -> torch.Tensor:
+    """The tensor itself, wherever it lies. Raises StateError if it is not what the plan says."""
+    if item.content is not None:
+        return item.content
+    found = planner.resolve_data(item.write)
+    if not isinstance(found, torch.Tensor) or found.dtype != item.dtype or tuple(found.shape) != item.shape:
+        given = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise StateError(
+            f"{item.write.index.fqn}: planned as {item.dtype} {item.shape}, and the planner gave {given}; a planner "
+            "that changes tensors must say so in its plan"
+        )
+    if found.device.type not in ("cpu", "cuda") or type(found.detach()) not in (torch.Tensor, torch.nn.Parameter):
+        raise StateError(
+            f"{item.write.index.fqn}: a {type(found).__name__} on {found.device} has no plain bytes here; save it with "
+            'layout="dcp"'
+        )
+    return found.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+_PADDING = torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
+
+
+def _copy_from_host(
+    slot: StandaloneSlot, items: Sequence[_Item], planner: SavePlanner, meta: torch.Tensor, timeout_s: float
+) -> None:
+    ranges: list[tuple[int, int]] = []
+    keep: list[torch.Tensor] = []
+    waiting = 0
+    for item in items:
+        tensor = _bytes_of(_tensor(item, planner))
+        keep.append(tensor)
+        ranges.append((address_in(tensor, 0, item.nbytes), item.nbytes))
+        if item.nbytes % BLOCK_ALIGNMENT:
+            ranges.append((_PADDING.data_ptr(), BLOCK_ALIGNMENT - item.nbytes % BLOCK_ALIGNMENT))
+        waiting += item.nbytes
+        if waiting >= _GROUP_BYTES:
+            slot.write.copy_host(ranges, timeout_s)
+            ranges, keep, waiting = [], [], 0
+    slot.write.copy_host([*ranges, (address_in(meta, 0, meta.numel()), meta.numel())], timeout_s)
+
+
+def _copy_from_devices(
+    slot: StandaloneSlot,
+    items: Sequence[_Item],
+    planner: SavePlanner,
+    meta: torch.Tensor,
+    stream_bytes: int,
+    pool_memory: torch.Tensor,
+    timeout_s: float,
+) -> None:
+    streams = DeviceStreams([])
+
+    def buffers() -> Iterator[torch.Tensor]:
+        for item in items:
+            tensor = _tensor(item, planner)
+            if tensor.is_cuda:
+                streams.follow(tensor.device)  # behind what made it
+            yield _bytes_of(tensor)
+            if item.nbytes % BLOCK_ALIGNMENT:
+                yield _PADDING[: BLOCK_ALIGNMENT - item.nbytes % BLOCK_ALIGNMENT]
+        yield meta
+
+    lander = Lander(slot.write, timeout_s)
+    try:
+        fill_chunks(slot.write, buffers(), stream_bytes, pool_memory, streams, lander, timeout_s)
+        lander.finish()
+        if lander.failures:
+            raise lander.failures[0]
+    except BaseException:
+        # The writers must not get a buffer back that a copy is still running into.
+        streams.synchronize()
+        lander.finish()
+        slot.write.release()
+        raise
