@@ -130,18 +130,8 @@ def room_of(module):
     return ".".join(parts[: 2 if parts[0] in ROOMY else 1])
 
 
-OPEN = {
-    ("lastgood.checkpointers.save_health", "lastgood.checkpointers.base"),
-    ("lastgood.checkpointers.slots.contents", "lastgood.checkpointers.recovery.found_here"),
-    ("lastgood.checkpointers.pccheck.tuning_file", "lastgood.checkpointers.pccheck.system"),
-    ("lastgood.gradients.shadow.worker", "lastgood.gradients.shadow.core"),
-}
-"""Imports that still make circles. None may join them."""
-
 IMPORTS = {
-    module: {
-        one for one in imports_of(path) if one.startswith("lastgood.") and one != module and (module, one) not in OPEN
-    }
+    module: {one for one in imports_of(path) if one.startswith("lastgood.") and one != module}
     for module, path in MODULES.items()
 }
 

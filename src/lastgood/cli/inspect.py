@@ -50,7 +50,7 @@ def inspect(
     the data; `lastgood verify` does. Exit 1 if something that was asked for is not readable; all else is shown before.
     """
     from lastgood.checkpointers.rank_directory import rank_directories
-    from lastgood.checkpointers.slots.contents import words_on_none
+    from lastgood.checkpointers.recovery.found_here import words_on_none
     from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     ranks = rank_directories(directory)

@@ -31,7 +31,7 @@ def verify(
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
     from lastgood.checkpointers.rank_directory import rank_directories
-    from lastgood.checkpointers.slots.contents import words_on_none
+    from lastgood.checkpointers.recovery.found_here import words_on_none
     from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     ranks = rank_directories(directory)

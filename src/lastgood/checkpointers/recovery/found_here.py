@@ -6,7 +6,9 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lastgood.checkpointers.directories.local import LocalStore
@@ -16,13 +18,16 @@ from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, noted_job
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.checkpointers.traits import Keeps, Traits
-from lastgood.errors import CheckpointError, MismatchError
+from lastgood.errors import CheckpointError, MismatchError, StorageError
 from lastgood.files import storage_errors
-from lastgood.storage.reader import SlotState, SlotView, read_job, written_by_agreement
+from lastgood.storage.reader import SlotState, SlotView, find_slots, read_job, written_by_agreement
+from lastgood.storage.standalone_slot import is_standalone_slot
 
-__all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout"]
+__all__ = ["Found", "found_in", "others_in", "refuse_beside", "words_on_control", "words_on_layout", "words_on_none"]
 
 _MOST_STEPS = 4
+_LOOKED_AT = 64
+"""Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,34 @@ def _slots(directory: Path) -> Found | None:
         tuple(record.step for record in whole),
         sizes.pop() if len(sizes) == 1 else None,
     )
+
+
+def words_on_none(directory: Path) -> str:
+    """What to say of a directory that holds no checkpoint in slots: what it holds of systems that have none.
+
+    Else which folders in it hold some, the newest three of them: DeepSpeed's `save_checkpoint` is given the folder
+    above those that hold its files. Raises StorageError.
+    """
+
+    def holds(folder: Path) -> bool:
+        files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
+        here = find_slots(folder) or rank_directories(folder) or others_in(folder)
+        return bool(here) or any(is_standalone_slot(path) for path in files)
+
+    others = others_in(directory)
+    if others:
+        return f"{'; '.join(map(str, others))}; that system restores them, and only slots are looked into here"
+    found: list[tuple[float, str]] = []
+    with contextlib.suppress(OSError):
+        for folder in islice((path for path in directory.iterdir() if path.is_dir()), _LOOKED_AT):
+            with contextlib.suppress(OSError, StorageError):
+                if holds(folder):
+                    found.append((folder.stat().st_mtime, folder.name))
+    if not found:
+        return f"{directory}: there is no checkpoint here"
+    names = [name for _, name in sorted(found, reverse=True)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{directory}: there is no checkpoint here, but in {', '.join(names[:3])}{more} below; name that folder"
 
 
 def words_on_layout(directory: Path, rank: int, ranks: int, *, parted: bool) -> str:

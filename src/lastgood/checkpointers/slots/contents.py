@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.copies.chunks import host_ranges
-from lastgood.checkpointers.rank_directory import rank_directories
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
 from lastgood.state import Layout, unflatten
 from lastgood.state.build import plain_value, tensor_over
@@ -22,7 +19,6 @@ from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
 from lastgood.storage import SlotInfo, SlotState, SlotStatus, SlotView
 from lastgood.storage.reader import READ_TIMEOUT_S, find_slots, look_at_slot
-from lastgood.storage.standalone_slot import is_standalone_slot
 
 __all__ = [
     "NamedTensor",
@@ -42,11 +38,8 @@ __all__ = [
     "short_value",
     "typed_view",
     "was_overwritten",
-    "words_on_none",
 ]
 
-_LOOKED_AT = 64
-"""Folders, and files in each, in a search for a better name: a user's mistake may point anywhere."""
 _RESERVED = "__metadata__"
 """safetensors keeps this name for itself."""
 
@@ -140,35 +133,6 @@ def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
         except StorageError as error:
             statuses.append(SlotStatus(path, number, SlotState.TORN, 0, detail=str(error)))
     return statuses, troubles
-
-
-def words_on_none(directory: Path) -> str:
-    """What to say of a directory that holds no checkpoint in slots: what it holds of systems that have none.
-
-    Else which folders in it hold some, the newest three of them: DeepSpeed's `save_checkpoint` is given the folder
-    above those that hold its files. Raises StorageError.
-    """
-    from lastgood.checkpointers.recovery.found_here import others_in
-
-    def holds(folder: Path) -> bool:
-        files = islice((path for path in folder.iterdir() if path.is_file()), _LOOKED_AT)
-        here = find_slots(folder) or rank_directories(folder) or others_in(folder)
-        return bool(here) or any(is_standalone_slot(path) for path in files)
-
-    others = others_in(directory)
-    if others:
-        return f"{'; '.join(map(str, others))}; that system restores them, and only slots are looked into here"
-    found: list[tuple[float, str]] = []
-    with contextlib.suppress(OSError):
-        for folder in islice((path for path in directory.iterdir() if path.is_dir()), _LOOKED_AT):
-            with contextlib.suppress(OSError, StorageError):
-                if holds(folder):
-                    found.append((folder.stat().st_mtime, folder.name))
-    if not found:
-        return f"{directory}: there is no checkpoint here"
-    names = [name for _, name in sorted(found, reverse=True)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{directory}: there is no checkpoint here, but in {', '.join(names[:3])}{more} below; name that folder"
 
 
 def was_overwritten(info: SlotInfo) -> bool:
