@@ -202,7 +202,7 @@ class Checkpointer(Endable):
                 f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
         attachment = Attachment(self.name, parts, data, data_changed)
-        traces = Traces(self.directory)
+        traces = Traces(self._folders())
         try:
             self._refuse_layout()
             self._hold_directory()
@@ -285,6 +285,10 @@ class Checkpointer(Endable):
         """Where the checkpoint of `step` is, for people."""
         del step
         return self.directory
+
+    def _folders(self) -> list[Path]:
+        """Where this training writes; what it has made there is removed if `attach` refuses it."""
+        return [self.directory]
 
     def _chooses_interval(self) -> bool:
         """Whether this system decides by itself when to save, so that `attach` needs no interval_steps."""

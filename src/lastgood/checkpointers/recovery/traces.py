@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from lastgood.checkpointers.rank_directory import job_of
@@ -26,28 +27,30 @@ _log = logging.getLogger("lastgood")
 
 
 class Traces:
-    """Looks at the directory of one training, and at its job's, before anything is made there."""
+    """Looks at the directories of one training before anything is made there."""
 
-    def __init__(self, directory: Path) -> None:
-        self._own = directory.absolute()
-        self._job = job_of(self._own)
-        self._before = {folder: _names_in(folder) for folder in (self._own, self._job) if folder is not None}
+    def __init__(self, folders: Iterable[Path]) -> None:
+        own = [folder.absolute() for folder in folders]
+        jobs = [job for job in map(job_of, own) if job is not None]
+        self._folders = own
+        self._before = {folder: _names_in(folder) for folder in [*own, *jobs]}
         paths = {path for folder in self._before for path in (folder, *folder.parents)}
         self._missing = sorted((path for path in paths if not path.exists()), key=lambda path: -len(path.parts))
 
     def take_back(self) -> None:
         """Remove what was made since. Call it when nothing of the training holds a lock any more. Never raises."""
-        try:
-            self._clear(self._own)
-        except (LastgoodError, OSError) as error:
-            _log.debug("%s: what a refused start made there stays: %s", self._own, error)
+        for folder in self._folders:
+            try:
+                self._clear(folder)
+            except (LastgoodError, OSError) as error:
+                _log.debug("%s: what a refused start made there stays: %s", folder, error)
         self._remove_directories()
-        if self._job is not None:
+        for folder in self._before.keys() - {*self._folders}:
             # Ranks that are there may have taken their id from it.
-            if self._is_new(self._job / ID_FILE) and _names_in(self._job) == {ID_FILE}:
+            if self._is_new(folder / ID_FILE) and _names_in(folder) == {ID_FILE}:
                 with contextlib.suppress(OSError):
-                    (self._job / ID_FILE).unlink()
-            self._remove_directories()
+                    (folder / ID_FILE).unlink()
+        self._remove_directories()
 
     def _remove_directories(self) -> None:
         for path in self._missing:
