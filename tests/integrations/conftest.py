@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.deepspeed_ranks import Ranks
+from tests.integrations.rank_asker import Ranks
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    made = Ranks(tmp_path_factory.mktemp("ranks"), "deepspeed_rank.py")
     yield made
     made.end()

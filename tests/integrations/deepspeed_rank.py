@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import json
 import os
 import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -31,11 +28,9 @@ from lastgood.checkpointers.pccheck.system import PCcheck
 from lastgood.integrations.deepspeed import export_torch, use_lastgood
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
 from lastgood.integrations.deepspeed_traffic import mark_communication
-from lastgood.processes import die_with_parent
 from lastgood.state import apply_tree, flatten, state_digest, unflatten
 from lastgood.storage.write import SlotWrite
-
-RANK_LIMIT_S = 200
+from tests.integrations.forked_ranks import serve
 
 
 def save_twice(rank, asked):
@@ -276,50 +271,14 @@ WORKS |= {one.__name__: one for one in (in_background, refuse, live_again, attac
 WORKS |= SHADOWED_WORKS
 
 
-def one_rank(rank, asked, answer):
-    """In a forked process: do the work; what it yields last is the answer, kept also when it dies afterwards."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked["world"]))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(asked["port"]))
+def one_rank(rank, asked):
+    """In a forked process: do the work."""
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    for found in WORKS[asked["work"]](rank, asked):
-        answer.write_text(json.dumps(found))
+    yield from WORKS[asked["work"]](rank, asked)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def fork_rank(rank, asked, folder):
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        die_with_parent(parent)
-        log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        signal.alarm(RANK_LIMIT_S)
-        one_rank(rank, asked, folder / f"rank-{rank}.json")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def main():
-    die_with_parent()
-    for line in sys.stdin:
-        asked = json.loads(line)
-        folder = Path(asked["folder"])
-        children = [fork_rank(rank, asked, folder) for rank in range(asked["world"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        files = [folder / f"rank-{rank}.json" for rank in range(asked["world"])]
-        answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
-        print(json.dumps({"codes": codes, "answers": answers}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(one_rank)

@@ -12,7 +12,7 @@ from lastgood.files import TEMPORARY_SUFFIX
 from lastgood.integrations.deepspeed_traffic import mark_communication
 from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import is_standalone_slot
-from tests.integrations.deepspeed_ranks import KILLED
+from tests.integrations.rank_asker import KILLED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.checkpointers.support.checkmate_shadows import Shadows
-from tests.integrations.deepspeed_ranks import KILLED
+from tests.integrations.rank_asker import KILLED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="lastgood[deepspeed] is not installed"

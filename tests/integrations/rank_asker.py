@@ -1,8 +1,9 @@
-"""The process that forks ranks of DeepSpeed trainings (deepspeed_rank.py), as tests speak to it."""
+"""The process that forks ranks (`forked_ranks`), as tests speak to it."""
 
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -18,12 +19,13 @@ KILLED = -signal.SIGKILL
 class Ranks:
     """Asks the process that forks ranks; its log is kept for what goes wrong."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, script):
         self.folder = folder
         self.works = 0
         self.errors = (folder / "parent.log").open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("deepspeed_rank.py"))],
+            [sys.executable, str(Path(__file__).parent / script)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
