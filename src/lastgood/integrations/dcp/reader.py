@@ -24,8 +24,7 @@ from lastgood.integrations.dcp.folder import manifest_name, metadata_name, open_
 from lastgood.integrations.dcp.item_files import SlotItems, TorchItems, Wanted
 from lastgood.integrations.dcp.roll_call import RollCall, join
 from lastgood.integrations.dcp.slot_items import TRANSFORM
-from lastgood.integrations.dcp.writer import SAVE_ID_PREFIX
-from lastgood.storage import format as fmt
+from lastgood.integrations.dcp.writer import save_id_of
 
 __all__ = ["LastgoodReader"]
 
@@ -186,7 +185,7 @@ class LastgoodReader(StorageReader):
         with reading(path):
             metadata = decode_metadata(content, Budget(len(content)))
         meta = metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        self._save_id = _save_id_of(meta)
+        self._save_id = save_id_of(meta)
         if self._save_id is not None:
             self._check_manifest(name, content, self._save_id)
         elif any(map(_in_slot, metadata.storage_data.values())):
@@ -258,16 +257,3 @@ def _in_slot(place: Any) -> bool:
 
 def _full(about: Any) -> bool:
     return isinstance(about, BytesStorageMetadata) or 0 not in about.size
-
-
-def _save_id_of(meta: StorageMeta) -> bytes | None:
-    text = meta.save_id or ""
-    if not text.startswith(SAVE_ID_PREFIX):
-        return None
-    try:
-        save_id = bytes.fromhex(text.removeprefix(SAVE_ID_PREFIX))
-    except ValueError:
-        save_id = b""
-    if len(save_id) != fmt.JOB_ID_BYTES:
-        raise CorruptCheckpoint(f"its metadata names no save: {text[:60]!r}")
-    return save_id

@@ -219,11 +219,13 @@ class RollCall:
                 return
             while not self._store.check([f"lastgood-dcp/go/{token}"]):
                 if time.monotonic() > deadline:
+                    self._store.set(self._come(self.rank), "")
                     raise WaitTimeout(
                         f"{self._place}: waited {self._timeout_s:.0f} s for rank 0 to begin this {self._what} with all "
                         "ranks; see the log of rank 0, and whether each rank calls DCP"
                     )
                 time.sleep(_POLL_S)
+            self._store.set(self._come(self.rank), "")  # or rank 0 would take it for that of the next one
             answer = json.loads(self._store.get(f"lastgood-dcp/go/{token}"))
             if "error" in answer:
                 raise MismatchError(answer["error"])
@@ -245,7 +247,10 @@ class RollCall:
             for rank in others:
                 if not store.check([self._come(rank)]):
                     continue
-                told = json.loads(store.get(self._come(rank)))
+                content = store.get(self._come(rank))
+                if not content:
+                    continue
+                told = json.loads(content)
                 if answered.get(rank) == told["token"]:
                     continue
                 if told["place"] != self._place and "error" not in answer:

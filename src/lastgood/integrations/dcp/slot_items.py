@@ -30,7 +30,7 @@ from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import ROOT, StandaloneSlot
 from lastgood.units import MIB
 
-__all__ = ["TRANSFORM", "SlotOptions", "write_slot_file"]
+__all__ = ["TRANSFORM", "Place", "SlotOptions", "write_slot_file"]
 
 TRANSFORM = "lastgood.slot"
 """Stands in DCP's metadata beside each item, so that torch's own reader refuses what it cannot read."""
@@ -49,6 +49,16 @@ class SlotOptions:
     readable_by: ReadableBy
     allow: tuple[tuple[str, str], ...]
     """Names, (module, name), that byte items may hold beside plain values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an item lies: what a rank tells rank 0."""
+
+    info: _StorageInfo
+    """For DCP's metadata."""
+    sums: tuple[int, int] | None = None
+    """Bytes and CRC32C of the file, if it has no checksums of its own."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def write_slot_file(
         WriteResult(
             item.write.index,
             item.nbytes,
-            _StorageInfo(path.name, offsets.get(id(item), 0), item.nbytes, transform_descriptors=[TRANSFORM]),
+            Place(_StorageInfo(path.name, offsets.get(id(item), 0), item.nbytes, transform_descriptors=[TRANSFORM])),
         )
         for item in items
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle
 import warnings
@@ -16,20 +17,25 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lastgood.errors import CheckpointError, ConfigError, MismatchError, StorageError
+from lastgood.bounds import DAMAGE, Budget
+from lastgood.checkpointers.dcp.metadata import decode_metadata
+from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError, StorageError
 from lastgood.files import readers_of
 from lastgood.integrations.dcp.byte_items import allowed_names
-from lastgood.integrations.dcp.folder import CheckpointFolder, file_name, open_target
+from lastgood.integrations.dcp.folder import CheckpointFolder, file_name, manifest_name, metadata_name, open_target
 from lastgood.integrations.dcp.roll_call import RollCall, join
 from lastgood.integrations.dcp.slot_items import SlotOptions, write_slot_file
+from lastgood.integrations.dcp.torch_items import write_torch_files
 from lastgood.locks import FileLock
 from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import look_at_standalone_slot
 from lastgood.units import MIB
 
-__all__ = ["SAVE_ID_PREFIX", "LastgoodWriter"]
+__all__ = ["LastgoodWriter", "save_id_of"]
 
-SAVE_ID_PREFIX = "lastgood-"
+_log = logging.getLogger("lastgood")
+
+_SAVE_ID_PREFIX = "lastgood-"
 """Of `save_id` in DCP's metadata."""
 
 Files = Literal["lastgood", "dcp"]
@@ -178,10 +184,10 @@ class LastgoodWriter(StorageWriter):
         try:
             sums = self._look_at_files(saving, results)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = {one.index: one.storage_data for written in results for one in written}
+            metadata.storage_data = {one.index: one.storage_data.info for written in results for one in written}
             metadata.storage_meta = self._storage_meta(saving.folder)
             saving.folder.seal(pickle.dumps(metadata), sums, rank)
-            older = older_files(self.path, rank)
+            older = _older_files(self.path, rank)
             saving.folder.publish(older, self.options.timeout_s, rank)
             saving.published = True
         finally:
@@ -190,29 +196,47 @@ class LastgoodWriter(StorageWriter):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _write(self, saving: _Saving, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        draft, save_id = saving.folder.draft, saving.folder.save_id
-        job = fmt.Job(save_id, saving.rank, saving.roll.group_size)
-        return write_slot_file(draft / file_name(saving.rank, 0, save_id, "lgs"), plan, planner, job, self.options)
+        folder = saving.folder
+        if self.layout == "dcp":
+            return write_torch_files(
+                folder.draft,
+                lambda number: file_name(saving.rank, number, folder.save_id, "distcp"),
+                plan,
+                planner,
+                self.options.writer_threads,
+                self.options.readable_by,
+            )
+        path = folder.draft / file_name(saving.rank, 0, folder.save_id, "lgs")
+        return write_slot_file(
+            path, plan, planner, fmt.Job(folder.save_id, saving.rank, saving.roll.group_size), self.options
+        )
 
     def _look_at_files(self, saving: _Saving, results: list[list[WriteResult]]) -> dict[str, tuple[int, int]]:
-        """See each rank's file where rank 0 sees it; what the manifest is to hold of them."""
-        draft = saving.folder.draft
+        """See each rank's files where rank 0 sees them; what the manifest is to hold of them."""
+        sums: dict[str, tuple[int, int]] = {}
         for number, written in enumerate(results):
             rank = saving.rank + number
-            for name in {one.storage_data.relative_path for one in written}:
+            for name, place in {one.storage_data.info.relative_path: one.storage_data for one in written}.items():
+                path = saving.folder.draft / name
                 try:
-                    info = look_at_standalone_slot(draft / name)
-                except StorageError as error:
+                    if place.sums is None:
+                        record = look_at_standalone_slot(path).record
+                        if record.job_id != saving.folder.save_id or record.rank != rank:
+                            raise CheckpointError(f"{path}: holds {record.job}, not what rank {rank} has written")
+                        continue
+                    size = path.stat().st_size
+                except (OSError, StorageError) as error:
                     raise StorageError(
                         f"{self.path.parent}: rank {rank} has written {name}, and rank 0 does not see it ({error}); "
                         "the folder must be shared by all ranks"
                     ) from error
-                if info.record.job_id != saving.folder.save_id or info.record.rank != rank:
-                    raise CheckpointError(f"{draft / name}: holds {info.record.job}, not what rank {rank} has written")
-        return {}
+                if size != place.sums[0]:
+                    raise StorageError(f"{path}: has {size} bytes, and rank {rank} has written {place.sums[0]}")
+                sums[name] = place.sums
+        return sums
 
     def _storage_meta(self, folder: CheckpointFolder) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=f"{SAVE_ID_PREFIX}{folder.save_id.hex()}")
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=f"{_SAVE_ID_PREFIX}{folder.save_id.hex()}")
 
     def _current(self) -> _Saving:
         if self._saving is None:
@@ -227,7 +251,33 @@ class LastgoodWriter(StorageWriter):
             saving.give_up()
 
 
-def older_files(path: Path, rank: int | None) -> list[str]:
+def _older_files(path: Path, rank: int | None) -> list[str]:
     """The files of the checkpoint that has the name now, by its metadata; none if it cannot be read."""
-    del path, rank
-    return []
+    try:
+        content = (path / metadata_name(rank)).read_bytes()
+        metadata = decode_metadata(content, Budget(len(content)))
+        save_id = save_id_of(metadata.storage_meta)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, CheckpointError, *DAMAGE) as error:
+        _log.warning("%s: an older checkpoint whose metadata cannot be read; its files stay: %s", path, error)
+        return []
+    manifest = [] if save_id is None else [manifest_name(save_id)]
+    return [*manifest, *{place.relative_path for place in metadata.storage_data.values()}]
+
+
+def save_id_of(meta: StorageMeta | None) -> bytes | None:
+    """The id of the save of `LastgoodWriter` that wrote a checkpoint; None if another writer did.
+
+    Raises CorruptCheckpoint.
+    """
+    text = (meta and meta.save_id) or ""
+    if not text.startswith(_SAVE_ID_PREFIX):
+        return None
+    try:
+        save_id = bytes.fromhex(text.removeprefix(_SAVE_ID_PREFIX))
+    except ValueError:
+        save_id = b""
+    if len(save_id) != fmt.JOB_ID_BYTES:
+        raise CorruptCheckpoint(f"its metadata names no save: {text[:60]!r}")
+    return save_id
