@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from lastgood.checkpointers.attach.attachment import Attachment
     from lastgood.checkpointers.attach.data_cursor import CountedLoader
     from lastgood.checkpointers.attach.data_facts import DataChanged
-    from lastgood.checkpointers.copies.host import CopyFence
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Checkpointer"]
 
@@ -433,11 +432,6 @@ class Checkpointer(Endable):
     def _optimizers(self) -> list[Any]:
         """All that the state holds now, also in containers and in a user's own objects."""
         return [optimizer for part in self.state.values() for optimizer in optimizers_beneath(part)]
-
-    def _wait_for(self, fence: CopyFence, timeout_s: float) -> None:
-        """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
-        self._hooks.fold()
-        self._hooks.device_waits += fence.wait(timeout_s)
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
         """Note that a checkpoint failed, and say so at growing distances."""

@@ -73,7 +73,7 @@ class OneAtATime(Checkpointer):
         """Wait until the snapshot has left the training's memory."""
         snapshot = self._snapshot
         if snapshot is not None:
-            self._wait_for(snapshot.fence, DEFAULT_TIMEOUT_S)
+            self._hooks.wait_at(snapshot.fence, DEFAULT_TIMEOUT_S)
 
     def _hurried(self) -> contextlib.AbstractContextManager[object]:
         """Held while somebody waits for the checkpoint in progress."""

@@ -389,7 +389,7 @@ class PCcheck(Checkpointer):
         """Wait until every checkpoint in progress has left the training's memory."""
         for flight in self._flights.all():
             try:
-                self._wait_for(flight.fence, self._timeout_s())
+                self._hooks.wait_at(flight.fence, self._timeout_s())
             except WaitTimeout as error:
                 # The training goes on and overwrites what was being copied: that checkpoint must never commit.
                 flight.give_up()

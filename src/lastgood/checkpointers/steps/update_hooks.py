@@ -7,12 +7,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.steps.step_hooks import see_steps
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lastgood.checkpointers.copies.host import CopyFence
 
 __all__ = ["UpdateHooks", "remove_all"]
 
@@ -52,7 +55,7 @@ class UpdateHooks:
         self._kept_on_device: list[tuple[float, float]] = []
         self._kept_from: tuple[float, Any] = (0.0, None)
         """One moment on the process's clock, and the same on a CUDA device's."""
-        self.device_waits: list[tuple[Any, Any]] = []
+        self._device_waits: list[tuple[Any, Any]] = []
         """CUDA events before and after each wait that a stream did in an optimizer's place."""
 
     def begin(self) -> None:
@@ -92,10 +95,15 @@ class UpdateHooks:
         if os.getpid() == self._process:
             self._steps.end(optimizer)
 
-    def fold(self) -> None:
+    def wait_at(self, fence: CopyFence, timeout_s: float) -> None:
+        """Wait at a fence in `before_update`, and keep what is needed to say how long the device waited."""
+        self._fold()
+        self._device_waits += fence.wait(timeout_s)
+
+    def _fold(self) -> None:
         """Add up the device's waits that are over, so that they do not gather."""
-        while self.device_waits and self.device_waits[0][1].query():
-            before, after = self.device_waits.pop(0)
+        while self._device_waits and self._device_waits[0][1].query():
+            before, after = self._device_waits.pop(0)
             waited_s = float(before.elapsed_time(after)) / 1e3
             self._stall_s += waited_s
             zero_s, zero = self._kept_from
@@ -112,7 +120,7 @@ class UpdateHooks:
 
     def stalled_s(self) -> float:
         """Seconds for which updates have waited so far, as far as devices have come past their waits."""
-        self.fold()
+        self._fold()
         return self._stall_s
 
     def keep(self) -> None:
@@ -120,14 +128,14 @@ class UpdateHooks:
         zero = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            self.fold()  # waits of before are not among those that are kept
+            self._fold()  # waits of before are not among those that are kept
             zero = torch.cuda.Event(enable_timing=True)
             zero.record()
         self._kept, self._kept_from = [], (time.perf_counter(), zero)
 
     def waits(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
         """Begin and end of what `keep` kept: the process's waits of 50 microseconds and more, and the device's."""
-        self.fold()
+        self._fold()
         process = [(begin, end) for begin, end in self._kept or () if end - begin >= 5e-5]
         return process, list(self._kept_on_device)
 
