@@ -53,7 +53,7 @@ class StorageError(CheckpointError):
     """The operating system refused a read or a write: names the file, the operation and the bytes needed."""
 
     errno: int | None = None
-    """Its error number, where there is one: failures of one number are of one kind."""
+    """Its error number, if there is one: failures of one number are of one kind."""
 
 
 class NoCheckpoint(CheckpointError):

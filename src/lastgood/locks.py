@@ -190,7 +190,7 @@ def _try_flock(descriptor: int) -> bool:
 
 
 def lock_holders(descriptor: int) -> list[int]:
-    """Process ids that hold an flock on the open file, from /proc/locks; empty where that file is not readable."""
+    """Process ids that hold an flock on the open file, from /proc/locks; empty if that file is not readable."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:

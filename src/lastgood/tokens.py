@@ -36,7 +36,7 @@ def check_token(token: bytes, where: str) -> bytes:
 def read_token(path: Path, *, make: bool = False) -> bytes:
     """The token in a file, without white space around it. With `make`, a new random one if there is no file.
 
-    Raises ConfigError if the file is missing, too short, or open to others; StorageError where it cannot be read.
+    Raises ConfigError if the file is missing, too short, or open to others; StorageError if it cannot be read.
     """
     if make:
         _make(path)

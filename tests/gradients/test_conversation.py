@@ -221,7 +221,7 @@ class Conversation(RuleBasedStateMachine):
     def is_behind_for_too_long(self, number):
         conductor = self.ranks[0].conductor
         with conductor._changed:
-            if conductor._state.behind(number):
+            if conductor._state.lags(number):
                 conductor._state.give_up(number)
                 conductor._decide()
 

@@ -131,7 +131,7 @@ class Checkpointer(Endable):
     def unavailable(cls) -> str | None:
         """Why this system cannot be used here, as one sentence that says what to do, or None. Imports nothing large.
 
-        Figures leave such a system out and say so; it is an error only where it is asked for by itself.
+        Figures leave such a system out and say so; it is an error only if it is asked for by itself.
         """
         return None
 
@@ -452,7 +452,7 @@ class Checkpointer(Endable):
         """Start a checkpoint of the state as it is now, after `step` finished steps; return when training may go on.
 
         A failure is recorded in `events`, logged, and never loses an older checkpoint; it does not raise. Asked for in
-        the midst of an optimizer's step, where no state is complete, it waits for the step's end (of another thread)
+        the middle of an optimizer's step, where no state is complete, it waits for the step's end (of another thread)
         or fails (in a signal handler or a hook, and after a step that ended by an exception).
         """
         event = self._request(step)

@@ -51,7 +51,7 @@ class DirectoryOptions(KeepOptions):
 
 
 class DirectorySystem(Checkpointer):
-    """A library behind the protocol. Its copy of the state is whole when `save` returns."""
+    """A library behind the protocol. Its copy of the state is complete when `save` returns."""
 
     holds_directory: ClassVar[bool] = True
     Options: ClassVar[type[BaseOptions]] = DirectoryOptions

@@ -1,6 +1,6 @@
 """DeepSpeed hostfiles: which hosts a job may use, and how many processes each takes.
 
-One host a line, ``NAME slots=N``; blank lines and comments (``#``, on a line of their own or behind an entry) mean
+One host a line, ``NAME slots=N``; blank lines and comments (``#``, on a line of their own or after an entry) mean
 nothing. What is accepted here, DeepSpeed's launcher reads the same way (deepspeed/launcher/runner.py). It is more
 lenient: anything may follow the number there, and zero slots are a host; here both are errors, since they are slips of
 the pen.
@@ -147,7 +147,7 @@ def render_hostfile(hosts: Iterable[Host], comment: str = "") -> str:
 def write_hostfile(path: Path, hosts: Iterable[Host], comment: str = "") -> Hostfile:
     """Check the hosts, write them to `path` as a whole or not at all, and return them as they will be read.
 
-    Raises ConfigError for hosts that no hostfile can hold, StorageError where the file cannot be written.
+    Raises ConfigError for hosts that no hostfile can hold, StorageError if the file cannot be written.
     """
     hosts = tuple(hosts)
     for host in hosts:

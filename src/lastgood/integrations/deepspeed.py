@@ -312,7 +312,7 @@ def export_torch(tag_folder: Path | str, target: Path | str) -> list[Path]:
 
     `target` must not exist, or be empty. Other files in the folder are copied. Returns what was written.
 
-    Raises CorruptCheckpoint, MismatchError, StorageError, CheckpointError where `target` is in use.
+    Raises CorruptCheckpoint, MismatchError, StorageError, CheckpointError if `target` is in use.
     """
     source, target = Path(tag_folder), Path(target)
     if not source.is_dir():

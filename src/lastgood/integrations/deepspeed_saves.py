@@ -93,7 +93,7 @@ class _Export:
         try:
             os.close(open_new(self._temporary, mode=None))
             torch.save(own_memory(state), self._temporary)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError where its own writer is refused
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if its own writer is refused
             self.discard()
             raise CheckpointError(f"{self.path}: writing failed: {error}") from error
         files.flush_file(self._temporary)

@@ -87,7 +87,7 @@ class DenseOptimizer:
         return self._state.get()
 
     def load_state(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Copy in state as torch keeps it. Raises MismatchError, and changes nothing, where it is unlike."""
+        """Copy in state as torch keeps it. Raises MismatchError, and changes nothing, if it is of another kind."""
         self._state.load(states)
 
 

@@ -56,7 +56,7 @@ class TorchAdam:
 class HostAdam:
     """Native code with one group's numbers: unscales, clips and steps in one pass over memory, as torch does in two.
 
-    Only where `can` says so, and only the first `whole` elements of each tensor: the kernel rounds the last otherwise.
+    Only if `can` says so, and only the first `whole` elements of each tensor: the kernel rounds the last otherwise.
     """
 
     def __init__(self, kind: str, flags: GroupSpec, numbers: GroupRule, rule: UpdateRule, threads: int) -> None:

@@ -11,7 +11,7 @@ __all__ = ["Preparation"]
 
 
 class Preparation:
-    """The operations that a rule asks for, each with torch's rounding to the gradient's dtype. False where none are."""
+    """The operations that a rule asks for, each with torch's rounding to the gradient's dtype. False if none are."""
 
     def __init__(self, rule: UpdateRule) -> None:
         self._operations: list[Callable[[torch.Tensor, torch.Tensor], object]] = []

@@ -14,7 +14,7 @@ from lastgood.optim.checked_data import MAX_GROUPS, MAX_PARAMETERS, Reader
 __all__ = ["MAX_POWERS", "ClipNorm", "ClipValue", "GroupRule", "UpdateRule"]
 
 MAX_POWERS: Final = 64
-"""Of different step counts in one group: parameters that had no gradient lag behind."""
+"""Of different step counts in one group: parameters that had no gradient lag."""
 
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 _NUMBERS: Final = ("eps", "weight_decay", "momentum", "dampening")

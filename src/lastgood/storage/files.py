@@ -195,7 +195,7 @@ def grow_slot_file(path: Path, header: fmt.SlotHeader, file_bytes: int, *, direc
 
 
 def allocate(descriptor: int, begin: int, end: int) -> bool:
-    """Give a file long extents; fails at once if there is no room. False where the file system cannot."""
+    """Give a file long extents; fails at once if there is no room. False if the file system cannot."""
     try:
         os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:

@@ -208,7 +208,7 @@ class CommitRecord:
 
     @classmethod
     def decode(cls, block: bytes) -> CommitRecord | None:
-        """Read a record; None where there never was one (all zero). Raises RecordError or OtherVersionError."""
+        """Read a record; None if there never was one (all zero). Raises RecordError or OtherVersionError."""
         if len(block) >= RECORD_BYTES and not any(block[:RECORD_BYTES]):
             return None
         job_id, kind, _, *fields = _COMMIT.unpack_from(_unseal(_COMMIT_MAGIC, block))

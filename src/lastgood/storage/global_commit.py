@@ -40,7 +40,7 @@ class _Whole(Protocol):
 
 
 def read_global_commit(directory: Path) -> GlobalCommit | None:
-    """The global commit of a rank's directory; None where there is none, or none that can be read (a warning says why).
+    """The global commit of a rank's directory; None if there is none, or none that can be read (a warning says why).
 
     Raises MismatchError for another format version.
     """

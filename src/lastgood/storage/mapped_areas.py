@@ -306,7 +306,7 @@ class AreaWrite:
     """One checkpoint on its way into an area. Made by `AreaStore.begin`; given up by not committing it.
 
     The caller stores `padded_bytes` at `address` (a part of `mapped`, from `data_offset` on): the stream, and zeros
-    behind it. It gives the checksums of the chunks.
+    after it. It gives the checksums of the chunks.
     """
 
     _store: AreaStore

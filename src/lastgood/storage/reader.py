@@ -126,7 +126,7 @@ def find_slots(directory: Path) -> dict[int, Path]:
 
 
 def read_job(directory: Path) -> fmt.Job | None:
-    """What job.json says, or None where that file is missing or damaged.
+    """What job.json says, or None if that file is missing or damaged.
 
     Raises MismatchError for another format version.
     """

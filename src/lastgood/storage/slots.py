@@ -260,7 +260,7 @@ class SlotStore(Retention):
     # -- for SlotWrite ---------------------------------------------------------------------------------------------
 
     def newest_sequence(self) -> int:
-        """Sequence of the newest durable checkpoint (that all ranks hold, where there are several); -1 if none."""
+        """Sequence of the newest durable checkpoint (that all ranks hold, if there are several); -1 if none."""
         with self._changed:
             return self._newest if self._everywhere is None else max(self._everywhere, default=-1)
 

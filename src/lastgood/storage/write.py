@@ -230,7 +230,7 @@ class SlotWrite:
             self._file.write_block(table, record.table_offset)
             self._file.flush()
             self._phase("flush", self.phases[-1][2])
-            # One record at a time, so that no older one is written behind a newer one's back.
+            # One record at a time, so that no older one is written after a newer one.
             if not self._store.commit_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("another checkpoint's commit")
             try:

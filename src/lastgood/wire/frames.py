@@ -189,7 +189,7 @@ class Wire:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def read_into(self, view: memoryview, what: str) -> None:
-        """Fill `view`. Raises WaitTimeout, or CheckpointError where the other side closes before."""
+        """Fill `view`. Raises WaitTimeout, or CheckpointError if the other side closes before."""
         deadline = time.monotonic() + self.timeout_s
         filled = 0
         while filled < len(view):
@@ -202,7 +202,7 @@ class Wire:
     def write(self, what: str, *buffers: bytes | memoryview) -> None:
         """Send buffers one after another, without copying them together.
 
-        Raises WaitTimeout, or CheckpointError where the connection breaks; some of them may have gone out then.
+        Raises WaitTimeout, or CheckpointError if the connection breaks; some of them may have gone out then.
         """
         deadline = time.monotonic() + self.timeout_s
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]

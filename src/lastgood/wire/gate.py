@@ -83,9 +83,9 @@ class Ready:
 
 
 Step = int | bytes | Line | Ready
-"""An int: so many bytes, and none behind them are read. Bytes: these are sent. The others as they say."""
+"""An int: so many bytes, and none after them are read. Bytes: these are sent. The others as they say."""
 Handshake = Generator[Step, bytes, _T]
-"""Returns what is known of the other side then; None where there is nothing more to do: the connection is closed."""
+"""Returns what is known of the other side then; None if there is nothing more to do: the connection is closed."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def nccl_layout(
 
 
 def _rule(version: str | None, channels: int, protocol: str) -> _CellRule | None:
-    """The rule of a version; None where one channel needs none."""
+    """The rule of a version; None if one channel needs none."""
     known = ", ".join(KNOWN_VERSIONS)
     if version is None:
         if channels == 1:

@@ -73,8 +73,8 @@ class RingComm:
 
         `listener` is `listen_ring`'s and is closed here; `next_address` is the next rank's, or a switch's in front of
         it. `job` (32 hex digits), `epoch` and `layout` (the declared layout's digest, 64) are what the records name.
-        Raises WaitTimeout if a neighbour does not come, MismatchError where it belongs elsewhere, ConfigError for
-        numbers that no ring has, HostError where this machine has no descriptors left.
+        Raises WaitTimeout if a neighbour does not come, MismatchError if it belongs elsewhere, ConfigError for
+        numbers that no ring has, HostError if this machine has no descriptors left.
         """
         with listener:
             one_channel(0, 4, ranks, chunk_bytes)
@@ -128,8 +128,8 @@ class RingComm:
     def all_reduce(self, plan: _native.RingPlan, address: int, iteration: int) -> None:
         """Reduce the tensor at `address`, in place. The records name `iteration`.
 
-        Raises HostError if a neighbour's connection breaks (its text names rank and host), WaitTimeout where one
-        does nothing for the timeout, MismatchError where the ranks are out of step, CorruptCheckpoint for damaged
+        Raises HostError if a neighbour's connection breaks (its text names rank and host), WaitTimeout if one
+        does nothing for the timeout, MismatchError if the ranks are out of step, CorruptCheckpoint for damaged
         records. Each ends the ring; the tensor then holds part of a sum.
         """
         with self._calling():

@@ -109,9 +109,9 @@ def connect_ring(
 ) -> tuple[Link, Link]:
     """Connect to the next rank while waiting for the previous one. Returns (previous, next).
 
-    Raises WaitTimeout if one does not come within `timeout_s`, MismatchError where it is of another job, epoch or
-    layout, or does not know the token, CorruptCheckpoint where the next one's answer is none, ConfigError for what is
-    no address, HostError where this machine cannot wait at `listener` any more.
+    Raises WaitTimeout if one does not come within `timeout_s`, MismatchError if it is of another job, epoch or
+    layout, or does not know the token, CorruptCheckpoint if the next one's answer is none, ConfigError for what is
+    no address, HostError if this machine cannot wait at `listener` any more.
     """
     deadline = time.monotonic() + timeout_s
     parse_address(next_address)

@@ -185,7 +185,7 @@ class Conducted(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def is_behind_for_too_long(self, number):
         number %= len(self.shadows)
-        if self.state.behind(number):
+        if self.state.lags(number):
             self.state.give_up(number)
             self.decide()
 
@@ -274,7 +274,7 @@ def test_nor_where_the_shadow_that_lacks_it_is_given_up():
     state.have(0, 1)
     state.torn(1, 1, [1])
     assert state.decide() is None
-    assert state.behind(1)
+    assert state.lags(1)
     state.give_up(1)
     assert state.decide() == decided(1, (1,), floor=2)
 

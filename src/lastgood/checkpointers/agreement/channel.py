@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 16
 class Channel:
     """Messages in and out of a non-blocking socket; for one thread.
 
-    `other` names the other side in errors. Raises CheckpointError if the connection ends, CorruptCheckpoint where
+    `other` names the other side in errors. Raises CheckpointError if the connection ends, CorruptCheckpoint if
     what arrives is no message.
     """
 

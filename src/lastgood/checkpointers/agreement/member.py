@@ -37,7 +37,7 @@ _MOST_KEPT = 1024
 
 @dataclass(frozen=True)
 class Offer:
-    """What all ranks are to begin with; `choice` is None where there is nothing to read."""
+    """What all ranks are to begin with; `choice` is None if there is nothing to read."""
 
     number: int
     job_id: bytes
@@ -309,7 +309,7 @@ class Member:
     # -- what is heard ---------------------------------------------------------------------------------------------
 
     def _hear(self, channel: Channel, message: dict[str, Any]) -> bool:
-        """Take a message; returns False where the coordinator refused for now."""
+        """Take a message; returns False if the coordinator refused for now."""
         kind = message.get("kind")
         if kind == "refused":
             error = failure_class(message.get("error"))(cut(message.get("why", ""), 4000))

@@ -117,7 +117,7 @@ class CountedLoader(Checked):
     def state_dict(self) -> dict[str, Any]:
         """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
         replicas, epoch = self._replicas(), epoch_of(self.loader)
-        # Only where a sampler deals its order out to ranks: other states keep the layout that they always had.
+        # Only if a sampler deals its order out to ranks: other states keep the layout that they always had.
         found = {} if replicas is None else {"replicas": replicas}
         return (found if epoch is None else found | {"loader_epoch": epoch}) | {
             "epoch": self.epoch,
@@ -232,9 +232,9 @@ class CountedLoader(Checked):
         return {**state, "batches": batches}, True
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
-        """Go on behind what all ranks together have consumed, with another number of ranks.
+        """Continue after what all ranks together have consumed, with another number of ranks.
 
-        Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on behind its share of the
+        Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on after its share of the
         consumed batches; batches must be of the same size as before. Where every rank goes through the data in the same
         order, the place stays. Raises MismatchError if no place is the same for the new ranks.
         """

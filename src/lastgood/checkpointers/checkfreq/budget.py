@@ -78,7 +78,7 @@ class BudgetKeeper:
             self._updated = self._mark()
 
     def save_begun(self, event: CheckpointEvent) -> None:
-        """A save begins; the iteration that goes on behind it is the first of its window."""
+        """A save begins; the iteration that follows it is the first of its window."""
         if self._opens:
             self._opens[-1].over = True
         self._opens.append(_Open(event))

@@ -37,7 +37,7 @@ class CheckmateOptions(BaseOptions):
     queue_bytes: int = Field(default=256 * MIB, ge=MIB)
     """Memory on each rank, for each shadow, for gradients that are copied on their way out."""
     patience_s: float | None = Field(default=None, gt=0, le=DEFAULT_TIMEOUT_S)
-    """How long a shadow may be behind before the others go on without it; None: 30 s, with ``drop`` 0.25 s."""
+    """How long a shadow may lag before the others go on without it; None: 30 s, with ``drop`` 0.25 s."""
     timeout_s: float = Field(default=30.0, gt=0, le=DEFAULT_TIMEOUT_S)
     """A shadow that does not answer for so long counts as stuck."""
     verify_every: int = Field(default=100, ge=0)
@@ -92,7 +92,7 @@ class CheckmateOptions(BaseOptions):
         return _DROP_PATIENCE_S if self.policy == "drop" else 30.0
 
     def data_settings(self) -> DataSettings:
-        """Of data connections. A shadow that is behind is given up before a connection to another one is."""
+        """Of data connections. A shadow that lags is given up before a connection to another one is."""
         patience_s = 0.0 if self.policy == "drop" else 2 * self.behind_s
         copied = min(_COPIED_BYTES, self.queue_bytes // 4 // _LONGEST_ITEM * _LONGEST_ITEM)
         return DataSettings(

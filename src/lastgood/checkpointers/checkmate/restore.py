@@ -102,7 +102,7 @@ def ranks_together() -> tuple[int, int, RankExchange | None]:
 def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | None:
     """The job that belongs to this directory, or else to the shadows. None for neither.
 
-    Raises MismatchError if shadows keep another job, CheckpointError where one cannot be asked.
+    Raises MismatchError if shadows keep another job, CheckpointError if one cannot be asked.
     """
     on_disk = noted_job(directory)
     noted = None if on_disk is None else on_disk.job

@@ -55,7 +55,7 @@ def open_ring(
 ) -> RingReducer:
     """Connect to both neighbours, through the switch. All ranks call it within `ring_timeout_s`.
 
-    Raises HostError if this rank cannot listen, WaitTimeout where a neighbour does not come, MismatchError where it
+    Raises HostError if this rank cannot listen, WaitTimeout if a neighbour does not come, MismatchError if it
     belongs elsewhere.
     """
     from lastgood.gradients.tap.ring_hook import RingReducer

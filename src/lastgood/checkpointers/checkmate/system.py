@@ -48,7 +48,7 @@ _log = logging.getLogger("lastgood")
 
 _NO_SIDE = "a shadow lacks a side record"
 _DISTRUST_LIMIT = 64
-"""Iterations for which no seed is sent, at most, where gradients are changed again and again behind the tap."""
+"""Iterations for which no seed is sent, at most, where gradients are changed again and again after the tap."""
 
 
 class Checkmate(Checkpointer):

@@ -26,7 +26,7 @@ def _padding() -> torch.Tensor:
 
 
 def host_ranges(blocks: Sequence[torch.Tensor], sizes: Sequence[int], *, writes: bool) -> list[tuple[int, int]]:
-    """(address, bytes) of each block of host memory and of the padding behind it, in stream order.
+    """(address, bytes) of each block of host memory and of the padding after it, in stream order.
 
     For reading, the padding has address 0, where the store skips bytes. Raises CorruptCheckpoint if a block has fewer
     bytes than its size.
@@ -141,7 +141,7 @@ def fill_chunks(
 def stream_buffers(
     layout: Layout, blocks: Sequence[torch.Tensor], meta: torch.Tensor, taken: Callable[[int], None] | None = None
 ) -> Iterator[torch.Tensor]:
-    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding behind them, and of the layout.
+    """What a stream consists of, in order: uint8 tensors, of blocks, of the padding after them, and of the layout.
 
     `taken` is called with the number of each block when the buffer after it is asked for.
     """

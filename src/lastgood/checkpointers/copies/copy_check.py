@@ -153,7 +153,7 @@ class CopyCheck:
     ) -> None:
         """Read the sample of a group again: after its copies, before an update may begin.
 
-        With `copies` of all blocks, in host memory, it is read from these. On CUDA this is only issued, behind the
+        With `copies` of all blocks, in host memory, it is read from these. On CUDA this is only issued, after the
         copies of `streams`.
         """
         if copies is not None:
@@ -167,7 +167,7 @@ class CopyCheck:
                 self._note(group, sample.find(device, before[device], sample.take(device)))
                 continue
             assert streams is not None
-            with streams.behind(device, before[device]):
+            with streams.after(device, before[device]):
                 self._looks[group][device].issue()
             self._issued.append((group, device))
 

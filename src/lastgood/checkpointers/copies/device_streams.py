@@ -34,7 +34,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class DeviceStreams:
-    """A side stream on each CUDA device that holds blocks, behind what the training's own streams have done so far.
+    """A side stream on each CUDA device that holds blocks, after what the training's own streams have done so far.
 
     Made in save(), on the training's thread; used in any thread, whose own current device does not matter.
     """
@@ -45,7 +45,7 @@ class DeviceStreams:
             self.follow(device)
 
     def follow(self, device: torch.device) -> None:
-        """What is copied from here on runs behind what the calling thread's own stream of a device has done so far."""
+        """What is copied from here on runs after what the calling thread's own stream of a device has done so far."""
         stream = self._streams.setdefault(device, side_stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -61,7 +61,7 @@ class DeviceStreams:
         on_device.record_stream(stream)
 
     @contextlib.contextmanager
-    def behind(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    def after(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """While inside, what is issued for `device` runs after its copies so far. `tensors` stay until it has run."""
         with torch.cuda.stream(self._streams[device]):
             yield

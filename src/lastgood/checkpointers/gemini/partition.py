@@ -53,7 +53,7 @@ def partition(
     Gaps are numbered on over the iterations: with d of them, gap k d + i is the i-th of iteration k. The paper takes
     the last gap of the first iteration as endless, so that a checkpoint never takes longer than one iteration, and
     says to checkpoint less often where that slows training down; here what does not fit waits for the next iteration.
-    Only where no gap holds any chunk is the last one taken as endless.
+    Only if no gap holds any chunk is the last one taken as endless.
     """
     chunks: list[tuple[int, int]] = []
     number = 0

@@ -256,7 +256,7 @@ class Peers:
         return [path for _, path in sorted(found, reverse=True)]
 
     def reach(self, machine: int) -> PeerLink:
-        """A connection to the newest peer of `machine`. Starts nothing; raises LastgoodError where none answers."""
+        """A connection to the newest peer of `machine`. Starts nothing; raises LastgoodError if none answers."""
         newest = next(iter(self.addresses(machine)), None)
         if newest is None:
             raise self._told_of_none(machine)
@@ -265,7 +265,7 @@ class Peers:
     def reach_or_start(self, machine: int) -> PeerLink:
         """A connection to the newest peer of `machine`, which is started if there is none that answers.
 
-        Raises CheckpointError if none can be started (or may be, from here), LockHeld where another process has
+        Raises CheckpointError if none can be started (or may be, from here), LockHeld if another process has
         tried to for too long.
         """
         make_directory(self._directory, ReadableBy.OWNER.directory_mode)

@@ -3,8 +3,8 @@
 With N machines and m replicas of each checkpoint, the own machine's among them:
 
 - *group placement*, where m divides N: groups of m machines, each of which holds the checkpoints of its whole group;
-- *mixed placement* elsewhere: groups as long as at least m machines are left behind them; the last ones (more than m,
-  fewer than 2 m) form a ring, where each machine's checkpoint lies at itself and the m - 1 machines behind it.
+- *mixed placement* elsewhere: groups as long as at least m machines are left after them; the last ones (more than m,
+  fewer than 2 m) form a ring, where each machine's checkpoint lies at itself and the m - 1 machines after it.
 
 A set of failed machines loses a checkpoint exactly if it contains all holders of one.
 """
@@ -17,7 +17,7 @@ __all__ = ["groups_and_ring", "placement"]
 
 
 def groups_and_ring(machines: int, replicas: int) -> tuple[list[range], range]:
-    """The groups of a placement, and the ring (empty where `replicas` divides `machines`).
+    """The groups of a placement, and the ring (empty if `replicas` divides `machines`).
 
     Raises ConfigError if there are fewer machines than replicas, or no replica.
     """

@@ -219,7 +219,7 @@ class Gemini(OneAtATime):
     def _kept_by_all(self) -> int | None:
         """Number this save, and say which checkpoint all ranks have: no peer may overwrite that one.
 
-        Not before the one in progress has ended here; a rank whose save failed says the one before. None where ranks do
+        Not before the one in progress has ended here; a rank whose save failed says the one before. None if ranks do
         not tell each other.
         """
         if self._together is None:

@@ -199,7 +199,7 @@ class Traffic:
     def facts(self) -> dict[str, Any]:
         """What a run record should say: bytes per idle gap, and training's communication alone and beside a checkpoint.
 
-        Times are seconds per iteration; None where there was no such iteration.
+        Times are seconds per iteration; None if there was no such iteration.
         """
         with self._change:
             moved = sorted([*self._moved_per_gap, *([self._gap_moved] if self._gap_moved else [])])

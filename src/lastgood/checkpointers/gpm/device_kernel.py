@@ -1,6 +1,6 @@
 """A Triton kernel whose threads store a block of a CUDA device into host memory that is registered with the driver.
 
-Imports Triton, so import it only where there is a device.
+Imports Triton, so import it only if there is a device.
 """
 
 from __future__ import annotations

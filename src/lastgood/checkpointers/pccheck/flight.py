@@ -159,7 +159,7 @@ class Flight:
         self._timeout_s = timeout_s
         self._meta = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         self._pool_memory = pool_memory
-        # Side streams go on behind what the training's streams have done so far, the frozen copies above included.
+        # Side streams continue after what the training's streams have done so far, the frozen copies above included.
         self._streams = DeviceStreams(self._blocks)
         self._lander = None if pool_memory is None else Lander(slot, timeout_s)
 

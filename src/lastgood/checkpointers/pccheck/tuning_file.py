@@ -145,7 +145,7 @@ class Tuning(FrozenModel):
     measured_at: str
     """UTC, ISO 8601."""
     direct_io: bool
-    """False where the file system has no direct I/O; then writes went through the page cache and were flushed."""
+    """False if the file system has no direct I/O; then writes went through the page cache and were flushed."""
 
     @property
     def chosen(self) -> WritePoint:

@@ -49,7 +49,7 @@ class RankedJob:
     def goes_on_from_another(self, view: SlotView | None) -> bool:
         """Whether to restore from the other job: there is one named, and this one has no checkpoint of all ranks.
 
-        Raises MismatchError, StorageError where this job has something, and its ranks do not belong together.
+        Raises MismatchError, StorageError if this job has something, and its ranks do not belong together.
         """
         if self.other_job is None:
             return False

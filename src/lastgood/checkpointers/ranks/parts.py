@@ -80,13 +80,13 @@ class RankParts:
         return [Source(rank, _runs_of(other)) for rank, other in known if other.nbytes]
 
     def check_rank(self, rank: int) -> None:
-        """Raise CorruptCheckpoint where a rank cannot get back what it left to others: all that it needs of them."""
+        """Raise CorruptCheckpoint if a rank cannot get back what it left to others: all that it needs of them."""
         for name, tensor in self.named[rank].items():
             if tensor.owner is not None:
                 self.source(rank, name)
 
     def check_together(self) -> None:
-        """Raise unless the parts are one state: CorruptCheckpoint, or MismatchError where two ranks differ.
+        """Raise unless the parts are one state: CorruptCheckpoint, or MismatchError if two ranks differ.
 
         This is what an export and a restore on another number of ranks need; as many ranks need only `check_rank`.
         """

@@ -109,7 +109,7 @@ def _choose_targets(layout: Layout, own: LiveTensors) -> tuple[list[torch.Tensor
 
 
 def _places(tensors: Sequence[NamedTensor], blocks: int, ours: set[str]) -> list[frozenset[NamedTensor]]:
-    """What lies in each block, whatever its number; empty where something in it is another part's."""
+    """What lies in each block, whatever its number; empty if something in it is another part's."""
     found: dict[int, set[NamedTensor]] = defaultdict(set)
     spoilt = set()
     for tensor in tensors:

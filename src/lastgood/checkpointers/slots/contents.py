@@ -234,7 +234,7 @@ def named_tensors(layout: Layout) -> list[NamedTensor]:
     A name is the path to the tensor, joined by dots: texts as they are ("model.layers.0.weight"), numbers of lists,
     tuples and int keys in decimal ("optimizer.state.3.exp_avg"), other keys as Python writes them. What cannot be
     printed is escaped as Python does in a text. Where two paths would give one name, the first in the tree's order has
-    it, and the others get "#2", "#3" and so on behind it, leaving out what is another tensor's path. So names depend
+    it, and the others get "#2", "#3" and so on after it, leaving out what is another tensor's path. So names depend
     on the structure alone, and all checkpoints of one training have the same.
     """
     found = [(path, node) for path, node in _leaves(layout.tree) if node[0] in "TAHR"]

@@ -149,7 +149,7 @@ class ResiliencyExtension(DirectorySystem):
         return read_tree(checkpoint, nbytes, found(LAYOUT_NAME).numel(), load)
 
     def storage_facts(self) -> dict[str, Any]:
-        """The library flushes nothing; it is done behind it."""
+        """The library flushes nothing; that is done after it."""
         return {
             "direct_io": False,
             "durability": "torch.save in a process; then fsync by Lastgood, manifest, fsync, rename, fsync",

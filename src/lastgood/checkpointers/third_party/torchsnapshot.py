@@ -62,7 +62,7 @@ class TorchSnapshot(DirectorySystem):
         return read_tree(checkpoint, nbytes, stored.elements(LAYOUT_NAME), stored.load)
 
     def storage_facts(self) -> dict[str, Any]:
-        """The library flushes nothing; it is done behind it."""
+        """The library flushes nothing; that is done after it."""
         return {
             "direct_io": False,
             "durability": "torchsnapshot's files; then fsync of each by Lastgood, manifest, fsync, rename, fsync",

@@ -148,7 +148,7 @@ class TorchFiles:
 
         A file of an earlier version does not say the last: None.
 
-        Raises NoCheckpoint, or CorruptCheckpoint where files are there and none of them can be read, naming each.
+        Raises NoCheckpoint, or CorruptCheckpoint if files are there and none of them can be read, naming each.
         """
         refused = []
         for _, candidate, path in self._files():

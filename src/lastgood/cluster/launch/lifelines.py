@@ -206,7 +206,7 @@ class Board:
             local = line.connection.getsockname()[0]
             notice_loss(line.connection)
             self._selector.register(line.connection, selectors.EVENT_READ, line)
-        except (OSError, ValueError) as error:  # it was reset just behind its hello
+        except (OSError, ValueError) as error:  # it was reset just after its hello
             guest.connection.close()
             self._lose(state, f"its connection failed: {error}")
             return

@@ -134,7 +134,7 @@ class _Lifeline:
             raise LaunchError("another program, or another launch, listens there")
 
     def _line(self, connection: socket.socket, address: str) -> dict[str, Any]:
-        """The next line, and nothing behind it: what follows is for `receive`."""
+        """The next line, and nothing after it: what follows is for `receive`."""
         while (end := self._buffer.find(b"\n")) < 0:
             part = connection.recv(4096)
             if not part or len(self._buffer) > MAX_MESSAGE_BYTES:

@@ -40,7 +40,7 @@ class HostReport(FrozenModel):
     changed: int
     unreachable: bool
     failure: str | None
-    """What failed, on which step, in Ansible's words; None where all went well."""
+    """What failed, on which step, in Ansible's words; None if all went well."""
     reboot_needed: bool
     facts: HostFacts | None
 

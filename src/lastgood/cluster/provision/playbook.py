@@ -72,7 +72,7 @@ def provision_hosts(wanted: Provisioning) -> tuple[Bundle, list[HostReport]]:
     """Bring every host to the checkout's revision and report on each; Ansible's own output goes to stderr.
 
     A host that fails keeps no other from being finished: look at `failure` of each report. Raises ConfigError for what
-    cannot work, ProvisionError where Ansible itself fails or the time is up.
+    cannot work, ProvisionError if Ansible itself fails or the time is up.
     """
     if not _TARGET.fullmatch(wanted.target) or ".." in wanted.target.split("/"):
         raise ConfigError(

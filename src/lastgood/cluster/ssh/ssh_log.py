@@ -83,6 +83,6 @@ def ssh_failure(host: str, log: str, connect_timeout_s: int) -> HostError | None
 
 
 def last_words(log: str) -> str:
-    """The last line of ssh's messages, as the end of ours; empty where there is none."""
+    """The last line of ssh's messages, as the end of ours; empty if there is none."""
     lines = [line for line in log.splitlines() if line.strip()]
     return f" (ssh: {lines[-1].strip().removeprefix('ssh: ')[:200]})" if lines else ""

@@ -184,7 +184,7 @@ def _pressure() -> dict[str, float] | None:
 
 
 def _disk_bytes(scratch: Path) -> int | None:
-    """None where the folder is on no block device of its own: a network, an overlay, a btrfs volume."""
+    """None if the folder is on no block device of its own: a network, an overlay, a btrfs volume."""
     number = nearest_folder(scratch).stat().st_dev
     try:
         path = Path("/sys/dev/block", f"{os.major(number)}:{os.minor(number)}", "stat")

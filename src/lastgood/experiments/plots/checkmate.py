@@ -59,7 +59,7 @@ _HATCH_UNPROVED: Final = "...."
 _PAPER: Final[dict[str, Any]] = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.9, "linestyle": (0, (2, 1.2))}
 _PAPER_PLACE: Final = "paper"
 _HATCH_OPEN: Final = "\\\\"
-"""Of a bar that ends only where the measurement did."""
+"""Of a bar that ends only if the measurement did."""
 _NAME_PT: Final = LABEL_PT
 _NAME_DEGREES: Final = 35.0
 _NUMBERS_PT: Final = 8.5

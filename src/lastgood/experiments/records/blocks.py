@@ -41,7 +41,7 @@ class PairPlan(FrozenModel):
 
 
 class Disturbance(FrozenModel):
-    """What others did to the machine during a block. None where this machine does not say."""
+    """What others did to the machine during a block. None if this machine does not say."""
 
     others_cpu_s: float
     """CPU seconds of everything but this run's own processes."""

@@ -54,7 +54,7 @@ class ConductorSettings:
     timeout_s: float
     """How long a connection may say nothing that was asked for."""
     behind_s: float
-    """How long a shadow may be behind before the others go on without it."""
+    """How long a shadow may lag before the others go on without it."""
     data: DataSettings
 
 
@@ -206,7 +206,7 @@ class Conductor:
             return found
 
     def seed(self, shadow: int, copy: BucketCopy) -> None:
-        """Send a bucket as it is behind `copy.iteration`."""
+        """Send a bucket as it is after `copy.iteration`."""
         with self._changed:
             self._state.seeding(shadow, copy.bucket, copy.iteration)
         message = Seed(bucket=copy.bucket, iteration=copy.iteration, entries=copy.entries)
@@ -242,7 +242,7 @@ class Conductor:
             if self._identity.rank != 0 or self.fenced is not None:
                 return False
             for number, known in enumerate(self._state.shadows):
-                if known.wants and self._state.behind(number):
+                if known.wants and self._state.lags(number):
                     self._state.give_up(number)
             self._decide()
             return self.reachable and self._state.closed > self._state.complete
@@ -274,7 +274,7 @@ class Conductor:
     def refused(self, shadow: int) -> None:
         """A shadow's process has ended, and what it held with it: there is nothing to wait for."""
         with self._changed:
-            if self._state.behind(shadow):
+            if self._state.lags(shadow):
                 self._state.give_up(shadow)
                 self._decide()
 
@@ -311,7 +311,7 @@ class Conductor:
             elif isinstance(message, Diverged):
                 self._diverged += 1
                 _log.error(
-                    "checkmate: bucket %d of shadow %d is not the training's behind iteration %d; it is seeded anew",
+                    "checkmate: bucket %d of shadow %d is not the training's after iteration %d; it is seeded again",
                     message.bucket,
                     shadow,
                     message.iteration,
@@ -347,7 +347,7 @@ class Conductor:
         self._on_complete(word)
 
     def _tick(self) -> None:
-        """Rank 0: go on without shadows that are behind for too long."""
+        """Rank 0: continue without shadows that lag for too long."""
         while not self._stop.wait(_TICK_S):
             if self._identity.rank != 0:
                 continue
@@ -355,7 +355,7 @@ class Conductor:
             with self._changed:
                 for number, known in enumerate(self._state.shadows):
                     progress = known.have or 0, self._state.complete
-                    if not self._state.behind(number):
+                    if not self._state.lags(number):
                         self._behind_since.pop(number, None)
                         self._last_progress.pop(number, None)
                         continue

@@ -3,7 +3,7 @@
 Pure: no I/O, clocks, threads or torch. `Conductor` feeds it with what shadows say and with the time, and does what it
 asks for. The other ranks keep one too, for the buckets that they seed, and only follow what rank 0 found complete.
 
-A shadow is *waited for* while it is connected, all of its buckets are seeded, and it is not behind for too long.
+A shadow is *waited for* while it is connected, all of its buckets are seeded, and it does not lag for too long.
 Nothing is complete before every shadow that is waited for holds it. One that is away or wants a seed is waited for as
 long as the others have room to hold what they may not apply yet; then they go on without it, and nothing can be given
 back from memory until it has caught up. What a torn shadow had before the tear it still has: with all others it is
@@ -42,7 +42,7 @@ class ShadowView:
     spoiled: set[int] = field(default_factory=set)
     """Iterations that it cannot give back, since a side record is missing permanently."""
     given_up: bool = False
-    """It was behind for too long; until it has caught up."""
+    """It lagged for too long; until it has caught up."""
 
     @property
     def whole(self) -> bool:
@@ -150,7 +150,7 @@ class ConductorState:
                 known.wants.pop(bucket, None)
 
     def give_up(self, shadow: int) -> None:
-        """It was behind for too long."""
+        """It lagged for too long."""
         self.shadows[shadow].given_up = True
 
     def follow(self, iteration: int, lost: Iterable[int]) -> bool:
@@ -167,7 +167,7 @@ class ConductorState:
         """No iteration before this one can be given back, even if all shadows held it."""
         return max(known.floor for known in self.shadows)
 
-    def behind(self, shadow: int) -> bool:
+    def lags(self, shadow: int) -> bool:
         """Whether the others wait for this shadow, and it lacks what the training has closed."""
         known = self.shadows[shadow]
         if self.closed <= self.complete or known.given_up:

@@ -91,7 +91,7 @@ class DataLink:
         return self._settings.carried or self._sender is not None or self._next is not None
 
     def connect(self, fd: int) -> None:
-        """Use this connection, behind its hello, from the next iteration on. Takes `fd` over."""
+        """Use this connection, after its hello, from the next iteration on. Takes `fd` over."""
         job, incarnation, rank = self._who
         try:
             sender = _native.Sender(

@@ -87,7 +87,7 @@ class GradientStream:
     def take_sent(self, iteration: int) -> int:
         """Bytes of an iteration's gradients that were given to connections since this was asked last.
 
-        All of them once shadows hold the iteration: from a device they come long behind its step. Those of many
+        All of them once shadows hold the iteration: from a device they come long after its step. Those of many
         iterations ago are forgotten.
         """
         with self._lock:

@@ -134,7 +134,7 @@ class ShadowLink:
         self._thread.start()
 
     def post(self, message: Message, iteration: int = 0, payload: memoryview = _NOTHING, arrives: Any = None) -> None:
-        """Let a message go out, with its bytes behind it, once `arrives` (a CUDA event) has come.
+        """Let a message go out, with its bytes after it, once `arrives` (a CUDA event) has come.
 
         Without a connection it is dropped.
         What shadows must hear of an iteration is sent again on the next connection, until it is complete.

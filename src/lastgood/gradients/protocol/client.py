@@ -59,8 +59,8 @@ class Choice:
 class ShadowClient:
     """One connection to one shadow, for one thread at a time. Use it as a context manager.
 
-    Every method raises CheckpointError where the shadow refuses (in its own words), closes, or breaks the protocol, and
-    WaitTimeout where it does not answer.
+    Every method raises CheckpointError if the shadow refuses (in its own words), closes, or breaks the protocol, and
+    WaitTimeout if it does not answer.
     """
 
     def __init__(self, address: str, token: bytes, timeout_s: float, job: str | None = None) -> None:
@@ -150,7 +150,7 @@ def fence(addresses: Sequence[str], token: bytes, *, job: str, timeout_s: float)
     """Begin a new incarnation on all shadows, and say how they stand then; `Status.epoch` is the new incarnation.
 
     Raises CheckpointError, naming each shadow that cannot be reached or refuses; those that were fenced stay so, and a
-    further call fences all again. MismatchError where they are not the shadows of one training, in their order.
+    further call fences all again. MismatchError if they are not the shadows of one training, in their order.
     """
     before = _all_or_none(ask_all(addresses, token, timeout_s, ShadowClient.status, job), addresses)
     check_set(before, addresses)

@@ -30,7 +30,7 @@ _Answer = TypeVar("_Answer", bound=Message)
 def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -> tuple[Wire, Welcome]:
     """Open a connection of any role.
 
-    Raises ConfigError for what is no HOST:PORT, CheckpointError if nobody listens, WaitTimeout, MismatchError where
+    Raises ConfigError for what is no HOST:PORT, CheckpointError if nobody listens, WaitTimeout, MismatchError if
     the shadow does not know the token, speaks another version of the protocol, or refuses the hello.
     """
     host, _, port = address.rpartition(":")

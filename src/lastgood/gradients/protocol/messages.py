@@ -120,7 +120,7 @@ class Welcome(FrozenModel):
 
 
 class Refused(FrozenModel):
-    """Why a request, or a whole connection, is refused; the connection is closed behind it if it was a hello."""
+    """Why a request, or a whole connection, is refused; the connection is closed after it if it was a hello."""
 
     kind: Literal["refused"] = "refused"
     why: _Text
@@ -237,7 +237,7 @@ class Have(FrozenModel):
     """This shadow can be brought to exactly this iteration (to rank 0).
 
     Each bucket holds all gradients up to it, or a seed. It may jump over iterations that are torn here. What is torn
-    behind it takes nothing back; Torn of it or of an older one does, and Diverged.
+    after it takes nothing back; Torn of it or of an older one does, and Diverged.
     """
 
     kind: Literal["have"] = "have"

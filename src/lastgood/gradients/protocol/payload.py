@@ -1,4 +1,4 @@
-"""Bytes behind a message: chunks of one stream, each checked for its place and content."""
+"""Bytes after a message: chunks of one stream, each checked for its place and content."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Window:
-    """From now on this bucket receives iteration `first` and those behind it; older gradients may be overwritten.
+    """From now on this bucket receives iteration `first` and those after it; older gradients may be overwritten.
 
     `ask`: which iterations it holds whole is to be told back (`window_set`), since newer ones overwrote older ones.
     """

@@ -64,7 +64,7 @@ class ShadowBody:
     def settle_memory(self, layout: GradientLayout) -> None:
         """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit.
 
-        Raises ConfigError if there is no room, WaitTimeout where the old receiver does not end.
+        Raises ConfigError if there is no room, WaitTimeout if the old receiver does not end.
         """
         if self.layout is not None and self.layout.digest == layout.digest:
             return
@@ -115,7 +115,7 @@ class ShadowBody:
             raise MismatchError(f"incarnation {incarnation} is fenced off; this shadow's is {self.state.incarnation}")
 
     def check_fenced(self, incarnation: int) -> None:
-        """Raises MismatchError, CheckpointError where no restore is possible now."""
+        """Raises MismatchError, CheckpointError if no restore is possible now."""
         self.check_current(incarnation)
         if self.state.declared:
             raise CheckpointError(f"training goes on in incarnation {incarnation} already; a restore fences first")

@@ -222,7 +222,7 @@ class ShadowCore:
                     tell(message)
 
     def hear(self, incarnation: int, rank: int, message: Step | Absent | Complete | Verify) -> None:
-        """What needs no stream behind it; see these messages."""
+        """What needs no stream after it; see these messages."""
         with self._current(incarnation):
             if isinstance(message, Step):
                 self._state.step(message)
@@ -239,7 +239,7 @@ class ShadowCore:
 
     @contextlib.contextmanager
     def side_room(self, message: Side) -> Iterator[bool]:
-        """Room for a side record while it arrives, which others do not get meanwhile; False where there is none."""
+        """Room for a side record while it arrives, which others do not get meanwhile; False if there is none."""
         with self.body.change:
             found = self.body.sides.reserve(message.nbytes)
         try:

@@ -54,7 +54,7 @@ class ShadowHoldings:
 
     @property
     def applied(self) -> int:
-        """The iteration that all buckets are behind; 0 if one has no value."""
+        """The iteration that all buckets have applied; 0 if one has no value."""
         return min((bucket.at or 0 for bucket in self.buckets.values()), default=0)
 
     @property

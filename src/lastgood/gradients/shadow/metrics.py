@@ -52,7 +52,7 @@ class _Numbers(Collector):
             ("applied_buckets_total", "Updates of single buckets.", counters.applied_buckets),
             (OPTIMIZER_S, "Time in the optimizer.", counters.optimizer_s),
             ("epoch", "The incarnation that trainers must be of.", status.epoch),
-            ("applied_iteration", "All buckets are behind this iteration.", status.applied),
+            ("applied_iteration", "All buckets have applied this iteration.", status.applied),
             ("have_iteration", "The newest iteration that it can be brought to.", status.have),
             ("newest_saved_step", "The training's step of the newest iteration in memory.", _newest(status.memory)),
             ("durable_step", "The same of the newest spill.", _newest(status.durable)),

@@ -19,7 +19,7 @@ class RankRecords:
         self._bytes = 0
 
     def reserve(self, nbytes: int) -> bool:
-        """Set room aside for a record that is arriving, until `release`; False where there is none."""
+        """Set room aside for a record that is arriving, until `release`; False if there is none."""
         if self._bytes + nbytes > self._limit_bytes:
             return False
         self._bytes += nbytes

@@ -20,7 +20,7 @@ class Rendezvous:
     """A store at MASTER_ADDR and MASTER_PORT; keep it as long as others may ask it.
 
     torchrun's agent, or rank 0 of the trainers, has one there already; where shadows are alone, the first makes it.
-    Raises ConfigError if the environment names no store, HostError where it cannot be reached in `timeout_s`.
+    Raises ConfigError if the environment names no store, HostError if it cannot be reached in `timeout_s`.
     """
 
     def __init__(self, environment: Mapping[str, str], place: Place, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ def reading_tensors(
 ) -> Iterator[list[tuple[Entry, memoryview]]]:
     """All tensors at a saved iteration; they do not change before this is left.
 
-    Raises MismatchError for another incarnation, CheckpointError or NoCheckpoint where it cannot be given back.
+    Raises MismatchError for another incarnation, CheckpointError or NoCheckpoint if it cannot be given back.
     """
     if source == "durable":
         _read_back(body, incarnation, saved)

@@ -297,7 +297,7 @@ class ShadowService:
             self.core.side(control.incarnation, message, bytes(content) if keep else None)
 
     def _receive_seed(self, control: _Control, message: Seed) -> None:
-        what = f"the seed of bucket {message.bucket} behind iteration {message.iteration}"
+        what = f"the seed of bucket {message.bucket} after iteration {message.iteration}"
         try:
             value, views = self.core.begin_seed(control.incarnation, message, control.wire.other)
         except CheckpointError as error:

@@ -124,7 +124,7 @@ class SpillStore:
             self._fenced = incarnation
 
     def begin_incarnation(self, incarnation: int, adopt: int | None, restored: Saved | None) -> None:
-        """Trainers go on after iteration `adopt`, or begin anew. Spills that they left behind are not given back.
+        """Trainers go on after iteration `adopt`, or begin again. Spills that they left behind are not given back.
 
         All others stay for now: only rank 0, which hears of those of all shadows, knows which one they share.
         Raises WaitTimeout, StorageError.

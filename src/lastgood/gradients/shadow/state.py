@@ -4,7 +4,7 @@ No input, output, clock, thread or torch: messages and events go in, `take` give
 border (`Tell`, `Window`, `Open`, `DropSide`), `next_work` what is to be done in memory, one bucket at a time.
 
 What it promises, whatever the order of its inputs: a bucket is brought from one iteration to the next only if rank 0
-said that all shadows hold that one; each bucket holds its value behind one iteration and the gradients of those that
+said that all shadows hold that one; each bucket holds its value after one iteration and the gradients of those that
 follow, so that at least one saved iteration stays producible while the next is coming; nothing of a fenced
 incarnation is ever applied, unless a restore asks for exactly that iteration.
 """
@@ -110,13 +110,13 @@ class ShadowState:
     ) -> bool:
         """The incarnation's layout. Says whether the state is kept; if not, the caller sets all memory up again.
 
-        The caller's receiver begins anew either way: no gradients are held after this.
+        The caller's receiver begins again either way: no gradients are held after this.
         """
         kept = self.keeps(layout, adopt)
         if kept:
             assert adopt is not None
             for bucket in self.held.buckets.values():
-                # Skipped steps may have been applied behind it; they changed nothing, and their numbers come again.
+                # Skipped steps may have been applied after it; they changed nothing, and their numbers come again.
                 bucket.at, bucket.floor = adopt, min(bucket.floor, adopt)
                 bucket.received.clear()
                 bucket.torn = bucket.landing = None
@@ -161,7 +161,7 @@ class ShadowState:
         return [*self._unsaved(), *([] if self.last_complete is None else [self.last_complete])]
 
     def _unsaved(self) -> list[Torn]:
-        why = "a side record of it is missing for good"
+        why = "a side record of it is lost"
         return [Torn(iteration=iteration, buckets=(), why=why) for iteration in sorted(self.held.known.given_up)]
 
     def restore_to(self, saved: Saved) -> None:
@@ -244,7 +244,7 @@ class ShadowState:
     def side_refused(self, rank: int, iteration: int, why: str) -> None:
         """A side record could not be kept: that iteration cannot be given back.
 
-        Unless it is held: behind a broken connection a rank sends its newest ones again.
+        Unless it is held: after a broken connection a rank sends its newest ones again.
         """
         if self.held.known.lacks_side(rank, iteration, self.held.oldest()):
             self._give_up([(iteration, f"rank {rank}: {why}")])

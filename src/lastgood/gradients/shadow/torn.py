@@ -68,7 +68,7 @@ def find_torn(buckets: Mapping[int, BucketState], known: Iterations, completed: 
             missing = unknown
         elif missing > over:
             continue
-        # One that is void may be found to be so behind one that is torn.
+        # One that is void may be found to be so after one that is torn.
         if bucket.torn is None or missing < bucket.torn:
             bucket.torn = missing
             torn.setdefault(missing, []).append(number)

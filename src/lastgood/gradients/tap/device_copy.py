@@ -60,7 +60,7 @@ class DeviceMover:
     def move(self, iteration: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span], base: int) -> None:
         """Send `spans` of the bytes of `tensors`, one after another; their sources count from `base`.
 
-        Ordered behind what the current stream has done; what it does next is ordered after the copy, so that the
+        Ordered after what the current stream has done; what it does next is ordered after the copy, so that the
         tensors may be overwritten.
         """
         memory = self._acquire(sum(tensor.nbytes for tensor in tensors))

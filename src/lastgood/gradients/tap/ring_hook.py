@@ -24,7 +24,7 @@ __all__ = ["RingReducer", "ring_all_reduce"]
 class RingReducer:
     """Averages DDP's buckets by a ring, in the background while the backward pass goes on, in the order of the calls.
 
-    Each backward pass that reduces is an iteration, counted from `first_iteration`; it ends with an END record behind
+    Each backward pass that reduces is an iteration, counted from `first_iteration`; it ends with an END record after
     its last bucket. CPU tensors only.
     """
 

@@ -135,10 +135,10 @@ def _open_section(record: bytearray, at: int, where: str) -> tuple[dict[str, Any
     end = begin + layout.stream_bytes
     if end > len(record):
         raise CorruptCheckpoint(
-            f"{where}: a side record holds {len(record) - begin} bytes behind {begin}, and its layout needs "
+            f"{where}: a side record holds {len(record) - begin} bytes after byte {begin}, and its layout needs "
             f"{layout.stream_bytes}"
         )
-    # A tensor of its own begins at an address that suits every dtype; the record's bytes behind the text do not.
+    # A tensor of its own begins at an address that suits every dtype; the record's bytes after the text do not.
     memory = torch.empty(layout.stream_bytes, dtype=torch.uint8, device="cpu")
     memoryview(memory.numpy().data)[:] = record[begin:end]
     blocks = [memory[at : at + size] for at, size in zip(layout.block_offsets(), layout.block_bytes, strict=True)]
@@ -155,7 +155,7 @@ def restored_tree(
     """The whole state's tree, as `apply_tree` takes it.
 
     `tensors` are what shadows gave, by (parameter's index on this rank, key), shaped as this rank's own. Raises
-    MismatchError where they do not fit the state.
+    MismatchError if they do not fit the state.
     """
     tree = dict(side)
     by_place = {place_of(local_part(parameter)): index for index, parameter in enumerate(tracked.parameters)}

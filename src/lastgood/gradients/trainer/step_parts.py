@@ -52,7 +52,7 @@ class OpenUpdate:
             self._groups |= part.groups
 
     def _with(self, rule: UpdateRule, groups: Set[int]) -> UpdateRule | None:
-        """The rule of all parts and of one more; None where there is none."""
+        """The rule of all parts and of one more; None if there is none."""
         if self.rule is None:
             return rule
         mine = self.rule

@@ -223,7 +223,7 @@ class Samples:
                 self._taken.append((index, element, buffer[begin + element].item()))
 
     def difference(self, inverse_scale: float | None, clip: ClipNorm | ClipValue | None) -> str | None:
-        """Where a gradient is not what was reduced, unscaled and clipped as noted; None where all are."""
+        """Where a gradient is not what was reduced, unscaled and clipped as noted; None if all are."""
         for index, element, value in self._taken:
             parameter = self._tracked.parameters[index]
             if parameter.grad is None:
