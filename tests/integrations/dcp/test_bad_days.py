@@ -1,0 +1,99 @@
+"""Ranks that die or fail at each stage of a save: an error on all that names them, and the older checkpoint stays."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from tests.integrations.rank_asker import Ranks
+
+pytestmark = pytest.mark.timeout(150)
+TIMEOUT_S = 5
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    made = Ranks(tmp_path_factory.mktemp("ranks"), "dcp/dcp_rank.py")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [("before", 1), ("plan", 1), ("write", 2), ("finish", 0), ("write", 0)],
+)
+def test_a_rank_that_dies_is_named_on_all_others(ranks, tmp_path, where, victim):
+    codes, answers, folder = ranks.ask(
+        "bad_day", 3, place=str(tmp_path), where=where, victim=victim, dies=True, timeout_s=TIMEOUT_S
+    )
+    assert codes[victim] == -signal.SIGKILL
+    assert answers[victim] == "saved"
+    survivors = [answer for rank, answer in enumerate(answers) if rank != victim]
+    for answer in survivors:
+        assert isinstance(answer, dict), ranks.logs(folder)
+        assert answer["seconds"] < 2 * TIMEOUT_S + 1
+        assert answer["older"] == []
+        # Rank 0 keeps the process group's store here, so with it all ways to hear of others are gone.
+        assert "rank 0" in answer["text"] if victim == 0 else f"rank {victim}" in answer["text"]
+        assert answer["kind"] in ("WaitTimeout", "CheckpointError")
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "kind", "said"),
+    [
+        ("plan", 1, "ValueError", "cannot plan"),
+        ("write", 2, "OSError", "Input/output error"),
+        ("finish", 0, "OSError", "Input/output error"),
+    ],
+)
+def test_an_error_of_a_rank_is_an_error_on_all_at_once(ranks, tmp_path, where, victim, kind, said):
+    answers = ranks.run(
+        "bad_day", 3, place=str(tmp_path), where=where, victim=victim, dies=False, timeout_s=60, again=True
+    )
+    for answer in answers:
+        assert answer["kind"] == kind
+        assert said in answer["text"]
+        assert answer["seconds"] < 10
+        assert answer["older"] == []
+        assert answer["again"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_rank_that_is_late_is_waited_for(ranks, tmp_path):
+    answers = ranks.run("bad_day", 2, place=str(tmp_path), where="before", victim=1, dies=False, late_s=3, timeout_s=60)
+    for answer in answers:
+        assert answer["kind"] == "nothing"
+
+
+def test_folders_that_are_not_one_are_named(ranks, tmp_path):
+    for answer in ranks.run("other_folders", 2, place=str(tmp_path)):
+        assert answer["names"]["kind"] == "MismatchError"
+        assert "step-0" in answer["names"]["text"]
+        assert "step-1" in answer["names"]["text"]
+        assert answer["places"]["kind"] == "StorageError"
+        assert "do not share it" in answer["places"]["text"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_cannot_read_fails_the_load_of_all(ranks, tmp_path):
+    for damaged, nowhere in ranks.run("failed_load", 2, place=str(tmp_path)):
+        assert damaged["kind"] == "CorruptCheckpoint"
+        assert "checksum" in damaged["text"]
+        assert nowhere["kind"] == "NoCheckpoint"
+
+
+@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(ranks, tmp_path, victims):
+    """The older one until the new one takes its name; and the next save removes what was left."""
+    for number in range(2):
+        place = tmp_path / str(number)
+        place.mkdir()
+        after_s = random.uniform(1.0, 1.6)
+        ranks.ask("save_until_killed", 2, place=str(place), timeout_s=2, kill=victims, kill_after_s=after_s)
+        if not (place / "step-1").exists():
+            continue  # killed before the first one was complete
+        for answer in ranks.run("newest_is_complete", 2, place=str(place)):
+            assert answer["differs"] == [], f"after {after_s} s"
+            assert answer["left"] == ["step-1"]
