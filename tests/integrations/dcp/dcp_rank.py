@@ -18,14 +18,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lastgood.checkpointers.dcp.torch_io import first_cause
 from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter, folder, writer
 from tests.integrations.forked_ranks import serve
 
+DTYPES = {name: name for name in ("float64", "int64", "bool", "complex64", "float16")} | {"columns": "bfloat16"}
 SHAPES = {"rows": (7, 5), "columns": (3, 9), "both": (8, 6), "small": (1, 4), "empty": (0, 3), "scalar": ()}
 
 
@@ -33,7 +36,7 @@ def whole(seed, name, shape):
     """The tensor of which each rank has a part."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     found = torch.randn(shape, generator=generator)
-    return found.bfloat16() if name == "columns" else found
+    return found.to(getattr(torch, DTYPES.get(name.rpartition(" ")[2], "float32")))
 
 
 def make_state(seed, shapes=None, placed=None):
@@ -97,6 +100,76 @@ def both_ways(rank, asked):
     save(state, dcp.FileSystemWriter(place / "torch"))
     found["torch"] = loaded(state, LastgoodReader(place / "torch", timeout_s=20))
     yield found
+
+
+def many_ways(rank, asked):
+    """`both_ways` for one case after another: the cases that failed, with what differed."""
+    found = []
+    for number, case in enumerate(asked["cases"]):
+        place = Path(asked["place"]) / str(number)
+        (answer,) = both_ways(rank, {**case, "place": str(place)})
+        if any(answer.values()):
+            found.append([case, answer])
+    yield found
+
+
+def sharded_models(rank, asked):
+    """Models under FSDP1 (ShardedTensor) and FSDP2 with an optimizer: saved, changed, loaded again."""
+    del rank
+    found = {}
+    for kind in ("fsdp1", "fsdp2"):
+        for layout in ("lastgood", "dcp"):
+            place = Path(asked["place"]) / f"{kind}-{layout}"
+            model, optimizer = training(kind)
+            dcp.save(
+                app_state(kind, model, optimizer), storage_writer=LastgoodWriter(place, layout=layout, timeout_s=20)
+            )
+            before = local_bytes(model, optimizer)
+            other, other_optimizer = training(kind, steps=2)
+            found[f"{kind} {layout} changed"] = local_bytes(other, other_optimizer) != before
+            state = app_state(kind, other, other_optimizer)
+            dcp.load(state, storage_reader=LastgoodReader(place, timeout_s=20))
+            take_state(kind, other, other_optimizer, state)
+            found[f"{kind} {layout} again"] = local_bytes(other, other_optimizer) == before
+    yield found
+
+
+def training(kind, steps=1):
+    torch.manual_seed(steps)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def app_state(kind, model, optimizer):
+    if kind == "fsdp1":
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def take_state(kind, model, optimizer, state):
+    if kind == "fsdp1":
+        model.load_state_dict(state["model"])
+        moments = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+        optimizer.load_state_dict(moments)
+        return
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def local_bytes(model, optimizer):
+    tensors = [*model.parameters(), *(one for state in optimizer.state.values() for one in state.values())]
+    plain = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return [one.detach().reshape(-1).view(torch.uint8).tolist() for one in plain if one.numel()]
 
 
 def load_into(rank, asked):
@@ -266,6 +339,8 @@ WORKS = {
     one.__name__: one
     for one in (
         both_ways,
+        many_ways,
+        sharded_models,
         load_into,
         cached_plans,
         without_collectives,
@@ -281,7 +356,10 @@ WORKS = {
 def one_rank(rank, asked):
     """In a forked process: do the work."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=80))
+    # A store in a file outlives rank 0, as that of a launcher does.
+    kept = f"file://{asked['folder']}/store" if asked.get("store") == "file" else None
+    world = {} if kept is None else {"rank": rank, "world_size": asked["world"]}
+    dist.init_process_group("gloo", init_method=kept, timeout=datetime.timedelta(seconds=80), **world)
     yield from WORKS[asked["work"]](rank, asked)
     dist.barrier()
     dist.destroy_process_group()

@@ -40,6 +40,26 @@ def test_a_rank_that_dies_is_named_on_all_others(ranks, tmp_path, where, victim)
         assert answer["kind"] in ("WaitTimeout", "CheckpointError")
 
 
+def test_rank_0_is_named_where_the_store_outlives_it(ranks, tmp_path):
+    _, answers, folder = ranks.ask(
+        "bad_day",
+        3,
+        place=str(tmp_path),
+        where="finish",
+        victim=0,
+        dies=True,
+        timeout_s=TIMEOUT_S,
+        store="file",
+    )
+    for answer in answers[1:]:
+        assert isinstance(answer, dict), ranks.logs(folder)
+        assert answer["kind"] == "WaitTimeout"
+        assert "rank 0" in answer["text"]
+        assert "while finishing" in answer["text"]
+        assert answer["seconds"] < 2 * TIMEOUT_S + 1
+        assert answer["older"] == []
+
+
 @pytest.mark.parametrize(
     ("where", "victim", "kind", "said"),
     [

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.integrations.rank_asker import Ranks
 
@@ -37,3 +41,28 @@ def test_plans_may_be_cached(ranks, tmp_path):
 def test_ranks_may_save_by_themselves(ranks, tmp_path):
     assert ranks.run("without_collectives", 2, place=str(tmp_path)) == [{"together": [], "alone": []}] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone-0", "alone-1", "together"]
+
+
+def test_models_of_both_fsdps_come_back_to_the_bit(ranks, tmp_path):
+    for answer in ranks.run("sharded_models", 2, place=str(tmp_path)):
+        assert all(answer.values()), answer
+        assert len(answer) == 8
+
+
+@st.composite
+def cases(draw):
+    """Tensors of any shape and dtype, each cut along an axis or held by all."""
+    shapes, placed = {}, {}
+    for number in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(["float32", "float64", "int64", "bool", "complex64", "float16"]))
+        name = f"t{number} {dtype}"
+        shapes[name] = draw(st.lists(st.integers(0, 6), max_size=3).filter(lambda shape: math.prod(shape) < 100))
+        placed[name] = draw(st.sampled_from([None, *range(len(shapes[name]))]))
+    return {"shapes": shapes, "placed": placed, "seed": draw(st.integers(0, 9))}
+
+
+@settings(max_examples=3, deadline=None)
+@given(drawn=st.lists(cases(), min_size=3, max_size=3), world=st.integers(2, 4))
+def test_any_state_is_read_as_torch_reads_it(ranks, tmp_path_factory, drawn, world):
+    for answer in ranks.run("many_ways", world, place=str(tmp_path_factory.mktemp("cases")), cases=drawn):
+        assert answer == []
