@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lastgood.errors import ConfigError, LastgoodError, LockHeld
-from lastgood.experiments.ceilings.disk import refuse_memory_filesystem
 from lastgood.experiments.machine.facts import machine_label, where_run
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.files import write_result
 from lastgood.locks import FileLock
+from lastgood.mounts import refuse_memory
 from lastgood.units import parse_bytes
 
 FORMAT = 1
@@ -251,7 +251,7 @@ def main(
     name = Path(script).stem
     signal.signal(signal.SIGTERM, _end)
     try:
-        refuse_memory_filesystem(options.directory)
+        refuse_memory(options.directory)
         lock = machine_lock()
         lock.acquire(LOCK_TIMEOUT_S, say)
         with lock, _ScratchFolder(options.directory) as folder:
