@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lastgood._lazy import torch
@@ -63,8 +64,8 @@ def plain_file_name(name: Any) -> bool:
 def decode_metadata(content: bytes, budget: Budget) -> Metadata:
     """What DCP pickled into a ``.metadata``; memory is charged to `budget`. Raises Refused, and what `DAMAGE` lists.
 
-    Every part of a tensor lies inside it, every item in a file beside the metadata, and a tensor of one process's
-    checkpoint or of all ranks' has a place for each part; whether the files are that long is for the reader to see.
+    Every part of a tensor lies inside it and has a place, every item in a file beside the metadata, and no two items
+    share bytes; whether the files are that long is for the reader to see.
     """
     from torch.distributed.checkpoint import metadata as of_torch
 
@@ -83,9 +84,9 @@ def decode_metadata(content: bytes, budget: Budget) -> Metadata:
     tree_cost(planned, lambda leaf: 100 if type(leaf) is torch.Size else None, "its planner's data")
     version: Any = fields.get("version")
     require(version is None or type(version) is str, "its metadata has a damaged version")
-    return of_torch.Metadata(
-        entries, planned, _places(places, entries), _storage_meta(fields.get("storage_meta")), version
-    )
+    found = _places(places, entries)
+    _check_room(entries, found)
+    return of_torch.Metadata(entries, planned, found, _storage_meta(fields.get("storage_meta")), version)
 
 
 def _tensor(name: str, about: dict[str, Any]) -> Any:
@@ -161,6 +162,28 @@ def _places(places: dict[Any, Any], entries: dict[str, Any]) -> dict[Any, Any]:
         )
         found[known] = _StorageInfo(file, begin, nbytes, list(transforms or ()) or None)
     return found
+
+
+def _check_room(entries: dict[str, Any], places: dict[Any, Any]) -> None:
+    """Each part of a tensor has a place that can hold it, and no two items share bytes of a file."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    for name, about in entries.items():
+        if isinstance(about, BytesStorageMetadata):
+            continue
+        for chunk in about.chunks:
+            place = places.get(MetadataIndex(name, chunk.offsets)) or places.get(MetadataIndex(name))
+            if place is None:
+                raise Refused(f"its metadata says not where {name!r:.60} is")
+            require(
+                math.prod(chunk.sizes) * about.properties.dtype.itemsize <= place.length,
+                "its metadata has a tensor that is larger than its place",
+            )
+    taken = sorted((one.relative_path, one.offset, one.offset + one.length) for one in places.values() if one.length)
+    require(
+        all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(taken)),
+        "its metadata has tensors one over another",
+    )
 
 
 def _storage_meta(value: Any) -> Any:

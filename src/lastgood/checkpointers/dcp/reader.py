@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +106,5 @@ def _stored_tensors(metadata: Metadata) -> dict[str, _Stored]:
         require(name in infos, f"its metadata says not where {name!r:.60} is")
         place, dtype, shape = infos[name], about.properties.dtype, tuple(about.size)
         require(not place.transform_descriptors, "its metadata has tensors that were changed when they were written")
-        require(
-            math.prod(shape) * dtype.itemsize <= place.length,
-            "its metadata has a tensor that is larger than its place",
-        )
         stored[name] = _Stored(dtype, shape, place.relative_path, place.offset, place.length)
-    taken = sorted((one.file, one.begin, one.begin + one.nbytes) for one in stored.values())
-    require(
-        all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(taken)),
-        "its metadata has tensors one over another",
-    )
     return stored
