@@ -13,6 +13,8 @@ from pathlib import Path
 from lastgood.processes import die_with_parent
 
 RANK_LIMIT_S = 200
+SURVIVORS_S = 2.5
+"""How long ranks live on after others were killed."""
 
 
 def fork_rank(one_rank, rank, asked, folder):
@@ -45,7 +47,8 @@ def fork_rank(one_rank, rank, asked, folder):
 def serve(one_rank):
     """Read one JSON object a line, {"work", "world", "port", "folder", ...}, and answer with codes and answers.
 
-    With "kill_after_s", the ranks in "kill" are killed so long after they were forked.
+    With "kill_after_s", the ranks in "kill" are killed so long after the first of them has first answered, and
+    the others a little later.
     """
     die_with_parent()
     for line in sys.stdin:
@@ -53,8 +56,14 @@ def serve(one_rank):
         folder = Path(asked["folder"])
         children = [fork_rank(one_rank, rank, asked, folder) for rank in range(asked["world"])]
         if "kill_after_s" in asked:
+            deadline = time.monotonic() + RANK_LIMIT_S
+            while not (folder / f"rank-{asked['kill'][0]}.json").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
             time.sleep(asked["kill_after_s"])
             for rank in asked["kill"]:
+                os.kill(children[rank], signal.SIGKILL)
+            time.sleep(SURVIVORS_S)
+            for rank in set(range(asked["world"])) - set(asked["kill"]):
                 os.kill(children[rank], signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         files = [folder / f"rank-{rank}.json" for rank in range(asked["world"])]

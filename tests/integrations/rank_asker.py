@@ -23,9 +23,10 @@ class Ranks:
         self.folder = folder
         self.works = 0
         self.errors = (folder / "parent.log").open("wb")
+        python_path = filter(None, [os.environ.get("PYTHONPATH")])
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / script)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parents[2], *python_path]))},
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ Run as: dcp_rank.py. See `forked_ranks`.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import signal
 import time
@@ -39,9 +40,14 @@ def whole(seed, name, shape):
     return found.to(getattr(torch, DTYPES.get(name.rpartition(" ")[2], "float32")))
 
 
+@functools.cache
+def whole_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def make_state(seed, shapes=None, placed=None):
     """A state of parts of tensors, of tensors that all ranks have, and of values."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = whole_mesh()
     shapes = shapes or SHAPES
     placed = placed or {"rows": 0, "columns": 1, "both": 0, "small": 0, "empty": 0, "scalar": None}
     state = {}
@@ -140,7 +146,7 @@ def training(kind, steps=1):
     if kind == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=whole_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         model(torch.randn(4, 7)).sum().backward()

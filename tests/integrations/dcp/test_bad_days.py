@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_rank_that_dies_is_named_on_all_others(ranks, tmp_path, where, victim)
     survivors = [answer for rank, answer in enumerate(answers) if rank != victim]
     for answer in survivors:
         assert isinstance(answer, dict), ranks.logs(folder)
-        assert answer["seconds"] < 2 * TIMEOUT_S + 1
+        assert answer["seconds"] < TIMEOUT_S + 2
         assert answer["older"] == []
         # Rank 0 keeps the process group's store here, so with it all ways to hear of others are gone.
         assert "rank 0" in answer["text"] if victim == 0 else f"rank {victim}" in answer["text"]
@@ -54,9 +55,8 @@ def test_rank_0_is_named_where_the_store_outlives_it(ranks, tmp_path):
     for answer in answers[1:]:
         assert isinstance(answer, dict), ranks.logs(folder)
         assert answer["kind"] == "WaitTimeout"
-        assert "rank 0" in answer["text"]
-        assert "while finishing" in answer["text"]
-        assert answer["seconds"] < 2 * TIMEOUT_S + 1
+        assert re.search(r"rank 0 \(host \S+, process \d+\) .* while finishing", answer["text"])
+        assert answer["seconds"] < TIMEOUT_S + 2
         assert answer["older"] == []
 
 
@@ -104,16 +104,28 @@ def test_a_rank_that_cannot_read_fails_the_load_of_all(ranks, tmp_path):
         assert nowhere["kind"] == "NoCheckpoint"
 
 
+def killed_at_a_random_moment(ranks, place, victims):
+    """The step of the one checkpoint that is left: the older one until the new one takes its name."""
+    place.mkdir()
+    after_s = random.uniform(0.0, 0.4)
+    _, told, _ = ranks.ask("save_until_killed", 2, place=str(place), timeout_s=2, kill=victims, kill_after_s=after_s)
+    answers = ranks.run("newest_is_complete", 2, place=str(place))
+    for answer in answers:
+        assert answer["differs"] == [], f"after {after_s} s"
+        assert answer["left"] == ["step-1"]
+    assert all(answer["step"] >= max(step for step in told if step is not None) for answer in answers)
+    return answers[0]["step"]
+
+
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
 def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(ranks, tmp_path, victims):
-    """The older one until the new one takes its name; and the next save removes what was left."""
+    """What a save said was saved is there, and the next save removes what was left."""
     for number in range(2):
-        place = tmp_path / str(number)
-        place.mkdir()
-        after_s = random.uniform(1.0, 1.6)
-        ranks.ask("save_until_killed", 2, place=str(place), timeout_s=2, kill=victims, kill_after_s=after_s)
-        if not (place / "step-1").exists():
-            continue  # killed before the first one was complete
-        for answer in ranks.run("newest_is_complete", 2, place=str(place)):
-            assert answer["differs"] == [], f"after {after_s} s"
-            assert answer["left"] == ["step-1"]
+        assert killed_at_a_random_moment(ranks, tmp_path / str(number), victims) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kills_at_many_moments(ranks, tmp_path):
+    steps = [killed_at_a_random_moment(ranks, tmp_path / str(number), [number % 2]) for number in range(60)]
+    assert len(set(steps)) > 5

@@ -118,9 +118,8 @@ class TorchItems:
     Raises CorruptCheckpoint, StorageError.
     """
 
-    def __init__(self, folder: Path, allow: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._allow = allow
         self._stack = contextlib.ExitStack()
         self._descriptors: dict[str, int] = {}
 

@@ -28,8 +28,6 @@ from lastgood.integrations.dcp.writer import save_id_of
 
 __all__ = ["LastgoodReader"]
 
-_MOST_METADATA_BYTES = 8 << 30
-
 
 class LastgoodReader(StorageReader):
     """Reads checkpoints of `LastgoodWriter`, and of torch's FileSystemWriter, and runs nothing that is in them.
@@ -149,7 +147,7 @@ class LastgoodReader(StorageReader):
                 values.append((item, place))
             else:
                 tensors.append(self._wanted(metadata, item, place, planner))
-        slots, others = SlotItems(self.path, self._save_id, self._threads), TorchItems(self.path, self._allow)
+        slots, others = SlotItems(self.path, self._save_id, self._threads), TorchItems(self.path)
         with slots, others:
             contents = []
             for item, place in values:
@@ -178,7 +176,7 @@ class LastgoodReader(StorageReader):
         path = self.path / name
         with storage_errors(path, "reading"):
             try:
-                content = read_bounded(path, _MOST_METADATA_BYTES)
+                content = read_bounded(path, path.lstat().st_size)
             except (FileNotFoundError, NotADirectoryError):
                 what = "holds no complete checkpoint" if self.path.exists() else "is not there"
                 raise NoCheckpoint(f"{self.path}: {what}: it has no {name}") from None
@@ -190,7 +188,8 @@ class LastgoodReader(StorageReader):
             self._check_manifest(name, content, self._save_id)
         elif any(map(_in_slot, metadata.storage_data.values())):
             raise CorruptCheckpoint(f"{path}: names slot files, and no save of Lastgood's")
-        self._look_for_files(metadata)
+        if self._roll is None or self._roll.rank == 0:  # what rank 0 refuses, all refuse
+            self._look_for_files(metadata)
         meta.load_id = self._load_id
         return metadata
 
@@ -198,7 +197,7 @@ class LastgoodReader(StorageReader):
         path = self.path / manifest_name(save_id)
         try:
             with storage_errors(path, "reading"):
-                manifest = read_bounded(path, MOST_MANIFEST_BYTES)
+                manifest = read_bounded(path, min(path.lstat().st_size, MOST_MANIFEST_BYTES))
         except StorageError as error:
             raise CorruptCheckpoint(f"{error}; the checkpoint is not complete without its manifest") from error
         expected = parse_manifest(manifest, str(path), 0).get(name)

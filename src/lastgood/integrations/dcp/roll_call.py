@@ -33,11 +33,18 @@ __all__ = ["RollCall", "join"]
 _POLL_S = 0.002
 _MOST_POLL_S = 0.05
 _MOST_SILENCE_S = 30.0
+_OF_TIMEOUT = 0.7
+"""So much of it in silence, and a rank counts as dead: all know it before the time is up."""
+_BEGUN = "lastgood_roll_call"
 _CALLER = {"save": "_save_state_dict", "load": "_load_state_dict"}
 _STAGES = {
     "save": ("planning the save", "handing out the plan", "writing", "finishing"),
     "load": ("planning the load", "handing out the plan", "reading"),
 }
+
+
+_done: dict[str, list[str]] = {}
+"""By kind of call and group: keys of the newest one."""
 
 
 def join(what: Literal["save", "load"], place: str, timeout_s: float, ended: Callable[[], None]) -> RollCall | None:
@@ -54,6 +61,9 @@ def join(what: Literal["save", "load"], place: str, timeout_s: float, ended: Cal
     wrapper = frame.f_locals.get("distW")
     if not isinstance(wrapper, _DistWrapper):
         raise ConfigError(f"this torch ({torch_version()}) runs DCP in a way that Lastgood does not know")
+    begun = vars(wrapper).get(_BEGUN)
+    if begun is not None:
+        return begun  # type: ignore[no-any-return]
     collective = wrapper.use_dist and (what == "load" or frame.f_locals.get("use_collectives", True))
     roll = RollCall(wrapper, what, place, timeout_s, ended, collective=collective)
     roll.begin()
@@ -91,16 +101,19 @@ class RollCall:
         self._what: Literal["save", "load"] = what
         self._place = place
         self._timeout_s = timeout_s
-        self._silence_s = min(timeout_s, _MOST_SILENCE_S)
+        self._silence_s = min(_OF_TIMEOUT * timeout_s, _MOST_SILENCE_S)
         self._ended = ended
         self._error: BaseException | None = None
         self._calls = 0
         self._store: Any = None
+        self._keys: list[str] = []
+        """That this rank is to delete, once all ranks have done with them."""
         self._group_ranks: list[int] = []
         if collective and self.world_size > 1:
             self._store = dist.distributed_c10d._get_default_store()
             group = wrapper.group
             self._group_ranks = list(range(self.world_size)) if group is None else dist.get_process_group_ranks(group)
+        setattr(wrapper, _BEGUN, self)
         for name in ("gather_object", "scatter_object", "broadcast_object", "all_gather_object"):
             setattr(wrapper, name, self._called(name, getattr(wrapper, name)))
 
@@ -119,7 +132,7 @@ class RollCall:
             raise
 
     def _start_beating(self) -> None:
-        beat = (self._store, self._key(f"beat/{self.rank}"), self._silence_s / 5, self._over)
+        beat = (self._store, self._own_key(f"beat/{self.rank}"), self._silence_s / 5, self._over)
         threading.Thread(target=_beat, args=beat, name="lastgood-beat", daemon=True).start()
 
     def end(self) -> None:
@@ -167,8 +180,10 @@ class RollCall:
 
     def _wait_for_all(self, call: str, number: int) -> None:
         store = self._store
-        store.set(self._key(f"{call}/{self.rank}"), b"here")
+        store.set(self._own_key(f"{call}/{self.rank}"), b"here")
         store.add(self._key(f"{call}/count"), 1)
+        if self.rank == 0:
+            self._keys += [self._key(f"{call}/count"), self._key(f"{call}/outcome")]
         heard: dict[int, tuple[int, float]] = {}
         poll_s, began_s = _POLL_S, time.monotonic()
         outcome = self._key(f"{call}/outcome")
@@ -214,8 +229,11 @@ class RollCall:
         with _store_errors():
             self._store.set(self._come(self.rank), json.dumps(mine))
             if self.rank == 0:
+                self._keys.append(self._key("here"))
+                self._store.set(self._own_key("who/0"), mine["who"])
                 self._start_beating()
                 self._gather(deadline)
+                self._delete_older()
                 return
             while not self._store.check([f"lastgood-dcp/go/{token}"]):
                 if time.monotonic() > deadline:
@@ -230,12 +248,20 @@ class RollCall:
             if "error" in answer:
                 raise MismatchError(answer["error"])
             self.id = bytes.fromhex(answer["id"])
-            self._store.set(self._key(f"who/{self.rank}"), mine["who"])
+            self._store.set(self._own_key(f"who/{self.rank}"), mine["who"])
             self._store.add(self._key("here"), 1)
             self._start_beating()
             while self._store.add(self._key("here"), 0) < self.world_size - 1:
                 self._refuse_after(deadline)
                 time.sleep(_POLL_S)
+            self._delete_older()
+
+    def _delete_older(self) -> None:
+        """All ranks have begun this save or load, so none looks any more at keys of the one before."""
+        kind = self._come(self.rank)
+        for key in _done.get(kind, []):
+            self._store.delete_key(key)
+        _done[kind] = self._keys
 
     def _gather(self, deadline: float) -> None:
         """Rank 0's side: give each rank that comes the id, until all have taken it."""
@@ -260,6 +286,7 @@ class RollCall:
                     }
                 answered[rank] = told["token"]
                 store.set(f"lastgood-dcp/go/{told['token']}", json.dumps(answer))
+                self._keys.append(f"lastgood-dcp/go/{told['token']}")
             if "error" in answer and len(answered) == len(others):
                 raise MismatchError(answer["error"])
             self._refuse_after(deadline)
@@ -276,6 +303,10 @@ class RollCall:
     def _come(self, rank: int) -> str:
         group = "-".join(map(str, self._group_ranks[:8])) + f"+{len(self._group_ranks)}"
         return f"lastgood-dcp/{self._what}/{group}/{rank}"
+
+    def _own_key(self, name: str) -> str:
+        self._keys.append(self._key(name))
+        return self._keys[-1]
 
     def _key(self, name: str) -> str:
         return f"lastgood-dcp/{self.id.hex()}/{name}"

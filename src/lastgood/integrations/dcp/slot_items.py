@@ -87,7 +87,7 @@ def write_slot_file(
     held = [item for item in items if item.nbytes]
     layout = _layout(held)
     meta = torch.frombuffer(bytearray(layout.to_json()), dtype=torch.uint8)
-    on_device = torch.cuda.is_available() and any(_tensor(item, planner).is_cuda for item in held)
+    on_device = torch.cuda.is_available() and any(_on_device(item, planner) for item in held)
     stream_bytes = layout.stream_bytes + meta.numel()
     chunks = min(options.pool_bytes // _CHUNK_BYTES, -(-stream_bytes // _CHUNK_BYTES))
     pool, pinned = make_pool(max(chunks, options.writer_threads + 1), _CHUNK_BYTES, pinned=on_device)
@@ -177,6 +177,11 @@ def _tensor(item: _Item, planner: SavePlanner) -> torch.Tensor:
             'layout="dcp"'
         )
     return found.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _on_device(item: _Item, planner: SavePlanner) -> bool:
+    found = None if item.content is not None else planner.resolve_data(item.write)
+    return isinstance(found, torch.Tensor) and found.is_cuda
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

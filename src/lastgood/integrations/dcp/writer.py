@@ -133,10 +133,12 @@ class LastgoodWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """DCP's first call in a save, on each rank: the ranks meet, and agree on the save's id."""
-        self._forget()
         roll = join("save", str(self.path), self.options.timeout_s, self._forget)
         if roll is None:
             return StorageMeta(checkpoint_id=self.checkpoint_id)
+        if self._saving is not None and self._saving.roll is roll:
+            return self._storage_meta(self._saving.folder)
+        self._forget()
         folder = CheckpointFolder(self.path, roll.id, self.options.readable_by)
         self._saving = _Saving(roll, folder)
         return self._storage_meta(folder)
