@@ -108,6 +108,13 @@ def test_checksums(disk: Path) -> None:
     assert len(item["our_values"]) == len(item["their_values"]) == 2
 
 
+def test_dcp_backend(disk: Path) -> None:
+    done = run(disk, "dcp_backend", "--quick", "--rounds", "2", "--sizes", "2MiB")
+    found = results_of(disk, done, "dcp_backend")["comparisons"]
+    assert [item["goal"] for item in found] == [1.8, 1.25, 0.9, 1.5, 1.5]
+    assert all(len(item["our_values"]) == len(item["their_values"]) == 2 for item in found)
+
+
 def train(disk: Path, *arguments: str) -> dict[str, Any]:
     places = ["--config", str(tiny_config(disk)), "--data-dir", str(disk / "data"), "--workload", "opt"]
     done = run(disk, "training", "--quick", "--iterations", "4", "--threads", "1", *places, *arguments)
