@@ -399,3 +399,65 @@ def _dcp(thing: Any, folder: Path) -> Prepared:
 @decoder("directory of torchsnapshot", lambda: _directory("torchsnapshot"), change=_changed_directory)
 def _torchsnapshot(thing: Any, folder: Path) -> Prepared:
     return _put_directory("torchsnapshot", thing, folder)
+
+
+# -- folders of DCP over ranks -----------------------------------------------------------------------------------------
+
+
+def _dcp_folders() -> list[Any]:
+    """The files of a checkpoint of torch's writer, and of Lastgood's in both layouts."""
+    import tempfile
+
+    import torch.distributed.checkpoint as dcp
+
+    from lastgood.integrations.dcp import LastgoodWriter
+
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "step-1"
+        ours = [LastgoodWriter(folder, layout=one) for one in ("lastgood", "dcp")]
+        for storage in (dcp.FileSystemWriter(folder), *ours):
+            dcp.save(_dcp_state(), storage_writer=storage)
+            found.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    return found
+
+
+def _dcp_state() -> dict[str, Any]:
+    return {"w": torch.arange(100.0), "h": {"b": torch.ones(7, dtype=torch.bfloat16)}, "n": 3, "l": [1, {"x": 2.5}]}
+
+
+def _changed_dcp_folder(rng: random.Random, thing: Any) -> Any:
+    files = dict(thing)
+    name = ".metadata" if rng.random() < 0.6 else rng.choice(sorted(files))
+    files[name] = (changed_pickle if name == ".metadata" else changed_bytes)(rng, files[name])
+    return files
+
+
+@decoder("folder of DCP through LastgoodReader", _dcp_folders, change=_changed_dcp_folder)
+def _dcp_folder(thing: Any, folder: Path) -> Prepared:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from lastgood.checkpointers.dcp.torch_io import first_cause
+    from lastgood.checkpointers.directories.manifest import manifest_text
+    from lastgood.errors import LastgoodError
+    from lastgood.integrations.dcp import LastgoodReader
+
+    total = 0
+    sums = {".metadata": (len(thing[".metadata"]), _native.crc32c(thing[".metadata"]))}
+    for name, content in thing.items():
+        sound = manifest_text(0, sums) if name.startswith("lastgood-manifest") else content
+        total += put(folder / "step-1" / name, sound)
+
+    def read() -> None:
+        try:
+            dcp.load(_dcp_state(), storage_reader=LastgoodReader(folder / "step-1", timeout_s=60.0))
+        except CheckpointException as error:
+            cause = first_cause(error)
+            (_, trace) = next(iter(error.failures.values()))
+            if not isinstance(cause, LastgoodError) and "planner" not in trace[-1].filename:
+                raise AssertionError(f"{trace[-1]}: {cause!r}") from cause
+            if isinstance(cause, LastgoodError):
+                raise cause from None
+
+    return total, read
