@@ -57,11 +57,11 @@ class StorageError(CheckpointError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no whole checkpoint to restore: names the directory and what was found there."""
+    """There is no complete checkpoint to restore: names the directory and what was found there."""
 
 
 class NoGoodCheckpoint(CheckpointError):
-    """There are whole checkpoints, and none may be restored: judged bad, or training failed from them too often."""
+    """There are complete checkpoints, and none may be restored: judged bad, or training failed from them too often."""
 
 
 class ProvisionError(LastgoodError):

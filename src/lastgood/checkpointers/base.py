@@ -163,7 +163,7 @@ class Checkpointer(Endable):
         `resume_step` names the checkpoint to take instead of the newest. Until `close`, an exit of the process (the
         loop's end, an exception, Ctrl-C, SIGTERM) drains for a bounded time first.
 
-        Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is whole),
+        Raises NoCheckpoint (only for `resume_step`), CorruptCheckpoint (there are checkpoints, and none is complete),
         MismatchError (parts of other names, shapes or dtypes; another job or world; checkpoints of another system or
         number of ranks in the directory), LockHeld, ConfigError. If some ranks of torch.distributed resume and others
         find nothing, the first `step` raises MismatchError on all of them; if one is refused, all others hear of it
@@ -491,7 +491,7 @@ class Checkpointer(Endable):
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Load the newest whole checkpoint (or that of `step`) into `state`, to the bit, and return its step.
+        """Load the newest complete checkpoint (or that of `step`) into `state`, to the bit, and return its step.
 
         Needs no `start`. Raises NoCheckpoint if there is none.
         """

@@ -188,7 +188,7 @@ class DirectorySystem(Checkpointer):
         """Read the newest checkpoint whose checksums hold (or that of `step`) into `state`.
 
         Every file is read twice: for its checksum, and then, mostly from the page cache, by the library. Raises
-        NoCheckpoint, CorruptCheckpoint (there are some, and none is whole), MismatchError.
+        NoCheckpoint, CorruptCheckpoint (there are some, and none is complete), MismatchError.
         """
         self.drain()
         known = self._store.found()

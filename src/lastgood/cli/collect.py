@@ -27,7 +27,7 @@ def collect(
         Path | None, typer.Option(help="Published numbers to show beside ours, as in figures/reference.")
     ] = None,
 ) -> None:
-    """Put the run records of one panel into two CSV files; both are written whole or not at all.
+    """Put the run records of one panel into two CSV files; both are written complete or not at all.
 
     A record that does not lie where its own settings say is refused. Mixed revisions or machines are let through, with
     a warning here and a note in every row.

@@ -39,7 +39,7 @@ def export(
 ) -> None:
     """Write a checkpoint as safetensors, as a torch.save file, or as a torch.distributed.checkpoint directory.
 
-    Needs no code of the model. What is written appears whole and durable, or not at all.
+    Needs no code of the model. What is written appears complete and durable, or not at all.
     """
     from lastgood.checkpointers.export.formats import ExportFormat
     from lastgood.checkpointers.export.whole_job import export_job

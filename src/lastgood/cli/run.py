@@ -68,7 +68,7 @@ def run(
         str | None, typer.Option(help="Rate of each host's link, as 1gbit: a testbed's limit; else only noted.")
     ] = None,
 ) -> None:
-    """Measure one run and write its record, which appears whole or not at all; or the runs of a plan.
+    """Measure one run and write its record, which appears complete or not at all; or the runs of a plan.
 
     Its spec says which kind it is: a run, a goodput run (a training that is killed and restarts), updates of shadows.
     Waits for its turn: one measurement at a time on a machine. A run over several ranks (docs/multinode.md) goes to

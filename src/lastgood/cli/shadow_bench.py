@@ -1,4 +1,4 @@
-"""`lastgood shadow bench`: how long a shadow's whole update takes, against threads and shards."""
+"""`lastgood shadow bench`: how long a shadow's complete update takes, against threads and shards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was measured to stdout as JSON.")] = False,
 ) -> None:
-    """Time whole updates (clip and optimizer) of a model's parameters in float32, in buckets spread over shards.
+    """Time complete updates (clip and optimizer) of a model's parameters in float32, in buckets spread over shards.
 
     Alone it is one shard. Under torchrun every rank is one, and the first prints; --nodes launches them on hosts.
     """

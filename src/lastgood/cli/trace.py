@@ -42,7 +42,7 @@ def make(
     gpus: Annotated[int, typer.Option(help="GPUs of the full cluster; a machine has four.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
 ) -> None:
-    """Make a trace by the rules of chance. The file appears whole or not at all."""
+    """Make a trace by the rules of chance. The file appears complete or not at all."""
     from lastgood.experiments.traces import synthetic as trace_make
 
     given = {"mtbf_h": mtbf_h, "shape": shape, "scale_h": scale_h, "burst": burst}

@@ -145,7 +145,7 @@ def render_hostfile(hosts: Iterable[Host], comment: str = "") -> str:
 
 
 def write_hostfile(path: Path, hosts: Iterable[Host], comment: str = "") -> Hostfile:
-    """Check the hosts, write them to `path` as a whole or not at all, and return them as they will be read.
+    """Check the hosts, write them to `path` complete or not at all, and return them as they will be read.
 
     Raises ConfigError for hosts that no hostfile can hold, StorageError if the file cannot be written.
     """

@@ -2,7 +2,7 @@
 
 Needs no DeepSpeed. All ranks call `begin`, each rank `put` for its own files, then all ranks `finish` (or `poll`, and
 `finish` once it says so). The ranks agree twice: that all have written, and that all have named their files. So a tag
-that a finished save returned is whole and durable, and one that failed changed nothing but, perhaps, its own folder.
+that a finished save returned is complete and durable, and one that failed changed nothing but, perhaps, its own folder.
 """
 
 from __future__ import annotations

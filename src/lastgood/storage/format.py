@@ -80,11 +80,11 @@ _MOST_JSON_BYTES = 1 << 20
 
 
 class RecordError(ValueError):
-    """The bytes are not a whole record: the text says which rule they break."""
+    """The bytes are not a complete record: the text says which rule they break."""
 
 
 class OtherVersionError(ValueError):
-    """A whole record of a format version that this code does not know."""
+    """A complete record of a format version that this code does not know."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"format version {version}, and this program knows version {FORMAT_VERSION}")

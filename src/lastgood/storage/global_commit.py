@@ -1,6 +1,6 @@
 """What a job of several ranks knows of one rank's checkpoints: which of them every rank holds.
 
-A rank's own commit record says that its part is whole. A checkpoint counts once all ranks have committed theirs; the
+A rank's own commit record says that its part is complete. A checkpoint counts once all ranks have committed theirs; the
 newest that did is named by one small sealed file beside the slots, and only then may older slots be used again.
 """
 
@@ -86,7 +86,7 @@ def retained_sequences(
     everywhere: Collection[int] | None = None,
     origin: int | None = None,
 ) -> set[int]:
-    """Sequences of the checkpoints that stay, of those that are whole here (newest first).
+    """Sequences of the checkpoints that stay, of those that are complete here (newest first).
 
     Of a job of one rank (`everywhere` is None): the newest good one, the one with the sequence `origin` (an incarnation
     that has not got on yet began there), and the newest others, `keep` in all. Of several: the same among those that

@@ -55,7 +55,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class MappedArea:
-    """A whole file, mapped shared. Offsets and lengths are bytes of the file. Raises OSError if it cannot be.
+    """A complete file, mapped shared. Offsets and lengths are bytes of the file. Raises OSError if it cannot be.
 
     The file must be written in full, and nobody may cut it while it is mapped.
     """
@@ -143,8 +143,8 @@ class AreaStore:
 
     Opening takes the directory's lock, removes what a killed process left half made, makes durable what it left in the
     page cache, and goes on after the highest sequence and incarnation found. One checkpoint always stays: the newest
-    whole one, or `restored`, the one that this incarnation began with. If it is not `restored`, all of it is read and
-    checked first, since the other one is about to be overwritten.
+    complete one, or `restored`, the one that this incarnation began with. If it is not `restored`, all of it is read
+    and checked first, since the other one is about to be overwritten.
 
     Args:
         directory: made if it is not there.

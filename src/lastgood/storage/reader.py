@@ -41,7 +41,7 @@ class SlotState(str, enum.Enum):
     VOID = "void"
     """Nothing."""
     TORN = "torn"
-    """Something that is not whole: a write that never finished, or damage."""
+    """Something that is not complete: a write that never finished, or damage."""
     WRITING = "being written"
     """A living process is writing here."""
     FOREIGN = "foreign"
@@ -106,7 +106,7 @@ class SlotStatus:
 
     @property
     def info(self) -> SlotInfo | None:
-        """The checkpoint, if it is whole."""
+        """The checkpoint, if it is complete."""
         if self.state is SlotState.WHOLE and self.record is not None:
             return SlotInfo(self.path, self.slot, self.record)
         return None
@@ -238,7 +238,7 @@ def _judge(descriptor: int, path: Path, slot: int, job: fmt.Job | None, held: bo
 
 
 def newest_first(statuses: Sequence[SlotStatus]) -> list[SlotInfo]:
-    """The whole checkpoints, newest first, each sequence once (a copied slot file counts once)."""
+    """The complete checkpoints, newest first, each sequence once (a copied slot file counts once)."""
     by_sequence = {info.sequence: info for info in (status.info for status in reversed(statuses)) if info is not None}
     return [by_sequence[sequence] for sequence in sorted(by_sequence, reverse=True)]
 
@@ -289,13 +289,13 @@ class SlotView:
         return found
 
     def committed(self) -> list[SlotInfo]:
-        """The whole checkpoints, newest first. Raises StorageError, MismatchError."""
+        """The complete checkpoints, newest first. Raises StorageError, MismatchError."""
         statuses = self.statuses()
         refuse_foreign(statuses)
         return newest_first(statuses)
 
     def newest(self) -> SlotInfo:
-        """The newest whole checkpoint. Raises NoCheckpoint, naming what is there instead."""
+        """The newest complete checkpoint. Raises NoCheckpoint, naming what is there instead."""
         found = self.committed()
         if not found:
             raise NoCheckpoint(f"{self.directory}: no whole checkpoint; {self._describe()}")

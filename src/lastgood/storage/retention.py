@@ -70,7 +70,7 @@ class Retention(SlotView, ABC):
         """An older slot may have become free."""
 
     def committed(self) -> list[SlotInfo]:
-        """The whole checkpoints, newest first; those found corrupt by this store are left out."""
+        """The complete checkpoints, newest first; those found corrupt by this store are left out."""
         with self._changed:
             return self._committed()
 
@@ -168,7 +168,7 @@ class Retention(SlotView, ABC):
             self._changed.notify_all()
 
     def everywhere(self) -> list[SlotInfo]:
-        """The whole checkpoints that count, newest first: all of a job of one rank, else those that all ranks hold."""
+        """The complete checkpoints that count, newest first: all of a job of one rank, else those of all ranks."""
         with self._changed:
             whole = self._committed()
             return whole if self._everywhere is None else [one for one in whole if one.sequence in self._everywhere]

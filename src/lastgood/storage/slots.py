@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 class SlotStore(Retention):
-    """Up to `slots` slot files, of which `keep` whole checkpoints are never touched.
+    """Up to `slots` slot files, of which `keep` complete checkpoints are never touched.
 
     These are the newest one that was not judged bad, and the newest of the others. So `slots - keep` checkpoints can be
     in flight. Use it as a context manager, or call `close`. Safe to use from
@@ -44,7 +44,7 @@ class SlotStore(Retention):
     Args:
         directory: made if it is not there.
         slots: number of slot files, at least keep + 1. More files of an earlier opening are used up, then removed.
-        keep: whole checkpoints that stay, whatever happens; at least 1.
+        keep: complete checkpoints that stay, whatever happens; at least 1.
         chunk_bytes: unit of writing and of checksums, a multiple of 4096.
         writer_threads: threads that write one checkpoint.
         pool: buffers shared by all checkpoints in flight; by default one of `pool_bytes` is made at the first use.

@@ -1,4 +1,4 @@
-"""A slot file that stands alone: one stream under a name that somebody else chose, which appears whole or not at all.
+"""A slot file that stands alone: one stream under a name that somebody else chose; it appears complete or not at all.
 
 It has the format of a slot (docs/file-format.md) and is written as one, but under a temporary name beside its own; it
 gets its name by `publish`, when it is durable. It is written once and never reused, so it is not filled beforehand.

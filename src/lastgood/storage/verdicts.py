@@ -47,7 +47,7 @@ class Restarts(NamedTuple):
 
 
 class VerdictBook:
-    """The verdicts and restart counts of one directory. Read at once; written whole, durably, by the lock's holder."""
+    """The verdicts and restart counts of one directory. Read at once; written atomically by the lock's holder."""
 
     def __init__(self, directory: Path, mode: int = PRIVATE) -> None:
         self.path = directory / VERDICT_FILE
@@ -129,7 +129,7 @@ class VerdictBook:
         except fmt.OtherVersionError as error:
             raise MismatchError(f"{self.path}: {error}") from error
         except (OSError, StorageError) as error:
-            # Whole checkpoints are worth more than what is known of them.
+            # Complete checkpoints are worth more than what is known of them.
             why = storage_error(error, self.path, "reading") if isinstance(error, OSError) else error
             log.warning("%s; no verdict on any checkpoint is known", why)
         except (fmt.RecordError, KeyError, TypeError, ValueError) as error:

@@ -81,7 +81,7 @@ class Kind(enum.IntEnum):
     MESSAGE = 1
     CHUNK = 2
     ACK = 3
-    """The chunk at `offset` has arrived whole; no payload."""
+    """The chunk at `offset` has arrived completely; no payload."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Wire:
         self.write(f"the chunk at byte {offset} to go out", header, data)
 
     def send_ack(self, offset: int) -> None:
-        """Say that the chunk at `offset` has arrived whole."""
+        """Say that the chunk at `offset` has arrived completely."""
         self.write("an acknowledgement to go out", _HEADER.pack(_MAGIC, Kind.ACK, 0, offset, 0))
 
     def receive_frame(self, what: str) -> Frame:
@@ -255,7 +255,7 @@ class Wire:
         return parse_message(frame, body, self.other)
 
     def receive_message(self, what: str) -> dict[str, Any]:
-        """Read a whole message."""
+        """Read a complete message."""
         return self.read_message(self.receive_frame(what))
 
     # -- ends ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ CHUNK_BYTES = 2 * MIB
 MAX_RANKS = 1 << 16
 MAX_ELEMENTS = 1 << 50
 _GRAIN_BYTES = 16
-"""Chunks of a range's last loop are whole multiples of it."""
+"""Chunks of a range's last loop are multiples of it."""
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 

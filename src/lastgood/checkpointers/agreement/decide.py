@@ -45,7 +45,7 @@ class Fate(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Held:
-    """A whole checkpoint of one rank; `reason` says why it is bad."""
+    """A complete checkpoint of one rank; `reason` says why it is bad."""
 
     incarnation: int
     step: int

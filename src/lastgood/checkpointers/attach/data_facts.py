@@ -64,7 +64,7 @@ class Difference:
     def refusal(self) -> str:
         """What would happen, and what can be done instead."""
         return (
-            f"the data changed in the midst of an epoch ({self.change}), of which {self.batches} batches were "
+            f"the data changed in the middle of an epoch ({self.change}), of which {self.batches} batches were "
             f"consumed: going on after {self.batches} batches {self._effect()}; attach the data as it was, or choose: "
             "attach(..., data_changed='samples') goes on after the same number of samples, "
             "attach(..., data_changed='epoch') leaves the rest of this epoch out and begins the next"

@@ -1,4 +1,4 @@
-"""The plain way: training stops, torch.save writes, fsync makes it durable, a rename makes it whole."""
+"""The plain way: training stops, torch.save writes, fsync makes it durable, a rename makes it complete."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class IntervalTuner:
 
     budget: float = DEFAULT_BUDGET
     interval: int | None = None
-    """Iterations between checkpoints; None until the profile is whole."""
+    """Iterations between checkpoints; None until the profile is complete."""
     changes: list[Change] = field(default_factory=list)
     """The newest hundred; the first one is the profile's choice."""
     room_s: float = 0.0

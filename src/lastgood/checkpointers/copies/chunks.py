@@ -55,7 +55,7 @@ class Lander:
         self._thread.start()
 
     def expect(self, index: int, events: list[Any]) -> None:
-        """Chunk `index` is whole once `events` (of `DeviceStreams.mark`) have happened."""
+        """Chunk `index` is complete once `events` (of `DeviceStreams.mark`) have happened."""
         self._arrivals.put((index, events))
 
     def finish(self) -> None:

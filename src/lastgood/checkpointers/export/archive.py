@@ -57,8 +57,8 @@ class Archive:
     waits for it; a newer one takes its place. A waiting checkpoint does not keep its slot: if training needs that
     first, it is lost to the archive, and counted. The one that is being exported does (`SlotStore.hold`).
 
-    Whatever fails is counted, logged once per kind, and never raised into the training. A file under its name is whole
-    and durable, and `readable_by` says for whom. The directory belongs to one process at a time, and to one job.
+    Whatever fails is counted, logged once per kind, and never raised into the training. A file under its name is
+    complete and durable, and `readable_by` says for whom. The directory belongs to one process at a time, and one job.
 
     Raises:
         ConfigError: `every` is not at least 1.

@@ -1,6 +1,6 @@
 """Checkpoints of a slot directory as files that other programs read, without the model's code.
 
-Whatever is written appears under its name whole and durable, or not at all. docs/looking-inside.md says what each
+Whatever is written appears under its name complete and durable, or not at all. docs/looking-inside.md says what each
 format keeps.
 """
 
@@ -181,7 +181,7 @@ def load_exported(path: Path | str) -> dict[str, Any]:
     return _load_pt(path) if is_zip(head) else load_safetensors(path)
 
 
-# -- appearing whole ---------------------------------------------------------------------------------------------------
+# -- appearing complete ------------------------------------------------------------------------------------------------
 
 
 def check_target(out: Path, to: ExportFormat, force: bool) -> None:

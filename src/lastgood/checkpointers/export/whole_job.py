@@ -30,9 +30,9 @@ _log = logging.getLogger("lastgood")
 def export_job(
     job: Path | str, out: Path, to: ExportFormat, step: int | None = None, *, force: bool = False, threads: int = 4
 ) -> Exported:
-    """Write the newest good checkpoint that all ranks hold whole (or that of `step`) to `out`. Every byte is checked.
+    """Write the newest good checkpoint that all ranks hold (or that of `step`) to `out`. Every byte is checked.
 
-    Tensors that were spread over ranks are whole again. An entry of the state in which ranks differ (their random
+    Tensors that were spread over ranks are complete again. An entry of the state in which ranks differ (their random
     generators) holds an entry for each: "rank-00000" and so on; where it also holds parts of tensors, what differs in
     it is rank 0's, and a warning names it.
 

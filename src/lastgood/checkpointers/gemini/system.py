@@ -322,7 +322,7 @@ class Gemini(OneAtATime):
         return held[0].step if held else None
 
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Read the newest whole checkpoint (or that of `step`) from a peer's memory into `state`.
+        """Read the newest complete checkpoint (or that of `step`) from a peer's memory into `state`.
 
         With own peers all ranks call this together and get one step, the newest that all can read; peers that lack it
         get it again, and forget newer ones. Raises NoCheckpoint if no peer holds one, and says which were asked.

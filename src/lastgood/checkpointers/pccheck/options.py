@@ -34,7 +34,7 @@ class PCcheckOptions(BaseOptions):
     pool_bytes: int | None = Field(default=None, ge=2 * 4096)
     """Host memory for copies on their way to storage; None for the size of one checkpoint."""
     keep: int = Field(default=2, ge=1, le=64)
-    """K: whole checkpoints kept; 1 is the paper's setting."""
+    """K: complete checkpoints kept; 1 is the paper's setting."""
     pressure: Literal["wait", "skip"] = "wait"
     """What a save does when N are in progress: wait for a place, as in the paper, or skip and be counted."""
     medium: Literal["file", "pmem"] = "file"

@@ -2,7 +2,7 @@
 
 A save takes a place (a slot), copies at once what training may change, and returns. A background thread moves the rest
 in chunks through a fixed pool of buffers to the slot's writer threads; the next weight update waits until the last byte
-has left the training's memory. When a checkpoint is whole it commits: the newest wins, a slower older one is marked
+has left the training's memory. When a checkpoint is complete it commits: the newest wins, a slower older one is marked
 superseded.
 """
 

@@ -87,7 +87,7 @@ class WritePoint(FrozenModel):
     stream_bytes: int
     """Bytes that each write really wrote, in the largest measurement of this point."""
     write_s: list[float]
-    """Seconds from the start of each write until it was durable, for a whole checkpoint: scaled up in proportion where
+    """Seconds from the start of each write until it was durable, for a complete checkpoint: scaled up in proportion if
     `stream_bytes` is less than that."""
 
     @property
@@ -174,7 +174,7 @@ def choose(curve: Sequence[WritePoint], slowdown: float, iteration_s: float) -> 
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
-    """Write `tuning` as YAML, whole and durable or not at all. Raises StorageError, naming the path."""
+    """Write `tuning` as YAML, complete and durable or not at all. Raises StorageError, naming the path."""
     settings: dict[str, Any] = {"tuning_version": TUNING_VERSION, "interval_steps": tuning.interval_steps}
     settings.update({key: getattr(tuning.options, key) for key in _SETTINGS})
     measured: dict[str, Any] = {

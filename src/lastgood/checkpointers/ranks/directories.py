@@ -1,4 +1,4 @@
-"""The directories of a job's ranks, and the checkpoints that all of them hold whole."""
+"""The directories of a job's ranks, and the checkpoints that all of them hold completely."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
 
 @dataclass(frozen=True)
 class JobCheckpoint:
-    """A checkpoint that every rank holds whole: one step of one incarnation of one job."""
+    """A checkpoint that every rank holds completely: one step of one incarnation of one job."""
 
     job: Path
     incarnation: int
@@ -96,7 +96,7 @@ class JobCheckpoint:
 
 
 def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
-    """The checkpoints that all ranks of a job hold whole, the newest (incarnation, step) first.
+    """The checkpoints that all ranks of a job hold completely, the newest (incarnation, step) first.
 
     Incarnation and step count together: a step that one rank has of an incarnation that ended and another of the
     incarnation after it is no checkpoint. `job` may also be the one directory of a job of one rank.

@@ -52,7 +52,7 @@ def restore_ranks(
     good_only: bool = True,
     buffers: Buffers = "equal",
 ) -> int:
-    """Read the newest checkpoint that all ranks of `job` hold whole into rank world[0] of world[1]; returns its step.
+    """Read the newest checkpoint that all ranks of `job` hold into rank world[0] of world[1]; returns its step.
 
     With a `step`, only that one, whatever was judged. In a world of one rank, one that cannot be read is passed over
     with a warning; live tensors may then hold parts of it, until an older one is read over them. With

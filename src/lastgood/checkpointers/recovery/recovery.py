@@ -38,7 +38,7 @@ class Recovery:
     """(rank, number of ranks) of the training that restores."""
 
     def latest(self, store: SlotStore | None, *, of_all_ranks: bool = False) -> int | None:
-        """Step of the newest whole checkpoint that was not judged bad (and is one of all ranks), or None."""
+        """Step of the newest complete checkpoint that was not judged bad (and is one of all ranks), or None."""
         view = self._view(store)
         if view is None:
             return None
@@ -147,7 +147,7 @@ class Recovery:
             )
 
     def _refuse_damage(self, view: SlotView) -> None:
-        """Where nothing is whole, but something was: a training must not begin again without a message."""
+        """Where nothing is complete, but something was: a training must not begin again without a message."""
         damaged = [
             f"{status.path.name}: {status.detail or 'found corrupt before'}"
             for status in view.statuses()

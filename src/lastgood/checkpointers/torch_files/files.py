@@ -48,7 +48,7 @@ _FORMAT = "lastgood-torch-1"
 
 @dataclass(frozen=True)
 class TorchFiles:
-    """Whole checkpoints ``checkpoint-SEQUENCE-step-STEP.pt`` in one directory.
+    """Complete checkpoints ``checkpoint-SEQUENCE-step-STEP.pt`` in one directory.
 
     A file under its final name is complete and durable. The newest is the one with the highest sequence: after a return
     to an earlier step, the steps of the incarnation that was given up are older, though their numbers are higher.

@@ -126,7 +126,7 @@ def namespace_of(bed: str, node: str) -> str:
 
 
 def namespaces(bed: str) -> list[str]:
-    """The network namespaces of a testbed that exist, whole or half made."""
+    """The network namespaces of a testbed that exist, complete or half made."""
     return sorted(path.name for path in _NETNS.glob(f"{PREFIX}{bed}-*"))
 
 

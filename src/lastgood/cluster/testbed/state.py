@@ -148,7 +148,7 @@ def prepare_folder(name: str, folder: Path | None) -> Path:
 
 
 def save_state(folder: Path, state: BedState) -> None:
-    """Write the record, whole or not at all. Raises StorageError."""
+    """Write the record, complete or not at all. Raises StorageError."""
     path = folder / _STATE_FILE
     with storage_errors(path, "writing the testbed's record"):
         write_atomically(path, state.model_dump_json(indent=1).encode() + b"\n")

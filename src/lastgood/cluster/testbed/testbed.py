@@ -146,7 +146,7 @@ class Testbed:
 
     @classmethod
     def load(cls, name: str = "main") -> Testbed:
-        """The testbed of this name. Raises ConfigError if there is none, or none that is whole."""
+        """The testbed of this name. Raises ConfigError if there is none, or none that is complete."""
         check_bed_name(name)
         _require()
         found = load_state(name)
@@ -157,7 +157,7 @@ class Testbed:
 
     @classmethod
     def remove(cls, name: str = "main") -> bool:
-        """Remove a testbed, whole or half made, or do nothing if there is none. Returns whether there was something."""
+        """Remove a testbed, complete or half made. Returns whether there was something."""
         check_bed_name(name)
         _require()
         with _changing():
@@ -310,7 +310,7 @@ def _changing() -> Iterator[None]:
 
 
 def _whole(kind: type[Testbed], name: str, settings: _Settings, folder: Path | None) -> Testbed | None:
-    """The testbed of these settings, if there is one, made whole. Raises ConfigError for one of other settings."""
+    """The testbed of these settings, if there is one, made complete. Raises ConfigError for one of other settings."""
     found = load_state(name)
     if found is None or not found[1].complete or not net.has_bridge(name):
         return None

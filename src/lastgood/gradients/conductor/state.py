@@ -141,7 +141,7 @@ class ConductorState:
         self.shadows[shadow].on_the_way = {}
 
     def seeded(self, shadow: int, bucket: int, iteration: int) -> None:
-        """A seed has arrived whole. One that is not waited for any more (a newer one is) does not count."""
+        """A seed has arrived completely. One that is not waited for any more (a newer one is) does not count."""
         known = self.shadows[shadow]
         known.floor = max(known.floor, iteration)
         if known.on_the_way.get(bucket) in (None, iteration):

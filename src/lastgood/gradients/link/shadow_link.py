@@ -92,7 +92,7 @@ class _Outgoing:
     iteration: int
     payload: memoryview
     arrives: Any = None
-    """A CUDA event after which the payload is whole."""
+    """A CUDA event after which the payload is complete."""
 
 
 class ShadowLink:

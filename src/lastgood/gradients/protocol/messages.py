@@ -70,7 +70,7 @@ _Text = Annotated[str, Field(max_length=10_000)]
 
 
 class Seeded(FrozenModel):
-    """A bucket's seed has arrived whole: nothing older can be given back. Said before what Have it makes possible.
+    """A bucket's seed has arrived completely: nothing older can be given back. Said before what Have it makes possible.
 
     `whole`: no bucket of this shadow waits for one any more.
     """
@@ -179,7 +179,7 @@ class Complete(FrozenModel):
     kind: Literal["complete"] = "complete"
     iteration: Iteration
     lost: tuple[Number, ...] = ()
-    """Shadows that are not waited for any more: nothing can be given back from memory until they are whole."""
+    """Shadows that are not waited for any more: nothing can be given back from memory until they are complete."""
     floor: Iteration = 0
     """Nothing before this iteration is promised: a shadow was seeded after it, or it was complete without one."""
     spoiled: Annotated[tuple[Iteration, ...], Field(max_length=MAX_SPOILED)] = ()

@@ -21,7 +21,7 @@ class Tell:
 class Window:
     """From now on this bucket receives iteration `first` and those after it; older gradients may be overwritten.
 
-    `ask`: which iterations it holds whole is to be told back (`window_set`), since newer ones overwrote older ones.
+    `ask`: `window_set` is to tell which iterations it holds completely, since newer ones overwrote older ones.
     """
 
     bucket: int

@@ -20,7 +20,7 @@ class BucketState:
     floor: int = 0
     """Its value is the same since this iteration (skipped steps change nothing)."""
     received: set[int] = field(default_factory=set)
-    """Iterations whose gradients it holds whole."""
+    """Iterations whose gradients it holds completely."""
     torn: int | None = None
     """The iteration that never comes; all before it are held or applied."""
     landing: int | None = None

@@ -283,7 +283,7 @@ class ShadowCore:
                 self.body.counters.seed_bytes += sum(entry.nbytes for entry in message.entries)
 
     def fail_seed(self, incarnation: int, message: Seed) -> None:
-        """It will not come whole."""
+        """It will not come completely."""
         with self.body.change:
             landing = self._state.is_landing(message.bucket, message.iteration)
             if incarnation == self._state.incarnation and landing:
@@ -318,7 +318,7 @@ class ShadowCore:
                         self.body.flow()
 
     def _count_whole(self) -> None:
-        """Iterations that are whole in their slots, and whose events are lost, or on their way to `_obey`."""
+        """Iterations that are complete in their slots, and whose events are lost, or on their way to `_obey`."""
         assert self.body.receiver is not None
         for bucket, at in self._state.held.positions.items():
             for iteration in range((at or 0) + 1, (at or 0) + 1 + self.settings.slots):

@@ -261,7 +261,7 @@ def _copies(spec: OptimizerSpec) -> int:
 
 
 def _seed_bytes(bucket: Bucket, spec: OptimizerSpec) -> int:
-    """Of a value that is being received: its optimizer state is copied into place once it is whole."""
+    """Of a value that is being received: its optimizer state is copied into place once it is complete."""
     return bucket.nbytes * (1 + 2 * _copies(spec)) + len(bucket.parameters) * _PER_PARAMETER
 
 

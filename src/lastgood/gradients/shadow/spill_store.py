@@ -267,7 +267,7 @@ class SpillStore:
 
     @contextlib.contextmanager
     def _reading(self, spill: Spill) -> Iterator[None]:
-        """Nobody overwrites it meanwhile. One that is found damaged is not offered again: an older one may be whole."""
+        """Nobody overwrites it meanwhile. One that is found damaged is not offered again: an older one may be valid."""
         try:
             with self._store.hold(spill.info):
                 yield

@@ -235,7 +235,7 @@ class ShadowState:
                 bucket.received.discard(iteration)
 
     def side(self, rank: int, iteration: int) -> bool:
-        """A side record has arrived whole. Says whether it is to be kept."""
+        """A side record has arrived completely. Says whether it is to be kept."""
         wanted = self.held.known.add_side(rank, iteration, self.held.oldest())
         self._give_up(self.held.known.late())
         self._settle()
@@ -306,7 +306,7 @@ class ShadowState:
         self._settle()
 
     def seed_failed(self, bucket: int) -> None:
-        """The seed will not come whole; the bucket waits for another one."""
+        """The seed will not come complete; the bucket waits for another one."""
         found = self.held.buckets[bucket]
         if found.landing is not None and not found.landed:
             if found.windowed:
@@ -389,7 +389,7 @@ class ShadowState:
 
     @property
     def seeds(self) -> tuple[Seeded, ...]:
-        """The newest of each bucket that came whole in this incarnation."""
+        """The newest of each bucket that came complete in this incarnation."""
         return tuple(self._seeds.values())
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class SideRecords:
         """What does not change from step to step; goes with the first record of a connection."""
 
     def take(self) -> tuple[memoryview, Any]:
-        """Copy what there is now: the record, and what to `synchronize` with before it is whole (None: it is).
+        """Copy what there is now: the record, and what to `synchronize` with before it is complete (None: it is).
 
         Raises StateError for what cannot be stored.
         """
