@@ -96,7 +96,7 @@ def test_where_direct_io_is_refused_buffered_writes_are_measured(
 def test_a_file_system_that_takes_the_flag_and_refuses_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_ceilings, "_takes_direct_io", lambda _: False)
+    monkeypatch.setattr(disk_ceilings, "direct_io_works", lambda _: False)
     assert not measure_disk(tmp_path, SMALL).direct_io
 
 

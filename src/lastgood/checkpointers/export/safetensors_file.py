@@ -24,7 +24,7 @@ from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, ty
 from lastgood.checkpointers.torch_files.archive import reading
 from lastgood.checkpointers.torch_files.zip import read_at
 from lastgood.errors import CorruptCheckpoint, MismatchError, StateError
-from lastgood.files import open_new, open_regular
+from lastgood.files import closed_after, open_new, open_regular
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import check_cost
 from lastgood.storage import SlotInfo
@@ -177,8 +177,7 @@ def write_safetensors(
     for tensor in plan.tensors:
         of_block[tensor.block].append(tensor)
     checksums: dict[str, int] = {}
-    descriptor = open_new(path, mode=mode)
-    try:
+    with closed_after(open_new(path, mode=mode)) as descriptor:
         # Fails at once if there is no room.
         os.posix_fallocate(descriptor, 0, plan.file_bytes)
         unflushed = 0
@@ -197,8 +196,6 @@ def write_safetensors(
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 unflushed = 0
         _write_at(descriptor, memoryview(plan.header(checksums)), 0)
-    finally:
-        os.close(descriptor)
 
 
 def _dense_pieces(view: torch.Tensor) -> Iterator[memoryview]:

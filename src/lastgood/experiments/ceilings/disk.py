@@ -17,9 +17,10 @@ from typing import Literal
 
 from lastgood.errors import StorageError
 from lastgood.experiments.machine.facts import free_bytes
-from lastgood.files import storage_errors
+from lastgood.files import closed_after, open_new, storage_errors, temporary_beside
 from lastgood.models import FrozenModel
 from lastgood.mounts import refuse_memory
+from lastgood.storage.files import direct_io_works
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["DiskCeilings", "DiskPlan", "DiskPoint", "disk_bursts", "measure_disk"]
@@ -148,44 +149,15 @@ def _best(points: list[DiskPoint]) -> tuple[float, tuple[float, float]]:
 @contextmanager
 def _nameless_file(scratch: Path) -> Iterator[tuple[int, bool]]:
     """An open file without a name, and whether it takes direct I/O."""
-    descriptor = _open_nameless(scratch, os.O_DIRECT)
-    direct = descriptor is not None and _takes_direct_io(descriptor)
-    if descriptor is not None and not direct:
-        os.close(descriptor)
-        descriptor = None
-    if descriptor is None:
-        descriptor = _open_nameless(scratch, 0)
-    assert descriptor is not None  # only a flag is refused so
+    path = temporary_beside(scratch / "ceilings")
     try:
-        yield descriptor, direct
-    finally:
-        os.close(descriptor)
-
-
-def _open_nameless(scratch: Path, flag: int) -> int | None:
-    path = scratch / f".lastgood-ceilings-{secrets.token_hex(8)}"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flag, 0o600)
+        direct = direct_io_works(scratch)
+        descriptor = open_new(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
+        path.unlink()
     except OSError as error:
-        # Some file systems make the file and then refuse the flag.
-        path.unlink(missing_ok=True)
-        if error.errno == errno.EINVAL and flag:
-            return None
         raise StorageError(f"{path}: cannot make a file here: {error.strerror}; choose another --scratch") from error
-    path.unlink()
-    return descriptor
-
-
-def _takes_direct_io(descriptor: int) -> bool:
-    """Whether an aligned direct write works: some file systems accept the flag and refuse the write."""
-    with mmap.mmap(-1, _SECTOR_BYTES) as buffer:
-        try:
-            os.pwrite(descriptor, buffer, 0)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-    return True
+    with closed_after(descriptor):
+        yield descriptor, direct
 
 
 @contextmanager
