@@ -27,7 +27,7 @@ import psutil
 from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.text import parse_json
-from lastgood.wire.gate import Handshake
+from lastgood.wire.gate import Handshake, connect
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -55,6 +55,7 @@ __all__ = [
     "peer_handshake",
     "proof",
     "prove_trainer",
+    "reach",
     "shut_down",
 ]
 
@@ -92,6 +93,16 @@ class Frame:
     checksum: int
     offset: int
     length: int
+
+
+def reach(host: str, port: int, timeout_s: float, what: str) -> socket.socket:
+    """A connection to `what`, as errors call it. Raises WaitTimeout, or CheckpointError if it cannot be reached."""
+    try:
+        return connect(host, port, timeout_s)
+    except TimeoutError:
+        raise WaitTimeout(f"waited {timeout_s:g} s for {what} to take a connection") from None
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be reached: {error}") from error
 
 
 def keep_alive(connection: socket.socket, *, idle_s: int = 20, probes: int = 6) -> None:

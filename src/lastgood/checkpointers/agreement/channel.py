@@ -16,8 +16,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
-from lastgood.wire.frames import HEADER_BYTES, is_ready, message_frame, message_step, parse_header, parse_message, proof
-from lastgood.wire.gate import Handshake, close_in_forks, connect
+from lastgood.wire.frames import (
+    HEADER_BYTES,
+    is_ready,
+    message_frame,
+    message_step,
+    parse_header,
+    parse_message,
+    proof,
+    reach,
+)
+from lastgood.wire.gate import Handshake, close_in_forks
 
 __all__ = ["Channel", "coordinator_handshake", "open_channel", "whole_number"]
 
@@ -152,13 +161,7 @@ def open_channel(host: str, port: int, token: bytes, timeout_s: float) -> Channe
     """
     where = f"the coordinator of rank 0 at {host}:{port}"
     deadline = time.monotonic() + timeout_s
-    try:
-        connection = connect(host, port, timeout_s)
-    except TimeoutError:
-        raise WaitTimeout(f"waited {timeout_s:g} s for {where} to take a connection") from None
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be reached: {error}") from error
-    channel = Channel(connection, where)
+    channel = Channel(reach(host, port, timeout_s, where), where)
     try:
         ours = secrets.token_bytes(_NONCE_BYTES)
         channel.send(kind=_GREETING, nonce=ours.hex())

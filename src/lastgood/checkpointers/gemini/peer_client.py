@@ -24,13 +24,7 @@ from lastgood.cluster.ssh.remote import REMOTE_MARK
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
 from lastgood.files import PRIVATE, ReadableBy, make_directory, open_log, read_end
 from lastgood.locks import FileLock
-from lastgood.wire.frames import (
-    Kind,
-    Wire,
-    chunk_checksum,
-    prove_trainer,
-)
-from lastgood.wire.gate import connect
+from lastgood.wire.frames import Kind, Wire, chunk_checksum, prove_trainer, reach
 
 _log = logging.getLogger("lastgood")
 
@@ -96,12 +90,7 @@ class PeerLink:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
-        try:
-            connection = connect(address.host, address.port, timeout_s)
-        except TimeoutError:
-            raise WaitTimeout(f"waited {timeout_s:g} s for {address} to take a connection") from None
-        except OSError as error:
-            raise CheckpointError(f"{address} cannot be reached: {error}") from error
+        connection = reach(address.host, address.port, timeout_s, str(address))
         self._wire = Wire(connection, str(address), timeout_s)
         try:
             prove_trainer(self._wire, address.token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, MismatchError
+from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError
 from lastgood.gradients.protocol.messages import (
     GREETING,
     MAX_MESSAGE_BYTES,
@@ -16,8 +16,7 @@ from lastgood.gradients.protocol.messages import (
     Welcome,
     parse_message,
 )
-from lastgood.wire.frames import Wire, keep_alive, prove_trainer
-from lastgood.wire.gate import connect
+from lastgood.wire.frames import Wire, keep_alive, prove_trainer, reach
 
 __all__ = ["connect_shadow", "expect"]
 
@@ -36,12 +35,10 @@ def connect_shadow(address: str, token: bytes, hello: Hello, timeout_s: float) -
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"{address!r} is no address of a shadow; it is HOST:PORT")
-    try:
-        connection = connect(host.strip("[]"), int(port), min(timeout_s, _CONNECT_S))
-    except OSError as error:
-        raise CheckpointError(f"the shadow at {address} cannot be reached: {error}") from error
+    shadow = f"the shadow at {address}"
+    connection = reach(host.strip("[]"), int(port), min(timeout_s, _CONNECT_S), shadow)
     keep_alive(connection)
-    wire = Wire(connection, f"the shadow at {address}", timeout_s, MAX_MESSAGE_BYTES)
+    wire = Wire(connection, shadow, timeout_s, MAX_MESSAGE_BYTES)
     try:
         prove_trainer(wire, token, GREETING, unwelcome=_OF_VERSION_1)
         wire.send_message(**hello.content())
