@@ -19,7 +19,7 @@ _AGAIN_S = 10.0
 
 
 def tell(message: str) -> None:
-    """Log at INFO; where no logging is set up at all, write to stderr, unless the logger was made quieter than that.
+    """Log at INFO; if no logging is set up at all, write to stderr, unless the logger was made quieter than that.
 
     Python shows what nobody handles from WARNING on only, and this is none.
     """

@@ -22,7 +22,7 @@ def free_ports(count: int = 1, host: str = "127.0.0.1") -> list[int]:
     """Numbers of ports of `host` that nobody has now, each once.
 
     They are none that the kernel gives to outgoing connections: such a number could be gone before it is used, since
-    any process of the machine may be given it meanwhile. Where the kernel may give all of them away, any free ones.
+    any process of the machine may be given it meanwhile. If the kernel may give all of them away, any free ones.
 
     Raises HostError if there are not as many.
     """

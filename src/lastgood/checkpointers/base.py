@@ -332,7 +332,7 @@ class Checkpointer(Endable):
     def start(self, state: Mapping[str, Any]) -> None:
         """Take charge of `state`. Called once, before the first step and after any restore.
 
-        Installs a step pre-hook on every optimizer in the state, so that user code never calls `before_update`. Where
+        Installs a step pre-hook on every optimizer in the state, so that user code never calls `before_update`. If
         it raises, everything is given back, as by `close`.
         """
         if self._state is not None:
@@ -452,7 +452,7 @@ class Checkpointer(Endable):
         """Start a checkpoint of the state as it is now, after `step` finished steps; return when training may go on.
 
         A failure is recorded in `events`, logged, and never loses an older checkpoint; it does not raise. Asked for in
-        the middle of an optimizer's step, where no state is complete, it waits for the step's end (of another thread)
+        the middle of an optimizer's step, when no state is complete, it waits for the step's end (of another thread)
         or fails (in a signal handler or a hook, and after a step that ended by an exception).
         """
         event = self._request(step)

@@ -72,7 +72,7 @@ def use_lastgood(
             later optimizer step whether all ranks are done, and only then is the tag named in ``latest``. Call `drain`
             before a training ends. Otherwise a tag is durable when `save_checkpoint` returns.
         writer_threads: threads that write one file.
-        pool_bytes: host memory of each rank for data on its way to the disk. Where a state is larger, a save waits for
+        pool_bytes: host memory of each rank for data on its way to the disk. If a state is larger, a save waits for
             the disk to take the rest.
         timeout_s: how long a rank waits for its own disk.
         readable_by: who may read a tag's files, and its folder where it is made: ``owner``, ``group`` or ``all``.
@@ -199,7 +199,7 @@ class LastgoodFiles:
         self._saves.begin(info)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory whose name survives a power cut. Where that fails, the save fails, on all ranks."""
+        """Make a directory whose name survives a power cut. If that fails, the save fails, on all ranks."""
         del exist_ok  # DeepSpeed asks for nothing else
         try:
             make_directory(local_path(path), self._saves.options.readable_by.directory_mode)

@@ -26,7 +26,7 @@ _scratch = threading.local()
 class FusedStep:
     """torch's fused CPU kernels on tensors that somebody else owns.
 
-    Native code unscales, clips and steps in one pass, where it comes to the same bits. torch's kernel gets what is
+    Native code unscales, clips and steps in one pass, if it comes to the same bits. torch's kernel gets what is
     left, the last elements of each tensor or all of them: in one call where gradients are stepped as they are,
     otherwise cut into pieces. A piece is unscaled and clipped into a buffer that is used again and again, and stepped
     while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where the kernel

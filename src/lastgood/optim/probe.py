@@ -172,7 +172,7 @@ def find_lanes(probe: Probe, reference: Callable[[Probe], States], powers: Devic
 def _lane(steps: Sequence[tuple[Tensors, ...]], even: bool) -> int:
     """Four bits: which lanes of a parameter are contracted, from rows of contracted, separate and wanted tensors.
 
-    Where both are right, the compiler's habit: contracted.
+    If both are right, the compiler's habit: contracted.
     """
     found = 0
     count = steps[0][0]["param"].numel()

@@ -39,7 +39,7 @@ def apply_tree(
 
 
 def holds_its_values(value: Any) -> bool:
-    """Whether `load_tree` puts values back into this object itself, where all who hold it see them."""
+    """Whether `load_tree` puts values back into this object itself, so that all who hold it see them."""
     return stays_itself(value, value)
 
 

@@ -70,7 +70,7 @@ def holds_live_parts(value: Any, depth: int = MAX_DEPTH) -> bool:
 
 
 def stays_itself(live: Any, saved: Any) -> bool:
-    """Whether a load puts `saved` into `live` itself, where all who hold it see the values."""
+    """Whether a load puts `saved` into `live` itself, so that all who hold it see the values."""
     if isinstance(live, list):
         return holds_live_parts(live) or isinstance(saved, list)
     if isinstance(live, tuple):

@@ -14,7 +14,7 @@ be on the disk, and the rest not. That is why step 1 ends before step 2 begins: 
 is not its own. A record that is caught half stored has no valid checksum, and is none. The other area is not touched
 meanwhile, and holds the checkpoint before. An msync that failed is not tried again: the area stays void.
 
-A store cannot fail; where the kernel cannot give the page, the process gets SIGBUS and dies. So files are written in
+A store cannot fail; if the kernel cannot give the page, the process gets SIGBUS and dies. So files are written in
 full before they are mapped, and pages are asked for (MADV_POPULATE_WRITE, Linux 5.14) before a CPU stores into them:
 that fails with an error instead. A file that somebody cuts in the moment between the two still ends the process.
 """

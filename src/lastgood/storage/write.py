@@ -85,7 +85,7 @@ def writing_record(owner: RecordOwner, step: int, sequence: int, stream_bytes: i
 class SlotWrite:
     """Writes one stream into one slot and commits it. Made by `SlotStore.begin`.
 
-    Where it was begun `later`, call `void` first. Call `copy_host` (or `acquire` and `put`) until the whole stream was
+    If it was begun `later`, call `void` first. Call `copy_host` (or `acquire` and `put`) until the whole stream was
     given, then `commit`, perhaps in another thread. Whatever fails, the slot is void afterwards (or as it was, before
     `void`), is given back to the store, and the older checkpoints stay; StorageError names file, operation and bytes.
     """
@@ -250,7 +250,7 @@ class SlotWrite:
     def abort(self) -> None:
         """Give this write up. Safe to call twice, from any thread, and after a commit (then it does nothing).
 
-        Where another thread is inside a call of this write, that call fails and the write ends with it.
+        If another thread is inside a call of this write, that call fails and the write ends with it.
         """
         with self._state_lock:
             if self._over:

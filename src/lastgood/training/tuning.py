@@ -1,7 +1,7 @@
 """Tuning PCcheck to a disk and a training: how many checkpoints at once, threads, chunk size, interval.
 
 The write curve (write_curve.py) says how long the slowest of N checkpoints at once takes. The rule of the paper
-(`tuned.shortest_interval`) turns each of its points into an interval. Where a training is given, the choice is then
+(`tuned.shortest_interval`) turns each of its points into an interval. If a training is given, the choice is then
 tried on it, since the rule knows nothing of what copies and checksums cost the training itself.
 
 Nothing here takes the machine's turn to measure, which stands one floor higher: `lastgood tune` does. Callers of the

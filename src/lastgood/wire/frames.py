@@ -61,7 +61,7 @@ __all__ = [
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_MESSAGE_BYTES = 64 << 10
-"""Of a message, where a connection allows no more."""
+"""Of a message, if a connection allows no more."""
 _HEADER = struct.Struct("<4sB3xIQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGM1"

@@ -274,7 +274,7 @@ def _candidates(
 
 @dataclass(frozen=True)
 class Decided:
-    """A step's fate; `why` names the rank that decided it, where one did."""
+    """A step's fate; `why` names the rank that decided it, if one did."""
 
     step: int
     fate: Fate

@@ -234,8 +234,8 @@ class CountedLoader(Checked):
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
         """Continue after what all ranks together have consumed, with another number of ranks.
 
-        Where a sampler deals one order out to the ranks (DistributedSampler), this rank goes on after its share of the
-        consumed batches; batches must be of the same size as before. Where every rank goes through the data in the same
+        If a sampler deals one order out to the ranks (DistributedSampler), this rank goes on after its share of the
+        consumed batches; batches must be of the same size as before. If every rank goes through the data in the same
         order, the place stays. Raises MismatchError if no place is the same for the new ranks.
         """
         first = states[0]

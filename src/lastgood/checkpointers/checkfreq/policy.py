@@ -154,7 +154,7 @@ class IntervalTuner:
         self._patience = _PATIENCE
         self._lower_in_a_row = 0
         self._taken_from: int | None = None
-        """The interval before, where the last change was to a shorter one."""
+        """The interval before, if the last change was to a shorter one."""
         self._warm = False
 
     def plain_iterations(self, durations_s: tuple[float, ...]) -> None:

@@ -324,7 +324,7 @@ def _mover_for(tracked: TrackedParameters, stream: GradientStream, options: Chec
 def _seed_first(
     incarnation: Incarnation, options: CheckmateOptions, together: RankExchange | None, *, verify: bool
 ) -> None:
-    """Give shadows all that they lack; where they kept their state, let them compare it with the training's."""
+    """Give shadows all that they lack; if they kept their state, let them compare it with the training's."""
     conductor = incarnation.conductor
     base = incarnation.stream.iteration
     fault = ""

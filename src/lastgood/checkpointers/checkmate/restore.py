@@ -226,13 +226,13 @@ def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) 
 
 
 def check_held(directory: Path, options: CheckmateOptions, step: int | None) -> None:
-    """Raise as `restore_together` would now, where it would find nothing; all ranks call it. Fences nobody off."""
+    """Raise as `restore_together` would now, if it would find nothing; all ranks call it. Fences nobody off."""
     rank, _, together = ranks_together()
     _found_by_first(rank, together, lambda: _look(directory, options, read_token(options), step))
 
 
 def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> str:
-    """The job, where all shadows hold something of it. Raises as `_choose` and `job_of`."""
+    """The job, if all shadows hold something of it. Raises as `_choose` and `job_of`."""
     job = job_of(directory, options, token)
     if job is None:
         raise NoCheckpoint(f"{directory}: no shadow of {', '.join(options.shadows)} has kept anything yet")
@@ -327,7 +327,7 @@ class _Load:
         load_tree(self._state, self._tree, self._where)
 
     def _first_of(self, layout: GradientLayout) -> int:
-        """The index of this rank's first parameter, where all of them are as they were declared."""
+        """The index of this rank's first parameter, if all of them are as they were declared."""
         prefix = f"rank{self._rank}/"
         own = [(index, one) for index, one in enumerate(layout.parameters) if one.name.startswith(prefix)]
         union = bool(own)

@@ -448,7 +448,7 @@ class Checkmate(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fence off every older incarnation of the job, and load the newest step that all shadows hold.
 
-        All ranks call it together; where one fails, all do, and no state is changed. Raises NoCheckpoint (no step was
+        All ranks call it together; if one fails, all do, and no state is changed. Raises NoCheckpoint (no step was
         ever complete on all shadows); CorruptCheckpoint (one was, and none is any more); MismatchError for another
         world size or other parameters; CheckpointError for a shadow that cannot be reached; WaitTimeout.
         """

@@ -28,7 +28,7 @@ def stored_tensors(layout: Layout) -> list[NamedTensor]:
     """The tensors that hold every byte of a layout's blocks that belongs to the state, each once.
 
     A tensor that lies alone in its memory, or beside others, is stored under its own name, with its dtype and shape;
-    one that shares memory under the first of its names. Where tensors overlap in other ways, or leave gaps (expanded,
+    one that shares memory under the first of its names. If tensors overlap in other ways, or leave gaps (expanded,
     sliced), their block is stored whole, as bytes, under "lastgood.block.N"; numpy arrays are stored as bytes too.
     """
     tensors = [tensor for tensor in named_tensors(layout) if tensor.nbytes]

@@ -33,7 +33,7 @@ def export_job(
     """Write the newest good checkpoint that all ranks hold (or that of `step`) to `out`. Every byte is checked.
 
     Tensors that were spread over ranks are complete again. An entry of the state in which ranks differ (their random
-    generators) holds an entry for each: "rank-00000" and so on; where it also holds parts of tensors, what differs in
+    generators) holds an entry for each: "rank-00000" and so on; if it also holds parts of tensors, what differs in
     it is rank 0's, and a warning names it.
 
     Raises as `export_checkpoint`, and MismatchError for directories of ranks that do not belong together.

@@ -183,7 +183,7 @@ class Landing:
     """A checkpoint on its way in: chunks are received into a few buffers while earlier ones are copied to their area.
 
     The paper's pipeline (section 5): of the buffer's p parts one is filled from the network, the others are emptied by
-    a thread that copies and checks. Where all are full the network waits.
+    a thread that copies and checks. If all are full the network waits.
     """
 
     def __init__(self, wire: Wire, store: Store, owner: int, area: Area, parts: Sequence[Memory]) -> None:

@@ -45,7 +45,7 @@ class PeerSettings:
     timeout_s: float
     """Of every wait on either side."""
     starts: int | None = None
-    """The only machine whose peers are started here: this one, where each machine has its own. None: any."""
+    """The only machine whose peers are started here: this one, if each machine has its own. None: any."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PeerLink:
             raise
 
     def request(self, operation: str, **content: Any) -> dict[str, Any]:
-        """Ask the peer for something. Raises CheckpointError, with the peer's words, where it refuses."""
+        """Ask the peer for something. Raises CheckpointError, with the peer's words, if it refuses."""
         self._wire.send_message(op=operation, **content)
         return self._granted(self._wire.receive_message(f"the answer to {operation!r}"))
 

@@ -151,7 +151,7 @@ class Gemini(OneAtATime):
         """For what does not share the network with the training: to the own machine's peer, and before it begins."""
         self._sequence = 0
         self._first_sequence = 0
-        """This incarnation's checkpoints have higher ones, where ranks agree on them."""
+        """This incarnation's checkpoints have higher ones, if ranks agree on them."""
         self._durable_sequence = 0
         self._nbytes = 0
         self._updates = 0
@@ -371,7 +371,7 @@ class Gemini(OneAtATime):
             raise
 
     def _doubtful(self) -> list[str]:
-        """The peers that hold what was complete, or might: those of all machines, where ranks tell each other.
+        """The peers that hold what was complete, or might: those of all machines, if ranks tell each other.
 
         There one step may be with some ranks only, since the incarnation that saved it ended before it was complete.
         With two of them the older one was complete: ranks save the next one, and tell peers what to forget, after that.

@@ -4,8 +4,8 @@ GPM lets the threads of a GPU store straight into persistent memory that is mapp
 checkpoints go to two copies that alternate, and the newer one counts only once it is durable. Nothing overlaps with
 training: a save does it all before it returns.
 
-Here the memory is a shared mapping of a file. Where the driver registers such a mapping (tmpfs, DAX), a Triton kernel
-stores into it. Where it refuses (ext4 and other file systems that must see each write), the state goes through a pinned
+Here the memory is a shared mapping of a file. If the driver registers such a mapping (tmpfs, DAX), a Triton kernel
+stores into it. If it refuses (ext4 and other file systems that must see each write), the state goes through a pinned
 area, and CPU threads store it. `storage_facts` says which. A state in host memory is stored by CPU threads. Then msync
 makes it durable; `storage.mapped_areas` says in which order, and why a crash always leaves one checkpoint whole.
 

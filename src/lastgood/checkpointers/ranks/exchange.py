@@ -43,7 +43,7 @@ class RankExchange:
     def tell(self, mine: Any) -> list[Any]:
         """Give all ranks `mine`; returns theirs, by machine. All must call it together.
 
-        Raises RuntimeError, torch's own, where a rank is lost or does not come in time.
+        Raises RuntimeError, torch's own, if a rank is lost or does not come in time.
         """
         theirs: list[Any] = [None] * self._machines
         torch.distributed.all_gather_object(theirs, mine, group=self._group)

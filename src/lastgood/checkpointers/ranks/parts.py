@@ -47,7 +47,7 @@ class RankParts:
     def source(self, rank: int, name: str) -> Source[int]:
         """The rank that wrote the bytes of a rank's tensor, and which part of it they are.
 
-        Raises CorruptCheckpoint, naming both ranks, where it was left to one that does not hold the same.
+        Raises CorruptCheckpoint, naming both ranks, if it was left to one that does not hold the same.
         """
         tensor = self.named[rank][name]
         if tensor.owner is not None:

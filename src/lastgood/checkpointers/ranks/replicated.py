@@ -126,7 +126,7 @@ class Division:
     def check_equal(self, flat: FlatState) -> None:
         """Compare the bytes of all that is said to be held alike. Called once by every rank, before training.
 
-        Raises StateError, naming tensors, where ranks hold different bytes; WaitTimeout.
+        Raises StateError, naming tensors, if ranks hold different bytes; WaitTimeout.
         """
         groups: dict[str, dict[str, Any]] = {}
         for number, item in self._items(flat).items():

@@ -168,7 +168,7 @@ class FromRanks:
     def read(self, threads: int) -> None:
         """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture.
 
-        Raises MismatchError, with nothing changed, where the ranks' values of a tensor differ that is in one piece.
+        Raises MismatchError, with nothing changed, if the ranks' values of a tensor differ that is in one piece.
         """
         with self._parts.reader(threads) as reader:
             if self._new_world:

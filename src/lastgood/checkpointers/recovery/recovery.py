@@ -129,7 +129,7 @@ class Recovery:
         return SlotStore.peek(self.directory) if self.directory.is_dir() else None
 
     def _reading(self, view: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> InPlace | FromRanks:
-        """Straight from this rank's own part, where that is all that it wants; else from the parts of all ranks."""
+        """Straight from this rank's own part, if that is all that it wants; else from the parts of all ranks."""
         layout = read_layout(view, info)
         tensors = named_tensors(layout)
         live = LiveTensors(state, {tensor.part for tensor in tensors if tensor.shard is not None})

@@ -65,7 +65,7 @@ class NamedTensor:
     shard: Shard | None = None
     """Of a tensor that is spread over ranks: its place in the whole. Shape and strides above are the local part's."""
     owner: int | None = None
-    """The rank that wrote it, where that is another one; then there are no bytes of it here."""
+    """The rank that wrote it, if that is another one; then there are no bytes of it here."""
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class NamedTensor:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, where this is a part of one."""
+        """Of the whole tensor, if this is a part of one."""
         return self.shape if self.shard is None else self.shard.shape
 
     @property
@@ -233,7 +233,7 @@ def named_tensors(layout: Layout) -> list[NamedTensor]:
 
     A name is the path to the tensor, joined by dots: texts as they are ("model.layers.0.weight"), numbers of lists,
     tuples and int keys in decimal ("optimizer.state.3.exp_avg"), other keys as Python writes them. What cannot be
-    printed is escaped as Python does in a text. Where two paths would give one name, the first in the tree's order has
+    printed is escaped as Python does in a text. If two paths would give one name, the first in the tree's order has
     it, and the others get "#2", "#3" and so on after it, leaving out what is another tensor's path. So names depend
     on the structure alone, and all checkpoints of one training have the same.
     """

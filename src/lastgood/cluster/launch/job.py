@@ -32,7 +32,7 @@ from lastgood.wire.gate import LOOPBACK
 __all__ = ["LOG_THERE", "LaunchResult", "RankResult", "launch"]
 
 LOG_THERE: Final = "log there: "
-"""Stands before a log's path in an error, where that is a path on the rank's host."""
+"""Stands before a log's path in an error, if that is a path on the rank's host."""
 
 _PROBE_S: Final = 60.0
 _LATE_S: Final = 3.0
@@ -281,7 +281,7 @@ def _look_at_launchers(board: Board, started: list[Started]) -> None:
 
 
 def _causes(board: Board, started: Sequence[Started]) -> str:
-    """Launchers that have ended, where the first failure may come from that: a rank that was killed or is lost."""
+    """Launchers that have ended, if the first failure may come from that: a rank that was killed or is lost."""
     state = board.first_failure
     if state is None or (state.status is not None and state.status > 0):
         return ""

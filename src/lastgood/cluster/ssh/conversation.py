@@ -57,7 +57,7 @@ class Conversation:
     def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a question and return the answer.
 
-        Raises HostError if none comes in time, where the connection or the program fails, and where the program
+        Raises HostError if none comes in time, if the connection or the program fails, and if the program
         answers with its own ``{"error": ...}``.
         """
         assert self._process.stdin is not None

@@ -85,7 +85,7 @@ def missing_programs() -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """The path of a program. Raises ConfigError, naming its Debian package, where it is missing."""
+    """The path of a program. Raises ConfigError, naming its Debian package, if it is missing."""
     path = shutil.which(name, path=_SEARCH_PATH)
     if path is None:
         raise ConfigError(f"there is no {name} on this machine (Debian, Ubuntu: apt-get install {_PACKAGES[name]})")

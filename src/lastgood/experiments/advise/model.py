@@ -240,7 +240,7 @@ def model_costs(rates: Rates, question: Question) -> tuple[dict[str, Costs], lis
 def fit_costs(cells: Sequence[Cell], rates: Rates, question: Question) -> dict[str, Costs]:
     """The costs of every system of `cells`, fitted to their ratios: least squares of log(t_c/t), over all workloads.
 
-    a and b of systems in the model are never below the ceilings'. Where cells do not tell a from b, b is the smallest.
+    a and b of systems in the model are never below the ceilings'. If cells do not tell a from b, b is the smallest.
     """
     floors, _ = model_costs(rates, question)
     by_system: dict[str, list[Cell]] = defaultdict(list)

@@ -4,7 +4,7 @@ The workflow starts one (`ForkServer`) and names its socket in its environment; 
 process asks it for a fork that does the run, hands over its own input, output and folder, and ends as that ends. The
 server computes nothing, starts no thread and never touches CUDA, so that each fork begins as a process that has only
 imported. It imports a model's library when a run asks for it. It ends with the workflow, and runs end with those who
-asked for them; where there is no server, `lastgood run` imports for itself.
+asked for them; if there is no server, `lastgood run` imports for itself.
 """
 
 from __future__ import annotations

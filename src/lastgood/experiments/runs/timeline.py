@@ -48,7 +48,7 @@ def trace_events(title: str, timeline: Timeline) -> list[dict[str, Any]]:
     """Chrome's trace events; times in microseconds from the earliest moment on.
 
     A step is a span with two parts, ``forward and backward`` and ``update``. A checkpoint is a span from its request to
-    its end; its copy, and what storage did for it, have a track each. Where checkpoints overlap they get lanes.
+    its end; its copy, and what storage did for it, have a track each. If checkpoints overlap they get lanes.
     """
     spans = [*_training(timeline), *_checkpoints(timeline.checkpoints)]
     zero = min((begin for _, _, begin, _, _ in spans), default=0.0)

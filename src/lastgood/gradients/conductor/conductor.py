@@ -2,7 +2,7 @@
 
 On rank 0 it decides which iteration is complete (`ConductorState` does) and says so to every shadow; the other ranks
 hear it from them. Every rank seeds the buckets that it owns. The training hands over what an iteration needs beside
-gradients, and asks which buckets to copy; it waits for nothing here but the first seeds, and, where a policy says so,
+gradients, and asks which buckets to copy; it waits for nothing here but the first seeds, and, if a policy says so,
 for room.
 """
 

@@ -171,7 +171,7 @@ class ShadowCore:
                 return
             self.body.settle_memory(layout)
             if self.body.store is not None:
-                # Before anything is declared: where it fails, the trainers come again, and all of this is done again.
+                # Before anything is declared: if it fails, the trainers come again, and all of this is done again.
                 kept = self._state.keeps(layout.digest, message.adopt)
                 self.body.store.begin_incarnation(incarnation, message.adopt, self.body.restored if kept else None)
             kept = self._state.declare(
@@ -335,7 +335,7 @@ class ShadowCore:
     def _obey_one(self, event: _native.ReceiverEvent) -> None:
         assert self.body.receiver is not None
         if event.kind == "complete":
-            # It may have been overwritten since, where the bucket waits for a seed.
+            # It may have been overwritten since, if the bucket waits for a seed.
             if self.body.receiver.complete(event.bucket, event.iteration):
                 self._state.received(event.bucket, event.iteration)
         elif event.kind == "end":

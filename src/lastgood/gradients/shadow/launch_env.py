@@ -34,7 +34,7 @@ class TrainerPlace:
 def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
     """The same variables as seen by a rank that trains; NUM_STORAGE is 1 if nobody says more.
 
-    Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), ranks below NUM_TRAINING train. Raises
+    If one launcher starts trainers and shadows (WORLD_SIZE is their sum), ranks below NUM_TRAINING train. Raises
     ConfigError for numbers that do not go together.
     """
     rank, world = _number(environment, "RANK") or 0, _number(environment, "WORLD_SIZE")
@@ -57,7 +57,7 @@ def find_trainer(environment: Mapping[str, str]) -> TrainerPlace:
 def find_place(shadow: int | None, shadows: int | None, trainers: int | None, environment: Mapping[str, str]) -> Place:
     """Flags first, then NUM_STORAGE, NUM_TRAINING, RANK and WORLD_SIZE.
 
-    Where one launcher starts trainers and shadows (WORLD_SIZE is their sum), shadows are the ranks after the trainers;
+    If one launcher starts trainers and shadows (WORLD_SIZE is their sum), shadows are the ranks after the trainers;
     where it starts shadows alone, RANK is the shadow's number. Raises ConfigError for numbers that fit neither.
     """
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
@@ -89,7 +89,7 @@ def find_place(shadow: int | None, shadows: int | None, trainers: int | None, en
 def own_cpus(text: str | None, environment: Mapping[str, str]) -> tuple[int, ...]:
     """CPUs of a list as 0-3,8 that this process is to stay on.
 
-    Where a launcher started several processes on this host (LOCAL_RANK, LOCAL_WORLD_SIZE), each gets its own part of
+    If a launcher started several processes on this host (LOCAL_RANK, LOCAL_WORLD_SIZE), each gets its own part of
     the list. Raises ConfigError for what is no list, for CPUs that this process may not use, and for too few of them.
     """
     if not text:

@@ -137,7 +137,7 @@ class SpillStore:
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
         """Write a copy in the background; `over` is called at its end, with an error or None.
 
-        Only what it says must stay does; where that is not here, the newest that is.
+        Only what it says must stay does; if that is not here, the newest that is.
         """
         self._thread = threading.Thread(target=self._write, args=(copy, layout, over), name="spill", daemon=True)
         self._thread.start()

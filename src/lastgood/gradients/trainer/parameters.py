@@ -115,7 +115,7 @@ class TrackedParameters:
                 yield key, local_part(kept[key])
 
     def order_for(self, index: int, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The order of bytes of a tensor of this parameter: the parameter's own, where it has as many dimensions."""
+        """The order of bytes of a tensor of this parameter: the parameter's own, if it has as many dimensions."""
         order = self.orders[index]
         return order if tensor.dim() == len(order) else tuple(range(tensor.dim()))
 

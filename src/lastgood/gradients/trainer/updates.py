@@ -117,7 +117,7 @@ class UpdateNotes:
     def look(self) -> StepPart:
         """What the step that begins now does. Call it once for each.
 
-        Where that cannot be told (a learning rate that is none, say) the part has a fault. Nothing is raised, since
+        If that cannot be told (a learning rate that is none, say) the part has a fault. Nothing is raised, since
         keeping a state must never stop the training of it.
         """
         try:
@@ -175,14 +175,14 @@ class UpdateNotes:
         rule, shares = self._open.rule, self._shares
         if rule is None:
             return Update(None)
-        # What is not aligned on one rank is not on the others either, where they have the same parameters.
+        # What is not aligned on one rank is not on the others either, if they have the same parameters.
         firsts = shares.firsts if shares.alike else (shares.firsts[shares.rank],)
         unaligned = tuple(first + index for first in firsts for index in rule.unaligned)
         rule = replace(rule, groups=rule.groups * len(shares.firsts), unaligned=unaligned)
         return Update(rule.to_data(), tuple(sorted(self._group_of.keys() - self._open.stepped)))
 
     def _count_again(self) -> None:
-        """Between two steps, where one could not be told. While ZeRO has groups taken out of its optimizer: later."""
+        """Between two steps, if one could not be told. While ZeRO has groups taken out of its optimizer: later."""
         if self._rules is None:
             held = sum(len(group["params"]) for group in self._tracked.optimizer.param_groups)
             if held == len(self._tracked.parameters):
