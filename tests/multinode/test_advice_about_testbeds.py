@@ -52,7 +52,7 @@ def name(needs_testbed: None) -> Iterator[str]:
     "there is {} {} on this machine; `lastgood testbed up --name {}` makes it",
     "for Lastgood: export LASTGOOD_SSH_CONFIG={}",
     "{}: it was killed; `lastgood testbed restart {} --name {}` brings it back",
-    "testbed {} was taken down meanwhile, or made anew; see `lastgood testbed status --name {}`",
+    "testbed {} was taken down meanwhile, or made again; see `lastgood testbed status --name {}`",
 )
 def test_the_life_of_a_testbed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("LASTGOOD_SSH_CONFIG", raising=False)

@@ -121,12 +121,12 @@ def test_parameters_in_other_groups():
     assert RuleMaker(optimizer, trainer.OptimizerSpec.of(optimizer)).make()
 
 
-@follows("close() the checkpointer and start it anew, and shadows follow them")
+@follows("close() the checkpointer and start it again, and shadows follow them")
 def test_an_optimizer_that_got_another_parameter():
     training = Training(torch.optim.SGD, [[3], [5]], 64)
     training.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
     training.parameters[0].grad = torch.ones(3)
-    advice(hear(training.notes.look().fault), r"close\(\) the checkpointer and start it anew")
+    advice(hear(training.notes.look().fault), r"close\(\) the checkpointer and start it again")
     anew = Training(torch.optim.SGD, [[3], [5], [2]], 64)  # what a new start tracks
     anew.parameters[2].grad = torch.ones(2)
     assert anew.notes.look().fault is None

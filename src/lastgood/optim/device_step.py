@@ -62,7 +62,7 @@ class DeviceStep:
                 return float(lr / (real(1) - power1)), float(np.sqrt(real(1) - power2))
         raise MismatchError(
             f"parameter {self._places[i]} makes its step {step}, and the update carries the betas' powers for "
-            f"{', '.join(str(row[0]) for row in numbers.powers) or 'none'}: seed the parameter anew"
+            f"{', '.join(str(row[0]) for row in numbers.powers) or 'none'}: seed the parameter again"
         )
 
     def _tensor(

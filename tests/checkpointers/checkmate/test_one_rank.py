@@ -523,7 +523,7 @@ def test_no_training_begins_anew_after_complete_steps_whichever_shadows_were_los
         checkpointer.close()
         shadows.kill(1)
         shadows.restart(1)
-        with pytest.raises(CorruptCheckpoint, match=r"step 2 was complete on all; shadow 1 has been started anew"):
+        with pytest.raises(CorruptCheckpoint, match=r"step 2 was complete on all; shadow 1 has been started again"):
             attached()
         assert made[-1].latest() is None
         with pytest.raises(NoCheckpoint, match="step 7"):

@@ -67,7 +67,7 @@ def test_a_key_that_is_not_known_there(server: Sshd, tmp_path: Path) -> None:
     login(config)
 
 
-@follows("if the host was made anew, remove the old key with ssh-keygen -R; if not, somebody is in between")
+@follows("if the host was installed again, remove the old key with ssh-keygen -R; if not, somebody is in between")
 def test_a_host_that_was_made_anew(server: Sshd, tmp_path: Path) -> None:
     place = f"[127.0.0.1]:{server.port}"
     known = tmp_path / "known_hosts"

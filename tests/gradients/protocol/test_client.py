@@ -80,7 +80,7 @@ def test_a_life_that_ends_before_its_first_step_is_complete_leaves_no_sign_of_lo
 @pytest.mark.parametrize(
     ("first", "second", "sign"),
     [
-        ({"memory": [3]}, {"epoch": 0, "job": None, "layout": None}, "shadow 1 has been started anew"),
+        ({"memory": [3]}, {"epoch": 0, "job": None, "layout": None}, "shadow 1 has been started again"),
         ({}, {"promised": 3}, "shadow 1 knows that step 3 was complete on all"),
         ({"durable": [4]}, {}, "shadow 0 has spilled step 4"),
     ],

@@ -21,7 +21,7 @@ _FAILURES: Final = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "shows another host key than the one that is known",
-        "if the host was made anew, remove the old key with ssh-keygen -R; if not, somebody is in between",
+        "if the host was installed again, remove the old key with ssh-keygen -R; if not, somebody is in between",
     ),
     (
         "Host key verification failed",

@@ -280,7 +280,7 @@ class Testbed:
         with _changing():
             if load_state(self.name) != (self.folder, self.settings):
                 raise ConfigError(
-                    f"testbed {self.name} was taken down meanwhile, or made anew; see `lastgood testbed status --name "
+                    f"testbed {self.name} was taken down meanwhile, or made again; see `lastgood testbed status --name "
                     f"{self.name}`"
                 )
             yield

@@ -207,7 +207,7 @@ def signs_of_loss(statuses: Sequence[Status]) -> list[str]:
         elif status.durable:
             found.append(f"shadow {status.shadow} has spilled step {status.durable[0].step}")
         elif status.epoch < max(held, default=0):
-            found.append(f"shadow {status.shadow} has been started anew since others took what they hold")
+            found.append(f"shadow {status.shadow} has been started again since others took what they hold")
     return found
 
 

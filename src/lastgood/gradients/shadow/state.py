@@ -89,7 +89,7 @@ class ShadowState:
         if self.job not in (None, job):
             raise MismatchError(
                 f"this shadow keeps the state of job {self.job}, and job {job} asks for it; start a shadow of its own, "
-                "or stop this one and start it anew (with another folder for spills)"
+                "or stop this one and start it again (with another folder for spills)"
             )
         if incarnation <= self.incarnation:
             raise MismatchError(

@@ -133,7 +133,7 @@ class UpdateNotes:
         if any(id(one) not in index_of for one in held):
             raise ConfigError(
                 "the optimizer has parameters that it had not when checkpointing began; close() the checkpointer and "
-                "start it anew, and shadows follow them"
+                "start it again, and shadows follow them"
             )
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
