@@ -1,0 +1,294 @@
+"""Reading checkpoints back out of objects, with the surface of `SlotView`."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import logging
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import PosixPath
+
+import numpy as np
+
+from lastgood import _native
+from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError, WaitTimeout
+from lastgood.storage import format as fmt
+from lastgood.storage.global_commit import GlobalCommit
+from lastgood.storage.objects import format as objects
+from lastgood.storage.objects.client import ObjectClient
+from lastgood.storage.objects.commits import find_commits, read_commit, read_manifest
+from lastgood.storage.objects.format import Commit, CommitName, Manifest, UploadNote, object_key
+from lastgood.storage.objects.upload import chunk_checksum
+from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
+from lastgood.storage.verdicts import VerdictBook
+from lastgood.units import MIB
+
+__all__ = ["RemoteInfo", "RemotePath", "RemoteView"]
+
+_log = logging.getLogger("lastgood.storage")
+
+_REQUEST_BYTES = 8 * MIB
+_TRIES = 2
+"""Of a piece whose checksum is wrong: what was damaged on the way comes whole the second time."""
+
+
+class RemotePath(PosixPath):
+    """Where a checkpoint is, for messages: a URL keeps both of its slashes. No file is there."""
+
+    def __str__(self) -> str:
+        return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1://", super().__str__())
+
+
+@dataclass(frozen=True)
+class RemoteInfo(SlotInfo):
+    """One committed checkpoint, as a rank sees it. `slot` is its place in the listing, 0 the newest."""
+
+    name: CommitName
+    manifest: Manifest
+
+
+class RemoteView(SlotView):
+    """The parts of one rank in a store of objects, for reading only; `SlotView` says what its methods do.
+
+    Nothing is overwritten there, so what was seen stays readable for `sweep.GRACE_S` after it was taken away. Damage
+    raises CorruptCheckpoint, and never gives other bytes. Chunks that no range asks for are not fetched.
+
+    Args:
+        client: the store; the caller closes it.
+        rank: whose parts.
+        job_id: whose checkpoints, where there are those of several jobs.
+    """
+
+    def __init__(self, client: ObjectClient, rank: int = 0, job_id: bytes | None = None) -> None:
+        self.directory = RemotePath(client.place)
+        self.client = client
+        self.rank = rank
+        self.job_id = job_id
+
+    @property
+    def held(self) -> bool:
+        """False: objects have no locks."""
+        return False
+
+    def names(self) -> list[CommitName]:
+        """The checkpoints, newest first, in as few requests as a listing needs. Raises StorageError, MismatchError."""
+        return find_commits(self.client, self.job_id)
+
+    def look(self, name: CommitName, slot: int = 0, commit: Commit | None = None) -> RemoteInfo:
+        """One checkpoint of `names`. Raises ObjectMissing, CorruptCheckpoint, MismatchError, StorageError."""
+        commit = commit or read_commit(self.client, name)
+        if self.rank >= len(commit.parts):
+            raise MismatchError(
+                f"{self.client.where(name.key)}: {name.told} has {len(commit.parts)} ranks, and rank {self.rank} is "
+                "asked for"
+            )
+        part = commit.parts[self.rank]
+        manifest = read_manifest(self.client, name, part, self.rank, len(commit.parts))
+        path = RemotePath(self.client.where(name.key))
+        return RemoteInfo(path=path, slot=slot, record=manifest.record, name=name, manifest=manifest)
+
+    def statuses(self) -> list[SlotStatus]:
+        """A look at every checkpoint, newest first: whole, or torn if its commit or manifest is damaged."""
+        found = []
+        for slot, name in enumerate(self.names()):
+            path = RemotePath(self.client.where(name.key))
+            try:
+                info = self.look(name, slot)
+            except (CorruptCheckpoint, MismatchError) as error:
+                state = SlotState.FOREIGN if isinstance(error, MismatchError) else SlotState.TORN
+                found.append(SlotStatus(path, slot, state, 0, detail=str(error)))
+            else:
+                found.append(SlotStatus(path, slot, SlotState.WHOLE, info.stream_bytes, info.record))
+        return found
+
+    def committed(self) -> list[SlotInfo]:
+        """The whole checkpoints, newest first. Raises StorageError, MismatchError."""
+        found: list[SlotInfo] = []
+        for slot, name in enumerate(self.names()):
+            try:
+                found.append(self.look(name, slot))
+            except CorruptCheckpoint:
+                continue  # `statuses` says so
+        return found
+
+    def read_into(
+        self,
+        info: SlotInfo,
+        ranges: Sequence[tuple[int, int]],
+        threads: int = READ_THREADS,
+        *,
+        offset: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        """As `SlotView.read_into`, with up to `threads` requests at a time, each of which a thread holds in memory.
+
+        Chunks come in any order; none that is bad is delivered. Raises CorruptCheckpoint, StorageError, WaitTimeout.
+        """
+        targets = _Targets(info, ranges, offset)
+        self._fetch(info, targets.chunks(), targets, threads, timeout_s)
+
+    def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
+        """Read the whole stream and check it. Raises as `read_into` does."""
+        self._fetch(info, range(info.record.chunks), _Targets(info, (), 0), threads, timeout_s)
+
+    @contextlib.contextmanager
+    def hold(self, info: SlotInfo) -> Iterator[None]:
+        """Keep the objects of a checkpoint while it is read, for up to a day, though it may be taken away meanwhile.
+
+        It needs the right to put; without it, what is taken away stays for `sweep.GRACE_S`. Raises CorruptCheckpoint if
+        it was taken away already, StorageError.
+        """
+        if not isinstance(info, RemoteInfo):
+            raise StorageError(f"{info.path}: is not a checkpoint of {self.directory}")
+        # As an upload that takes its segments over, and that never comes to a commit.
+        reader = CommitName(secrets.token_bytes(fmt.JOB_ID_BYTES), 0, 0)
+        key = f"{reader.uploads}/{0:07d}"
+        try:
+            self.client.put(key, UploadNote(reader, 0, (info.name,)).encode())
+        except StorageError as error:
+            _log.warning("%s is read without being held: %s", info.path, error)
+        try:
+            found = self.client.head(info.name.key)
+            if found is None or not found.nbytes:
+                raise CorruptCheckpoint(f"{info.path}: step {info.step} was taken away")
+            yield
+        finally:
+            try:
+                self.client.delete([key])
+            except StorageError as error:
+                _log.warning("%s", error)
+
+    def book(self) -> VerdictBook:
+        """Not kept among objects. Raises StorageError."""
+        raise StorageError(f"{self.directory}: verdicts are kept on the disk of the training, not among objects")
+
+    def global_commit(self) -> GlobalCommit | None:
+        """None: a commit here is one of all ranks."""
+        return None
+
+    def _describe(self) -> str:
+        return "nothing was committed there, or all of it was removed"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _fetch(self, info: SlotInfo, chunks: Sequence[int], targets: _Targets, threads: int, timeout_s: float) -> None:
+        if not isinstance(info, RemoteInfo):
+            raise StorageError(f"{info.path}: is not a checkpoint of {self.directory}")
+        deadline = time.monotonic() + timeout_s
+        pieces = list(_pieces(info, chunks))
+
+        def one(piece: tuple[int, int]) -> None:
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"{info.path}: waited {timeout_s:.0f} s for its segments")
+            self._piece(info, *piece, targets)
+
+        threads = min(threads, len(pieces))
+        if threads <= 1:
+            for piece in pieces:
+                one(piece)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="lastgood-fetch") as pool:
+            fetched = [pool.submit(one, piece) for piece in pieces]
+            try:
+                for future in wait(fetched, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _piece(self, info: RemoteInfo, first: int, count: int, targets: _Targets) -> None:
+        """Fetch neighbouring chunks of one segment, check them all, then deliver them."""
+        record, manifest = info.record, info.manifest
+        begin = first * record.chunk_bytes
+        nbytes = min(count * record.chunk_bytes, record.stream_bytes - begin)
+        index = begin // manifest.segment_bytes
+        key = object_key(objects.SEGMENTS, manifest.segments[index].name)
+        for tried in range(1, _TRIES + 1):
+            content = self.client.get_range(key, begin - index * manifest.segment_bytes, nbytes)
+            bad = _first_bad(record, manifest.table, first, content)
+            if bad is None:
+                break
+            if tried == _TRIES:
+                chunk, expected, found = bad
+                raise CorruptCheckpoint(
+                    f"{self.client.where(key)}: step {info.step}, chunk {chunk} of {record.chunks}: checksum "
+                    f"{found:#010x} instead of {expected:#010x}"
+                )
+        targets.deliver(begin, content)
+
+
+def _first_bad(record: fmt.CommitRecord, table: bytes, first: int, content: memoryview) -> tuple[int, int, int] | None:
+    for number, begin in enumerate(range(0, content.nbytes, record.chunk_bytes), first):
+        (expected,) = struct.unpack_from("<I", table, 4 * number)
+        found = chunk_checksum(content[begin : begin + record.chunk_bytes], _native.chunk_seed(record.sequence, number))
+        if found != expected:
+            return number, expected, found
+    return None
+
+
+def _pieces(info: RemoteInfo, chunks: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Runs of neighbouring chunks, each for one request: inside one segment, and of a bounded size."""
+    chunk_bytes, per_segment = info.record.chunk_bytes, info.manifest.segment_bytes // info.record.chunk_bytes
+    most = max(1, _REQUEST_BYTES // chunk_bytes)
+    pieces: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if pieces:
+            first, count = pieces[-1]
+            if first + count == chunk and count < most and chunk % per_segment:
+                pieces[-1] = (first, count + 1)
+                continue
+        pieces.append((chunk, 1))
+    return pieces
+
+
+class _Targets:
+    """Memory for a part of a stream. Raises CorruptCheckpoint if the stream is shorter."""
+
+    def __init__(self, info: SlotInfo, ranges: Sequence[tuple[int, int]], offset: int) -> None:
+        wanted = sum(nbytes for _, nbytes in ranges)
+        if offset < 0 or any(nbytes < 0 for _, nbytes in ranges) or offset + wanted > info.stream_bytes:
+            raise CorruptCheckpoint(
+                f"{info.path}: step {info.step}: {wanted} bytes at byte {offset} are outside of a stream of "
+                f"{info.stream_bytes}"
+            )
+        self._chunk_bytes = info.record.chunk_bytes
+        begins = accumulate((nbytes for _, nbytes in ranges), initial=offset)
+        spans = [
+            (begin, begin + nbytes, address)
+            for begin, (address, nbytes) in zip(begins, ranges, strict=False)
+            if address and nbytes
+        ]
+        self._spans = spans
+        self._begins = [begin for begin, _, _ in spans]
+
+    def chunks(self) -> Sequence[int]:
+        """Those that are needed, in order."""
+        found: list[int] = []
+        for begin, end, _ in self._spans:
+            first = begin // self._chunk_bytes
+            if found and found[-1] >= first:
+                first = found[-1] + 1
+            found += range(first, (end - 1) // self._chunk_bytes + 1)
+        return found
+
+    def deliver(self, begin: int, content: memoryview) -> None:
+        """Copy bytes of the stream, from byte `begin` on, to where they belong."""
+        end = begin + content.nbytes
+        if not self._spans:
+            return
+        source = np.frombuffer(content, dtype=np.uint8).ctypes.data
+        at = max(0, bisect.bisect_right(self._begins, begin) - 1)
+        while at < len(self._spans) and self._spans[at][0] < end:
+            first, last, address = self._spans[at]
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                ctypes.memmove(address + low - first, source + low - begin, high - low)
+            at += 1
