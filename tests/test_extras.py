@@ -37,6 +37,7 @@ AT_IMPORT = {
 AT_USE = {
     *(("checkpointers", package) for package in ("nvidia_resiliency_ext", "torchsnapshot")),
     ("integrations", "deepspeed"),
+    *(("storage", package) for package in ("boto3", "botocore", "obstore")),
     ("training", "deepspeed"),
     *(("workloads", package) for package in ("PIL", "sklearn", "torchvision", "transformers")),
 }

@@ -75,11 +75,14 @@ def loaded_after(statement):
         "import lastgood.integrations.deepspeed",
         "import lastgood.gradients.shadow.service, lastgood.gradients.shadow.metrics",
         "import lastgood.gradients.protocol.client",
+        "import lastgood.storage.objects.opening, lastgood.storage.objects.sweep",
+        "import lastgood.experiments.services.object_store",
     ],
 )
 def test_needs_no_torch(statement):
     modules = loaded_after(statement)
     assert not modules & {"torch", "deepspeed", "transformers", "torchvision", "matplotlib", "pandas"}
+    assert not modules & {"boto3", "botocore", "obstore"}
 
 
 def test_public_names_exist():

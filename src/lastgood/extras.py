@@ -9,6 +9,7 @@ EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib", "pandas", "PIL", "sklearn", "snakemake"), "harness"),
     **dict.fromkeys(("tokenizers", "torchvision", "transformers"), "harness"),
     "deepspeed": "deepspeed",
+    **dict.fromkeys(("boto3", "botocore", "obstore"), "s3"),
     **dict.fromkeys(("nvidia_resiliency_ext", "torchsnapshot"), "third-party"),
 }
 """The extra by the name under which a package is imported."""

@@ -1,0 +1,24 @@
+"""From what a user named to a client: a bucket by its URL, or a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lastgood.locations import Location
+from lastgood.storage.objects.client import ObjectClient
+from lastgood.storage.objects.folder import FolderClient
+from lastgood.storage.objects.s3 import S3Client, S3Options
+
+__all__ = ["open_objects"]
+
+
+def open_objects(place: Path | str | Location, options: S3Options | None = None) -> ObjectClient:
+    """The objects at s3://BUCKET/PREFIX, or in a folder of this machine; the caller closes it.
+
+    Touches no storage but for making the folder. Raises ConfigError for other URLs and for options that cannot work,
+    StorageError.
+    """
+    location = Location.parse(place)
+    if location.scheme == "s3":
+        return S3Client(location, options)
+    return FolderClient(location.path)
