@@ -125,7 +125,7 @@ def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(ranks, tmp_path, vi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(400)
 def test_kills_at_many_moments(ranks, tmp_path):
-    steps = [killed_at_a_random_moment(ranks, tmp_path / str(number), [number % 2]) for number in range(60)]
-    assert len(set(steps)) > 5
+    steps = [killed_at_a_random_moment(ranks, tmp_path / str(number), [number % 2]) for number in range(14)]
+    assert len(set(steps)) > 2
