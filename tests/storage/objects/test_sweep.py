@@ -139,6 +139,7 @@ def test_an_upload_that_ends_between_two_listings_is_seen_in_one(story):
     story.later(GUARD_S + 10)
     late = story.sweeping()
     late.go_to("listed commits", "listed uploads")
+    late.go()  # the first of both
     upload.go_to("")
     late.go_to("")
     assert (upload.failure, late.failure) == (None, None)
@@ -155,6 +156,26 @@ def test_a_late_try_to_commit_what_was_taken_away_fails(story):
     # Even where its process had looked for the manifests before.
     with pytest.raises(CheckpointError, match="is there already"):
         story.client.create(OLD.name.key, commit.encode())
+
+
+def test_a_copy_of_a_commit_that_is_there_stays(story):
+    """Else a sweep that saw it before would remove the one that a later retention has put."""
+    save(story.client, OLD, hashed=True)
+    killed = story.actor("retention", lambda client: retire(client, OLD.name))
+    killed.go_to("put commits")
+    killed.kill(after=False)
+    story.later(GUARD_S + 10)
+    late = story.sweeping()
+    late.go_to("delete retired")
+    upload = story.saving(NEW)
+    upload.go_to("create commits")
+    retire(story.client, OLD.name)
+    late.go_to("")
+    story.later(GRACE_S + 10)
+    story.sweep()
+    upload.go_to("")
+    assert upload.failure is None
+    assert story.reads(NEW)
 
 
 def test_young_segments_without_a_note_that_the_sweep_saw_stay(story):
