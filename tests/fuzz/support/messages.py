@@ -152,12 +152,12 @@ def _coordinator(thing: Any, folder: Path) -> Prepared:
                 if guest not in coordinator._guests:
                     continue
                 pairs[guests.index(guest)][0].sendall(
-                    framed(message).replace(b'"LIFE"', b'"%s"' % coordinator._life.encode())
+                    framed(message).replace(b'"LIFE"', b'"%s"' % coordinator._incarnation_id.encode())
                 )
                 try:
                     for heard in guest.channel.receive():
                         if heard.get("kind") == "resume" and heard.get("life") == "LIFE":
-                            heard["life"] = coordinator._life
+                            heard["life"] = coordinator._incarnation_id
                         coordinator._hear(guest, heard)
                         coordinator._look_around()
                 except LastgoodError as error:
