@@ -372,7 +372,7 @@ def pair(*options: dict[str, object]) -> list[BaseException | RingComm]:
 
     def make(rank: int) -> None:
         # The one that was refused has left: where it was first, the other one waits for it so long.
-        settings: dict[str, object] = {"token": TOKEN, "job": JOB, "epoch": 3, "layout": LAYOUT, "timeout_s": 30.0}
+        settings: dict[str, object] = {"token": TOKEN, "job": JOB, "epoch": 3, "layout": LAYOUT, "timeout_s": 5.0}
         settings.update({"rank": rank, "ranks": 2}, **options[rank])
         following = f"127.0.0.1:{listeners[(rank + 1) % 2].getsockname()[1]}"
         try:

@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,6 +18,7 @@ from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LockHeld
 from lastgood.storage import SlotStore
 from lastgood.storage.mapped_areas import AreaStore
+from tests.support.warm import WarmProcess
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "pccheck", "dcp"]
 
@@ -56,14 +55,10 @@ checkpointer.close()
 
 
 def said(directory, setup: str = "") -> str:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(setup=setup), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return ended.stderr
+    ended = WarmProcess(["-c", SCRIPT.format(setup=setup), directory])
+    text, _ = ended.communicate()
+    assert ended.returncode == 0, text
+    return text
 
 
 def test_the_line_is_seen_where_nobody_set_up_logging_and_follows_those_who_did(tmp_path):
