@@ -102,7 +102,7 @@ def assert_safe(outcome: Outcome, wanted: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lives", [["first", "second", "third"]], ids=["three-lives"])
 def test_power_cut(shim: Path, place: Path, lives: list[str]) -> None:
-    assert_safe(cut_power(shim, place, lives, wanted=3_200), 3_000)
+    assert_safe(cut_power(shim, place, lives, wanted=1_600), 1_500)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_power_cut(shim: Path, place: Path, lives: list[str]) -> None:
 )
 def test_power_cut_after_a_kill(shim: Path, place: Path, lives: list[str]) -> None:
     """What a killed process wrote and did not flush can be read, and a power cut still takes it."""
-    assert_safe(cut_power(shim, place, lives, wanted=1_700), 1_500)
+    assert_safe(cut_power(shim, place, lives, wanted=850), 750)
 
 
 def test_power_cut_where_one_checkpoint_is_kept(shim: Path, place: Path) -> None:

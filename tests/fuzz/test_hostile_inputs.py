@@ -24,7 +24,7 @@ from tests.fuzz.support.registry import DECODERS
 
 load_decoders()
 NAMES = sorted(set(DECODERS) - set(BROKEN))
-EVERY_DAY = 5_000
+EVERY_DAY = 2_000
 MANY = 100_000
 SILENCE_S = 300.0
 """Of the process, until it counts as stuck: it tells after each `BATCH`."""

@@ -15,7 +15,7 @@ import pytest
 from tests.gradients.support.fault_campaign import make_schedule, run_schedule
 from tests.gradients.support.fault_training import Oracle
 
-EVERYDAY = 30
+EVERYDAY = 10
 LONG = 1000
 BATCH = 10
 

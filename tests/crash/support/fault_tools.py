@@ -97,8 +97,13 @@ def fill(disk: Path) -> Path:
 
 
 def run_scenarios(known: dict[str, Callable[[Path], None]]) -> None:
-    """Run those named in the arguments after the directory; tell of each, between marks that the test looks for."""
+    """Run those named in the arguments after the directory; tell of each, between marks that the test looks for.
+
+    What is there to be named is told first.
+    """
     place, *names = sys.argv[1:]
+    sys.stdout.write("\x01known\x02" + "\n".join(known))
+    sys.stdout.flush()
     for name in names:
         directory = Path(place, name.replace("[", "-").replace("]", ""))
         directory.mkdir()
