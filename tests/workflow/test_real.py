@@ -121,7 +121,10 @@ def test_a_repeated_call_does_nothing(flow: WorkflowFolder) -> None:
     assert "Nothing to be done" in done.stdout
 
 
-def test_a_further_interval_only_adds(flow: WorkflowFolder) -> None:
+@pytest.mark.slow  # every day `test_the_next_call_makes_the_missing_run_only` shows that records stay
+def test_a_further_interval_only_adds_and_fewer_rebuild_the_figure_only(flow: WorkflowFolder) -> None:
+    before = flow.call("fig8_bert")
+    assert before.returncode == 0, before.stdout
     times = {record: record.stat().st_mtime_ns for record in flow.records()}
     done = flow.call("fig8_bert", "--config", "intervals=1,2")
     assert done.returncode == 0, done.stdout
@@ -130,14 +133,12 @@ def test_a_further_interval_only_adds(flow: WorkflowFolder) -> None:
     assert {record: record.stat().st_mtime_ns for record in times} == times
     with panel(flow, "bert")[0].open(encoding="utf-8") as file:
         assert sorted(row["interval_steps"] for row in csv.DictReader(file)) == ["0", "1", "2"]
+    fewer = flow.plan("fig8_bert", "-n", "--quiet", "rules")
+    assert re.search(r"^collect +1$", fewer.stdout, re.MULTILINE)
+    assert not re.search(r"^measure +", fewer.stdout, re.MULTILINE)
 
 
-def test_fewer_intervals_rebuild_the_figure_only(flow: WorkflowFolder) -> None:
-    done = flow.plan("fig8_bert", "-n", "--quiet", "rules")
-    assert re.search(r"^collect +1$", done.stdout, re.MULTILINE)
-    assert not re.search(r"^measure +", done.stdout, re.MULTILINE)
-
-
+@pytest.mark.slow  # every day CI makes `test_simple` once
 def test_the_smoke_test_measures_at_every_call(flow: WorkflowFolder) -> None:
     stamps = []
     for _ in range(2):
@@ -160,6 +161,7 @@ def test_ctrl_c_stops_the_run_and_leaves_no_record(flow: WorkflowFolder) -> None
     assert flow.records() == before
 
 
+@pytest.mark.slow  # measures for six figures; every day the page and the claims are made of given records
 def test_the_page_and_the_claims_are_made_of_the_figures(flow: WorkflowFolder) -> None:
     done = flow.call("report", "claims", "--config", "models=transformer_xl")
     assert done.returncode == 0, done.stdout
