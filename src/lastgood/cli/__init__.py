@@ -16,6 +16,7 @@ from lastgood.cli import (
     collect,
     config,
     data,
+    dcp,
     doctor,
     export,
     hosts,
@@ -66,6 +67,7 @@ app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
+app.add_typer(dcp.app, name="dcp")
 app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")

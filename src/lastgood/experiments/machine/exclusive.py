@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lastgood.errors import LastgoodError, LockHeld
 from lastgood.experiments.machine.lock import machine_turn
-from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.records.base import Spec
 from lastgood.files import local_path
 from lastgood.locks import FileLock
 from lastgood.mounts import refuse_memory
@@ -36,7 +36,7 @@ class ExclusiveRun:
 
 
 @contextlib.contextmanager
-def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None]) -> Iterator[ExclusiveRun]:
+def exclusive_machine(spec: Spec, scratch: Path, report: Callable[[str], None]) -> Iterator[ExclusiveRun]:
     """Wait for the machine, and make a folder for `spec` below `scratch`; both are given back at the end.
 
     Raises ConfigError for a scratch folder in memory, WaitTimeout, LastgoodError.
@@ -50,7 +50,7 @@ def exclusive_machine(spec: RunSpec, scratch: Path, report: Callable[[str], None
 
 
 @contextlib.contextmanager
-def _run_folder(scratch: Path, spec: RunSpec) -> Iterator[Path]:
+def _run_folder(scratch: Path, spec: Spec) -> Iterator[Path]:
     """A folder of one run. Its lock tells a running run's folder from one that a killed run left behind."""
     folder = scratch / f"run-{os.getpid()}-{spec.cell_hash}"
     try:

@@ -19,6 +19,7 @@ from lastgood.cluster.hostfile import Hostfile
 from lastgood.cluster.ssh.remote import Completed
 from lastgood.errors import HostError
 from lastgood.experiments.plan.machine_checks import PROCESS_BYTES
+from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import Place
 from lastgood.experiments.systems.over_ranks import writers_of
@@ -27,7 +28,7 @@ from lastgood.text import parse_model
 from lastgood.units import format_bytes
 from lastgood.workloads.registry import workload_options_class
 
-__all__ = ["Need", "Room", "check_room", "judge_room", "needs_of"]
+__all__ = ["Need", "Room", "check_needs", "check_room", "judge_room", "needs_of"]
 
 _PROBE_S: Final = 60.0
 _MAX_ANSWER_BYTES: Final = 8192
@@ -75,6 +76,13 @@ class Room(FrozenModel):
 
 
 def check_room(spec: RunSpec, place: Place, scratch: Path, report: Callable[[str], None]) -> None:
+    """As `check_needs`, for what a run over several ranks takes."""
+    check_needs(spec, needs_of(spec, place.hosts), place, scratch, report)
+
+
+def check_needs(
+    spec: Spec, needs: Mapping[str, Need], place: Place, scratch: Path, report: Callable[[str], None]
+) -> None:
     """Refuse a run that some host has no room for. `scratch` is the folder that its checkpoints go below.
 
     Raises HostError, naming the host, what it needs and what it has; also if a host does not answer. Only of hosts
@@ -93,7 +101,7 @@ def check_room(spec: RunSpec, place: Place, scratch: Path, report: Callable[[str
         raise HostError("; ".join(faults))
     for fault in faults:
         report(f"memory and disk were not checked: {fault}")
-    judge_room(spec, needs_of(spec, place.hosts), rooms)
+    judge_room(spec, needs, rooms)
 
 
 def needs_of(spec: RunSpec, hosts: Hostfile) -> dict[str, Need]:
@@ -123,7 +131,7 @@ def needs_of(spec: RunSpec, hosts: Hostfile) -> dict[str, Need]:
     return needs
 
 
-def judge_room(spec: RunSpec, needs: Mapping[str, Need], rooms: Mapping[str, Room]) -> None:
+def judge_room(spec: Spec, needs: Mapping[str, Need], rooms: Mapping[str, Room]) -> None:
     """Compare, all hosts that share a kernel or a disk together. Raises HostError with a sentence for each lack."""
     kernels: dict[str, list[str]] = {}
     disks: dict[tuple[str, int], list[str]] = {}

@@ -22,6 +22,7 @@ from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed.state import parse_rate
 from lastgood.cluster.testbed.testbed import Testbed
 from lastgood.errors import ConfigError, HostError, LaunchError
+from lastgood.experiments.records.dcp import DcpSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.files import open_log, read_end
 from lastgood.ports import free_ports
@@ -91,7 +92,7 @@ class Place:
 
 
 @contextmanager
-def find_place(spec: RunSpec, given: RankHosts, report: Callable[[str], None]) -> Iterator[Place]:
+def find_place(spec: RunSpec | DcpSpec, given: RankHosts, report: Callable[[str], None]) -> Iterator[Place]:
     """The hosts for a run. Raises ConfigError if they are not as many, or have not as many slots, as the spec says.
 
     A testbed has a guard: it is taken down when this process ends, however it ends.
