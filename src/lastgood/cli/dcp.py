@@ -23,9 +23,7 @@ _Uri = Annotated[str, typer.Option("--uri", help="Folder for checkpoints, or fil
 _Suffix = Annotated[str, typer.Option("--suffix", help="Name of the checkpoint, as `save` printed it last.")]
 _Model = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="L7b, L13b, L30b, L65b, L70b, vit-base, T0_3B; a twin: L7b-64MB [default: L7b]."
-    ),
+    typer.Option("--model", help="L7b, L13b, L30b, L65b, L70b, vit-base, T0_3B; a twin: L7b-64MB [default: L7b]."),
 ]
 _Backend = Annotated[str, typer.Option("--backend", help="gloo: the state is in host memory; nccl: on GPUs.")]
 _Iterations = Annotated[int, typer.Option("--iterations", help="Timed saves or loads.")]
@@ -184,9 +182,14 @@ def _torchrun() -> tuple[int, int] | None:
 
 
 def _spec(operation: Operation, flags: Mapping[str, Any]) -> DcpSpec:
+    from lastgood.errors import ConfigError
     from lastgood.experiments.dcp.storages import storage_named
 
     storage = storage_named(flags["storage"])
+    if storage.tensors_only and flags["state"] == "full":
+        raise ConfigError(
+            f"--state full: storage {storage.name} keeps tensors only, no hyperparameters; use --state model"
+        )
     given = {name: flags[name] for name in ("thread_count", "sync_files") if flags[name] is not None}
     return _checked(
         flags,

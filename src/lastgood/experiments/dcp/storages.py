@@ -33,6 +33,8 @@ class Storage:
     """Every option that it uses, and its value if nobody says another."""
     needs: str | None = None
     """The package that it is in, other than torch."""
+    tensors_only: bool = False
+    """Whether it keeps nothing else, such as an optimizer's hyperparameters."""
     durable: Callable[[_Options], bool] = lambda options: bool(options.get("sync_files", True))
     """Whether what it has saved survives a power cut, so far as it can promise that."""
 
@@ -115,7 +117,15 @@ STORAGES: Final = (
         "fsspec", "torch, fsspec", _fsspec_writer, _fsspec_reader, {"thread_count": 1, "sync_files": True}, "fsspec"
     ),
     # It never flushes a file.
-    Storage("hf", "torch, safetensors", _hf_writer, _hf_reader, {"thread_count": 1}, durable=lambda _: False),
+    Storage(
+        "hf",
+        "torch, safetensors",
+        _hf_writer,
+        _hf_reader,
+        {"thread_count": 1},
+        tensors_only=True,
+        durable=lambda _: False,
+    ),
     Storage("lastgood", "Lastgood", _lastgood_writer, _lastgood_reader, {}),
 )
 

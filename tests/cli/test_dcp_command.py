@@ -1,0 +1,217 @@
+"""`lastgood dcp`: saves and loads over ranks by every storage, under torchrun, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from lastgood.cli import app
+from lastgood.errors import ConfigError, HostError, LaunchError, NoCheckpoint
+from lastgood.experiments.dcp.storages import STORAGES
+from lastgood.experiments.machine import lock as lock_module
+from lastgood.experiments.records.dcp import DcpRecord
+from lastgood.experiments.services import place
+from lastgood.locks import FileLock
+from lastgood.ports import free_ports
+from tests.support.warm import WarmProcess
+
+SMALL = ("--model", "L7b-2MB", "--iterations", "1", "--warmup", "0")
+
+
+class WarmRank(WarmProcess):
+    """A rank that begins with torch and the models imported, which takes longer than all that it does."""
+
+    preloaded = (*WarmProcess.preloaded, "lastgood.experiments.dcp.bench", "transformers.models.llama.modeling_llama")
+
+
+_RANK = "import sys; from lastgood.experiments.dcp.bench import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(autouse=True)
+def _warm_ranks(monkeypatch):
+    """Ranks are forked; `torchrun` below starts real ones."""
+
+    def start(program, env, log):
+        assert program[1:3] == ["-m", "lastgood.experiments.dcp.bench"]
+        return WarmRank(["-c", _RANK, program[3]], stdout=log, env=env)
+
+    monkeypatch.setattr(place, "_start", start)
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path, monkeypatch):
+    """Tests must neither wait for a measurement on this machine nor hold one up."""
+    path = tmp_path / "machine.lock"
+    monkeypatch.setattr(lock_module, "machine_lock", lambda: FileLock(path, "the test's turn"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def dcp(tmp_path, command, *arguments, code=0):
+    own = () if command == "wait" else ("--uri", tmp_path / "at", "--scratch", tmp_path / "s", "--logs", tmp_path / "l")
+    words = ["dcp", command, *map(str, own), *map(str, arguments)]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def record_of(tmp_path):
+    return DcpRecord.load(tmp_path / "record.json")
+
+
+@pytest.mark.parametrize("storage", [storage.name for storage in STORAGES if storage.name != "lastgood"])
+def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, storage):
+    given = ("--storage", storage, *SMALL, "--record", tmp_path / "record.json")
+    suffix = dcp(tmp_path, "save-and-load", *given, "--world-size", 2).stdout.splitlines()[-1]
+    record = record_of(tmp_path)
+    saved, loaded = record.iterations
+    assert (saved.operation, loaded.operation, loaded.equal) == ("save", "load", True)
+    assert saved.digest == loaded.digest
+    assert record.suffix == suffix
+    assert record.state_bytes <= saved.nbytes < 1.2 * record.state_bytes + 65536
+    assert loaded.nbytes == record.state_bytes
+    for one in record.iterations:
+        for rank in one.ranks:
+            assert rank.plan_s + rank.gather_s + rank.transfer_s + rank.finish_s == pytest.approx(rank.total_s)
+    # One process reads what two wrote.
+    again = ("--suffix", suffix, "--world-size", 1, *SMALL[2:], "--record", tmp_path / "record.json")
+    assert dcp(tmp_path, "load", *again).stdout.splitlines()[-1] == suffix
+    assert record_of(tmp_path).iterations[0].equal is True
+    assert record_of(tmp_path).spec.ranks == 1
+    assert not list((tmp_path / "s").iterdir())  # nothing is left of the runs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--fsdp", "1", "--async", "thread", "--state", "full"),
+        ("--ddp", "--planner-cache", "--no-sync-files"),
+        ("--async", "process", "--thread_count", "2"),
+    ],
+    ids=["fsdp1 by a thread", "ddp with cached plans", "fsdp2 by a process"],
+)
+def test_the_ways_to_spread_and_to_save(tmp_path, arguments):
+    settings = ("--model", "T0_3B-2MB", "--iterations", "2", "--warmup", "0", "--world-size", "2")
+    done = dcp(tmp_path, "save-and-load", *settings, *arguments, "--record", tmp_path / "record.json")
+    record = record_of(tmp_path)
+    assert [one.equal for one in record.iterations] == [None, True, None, True]
+    assert len({one.digest for one in record.iterations}) == 2  # each iteration saves other contents
+    if "--no-sync-files" in arguments:
+        assert not record.durable
+        assert "files were not flushed" in " ".join(done.output.split())
+    if "--async" in arguments:
+        assert all(rank.stall_s <= rank.total_s for one in record.iterations for rank in one.ranks)
+
+
+def test_hybrid_shards_come_back_on_another_number_of_ranks(tmp_path):
+    given = (*SMALL, "--world-size", 4, "--sharding", "hybrid", "--replicas", 2)
+    suffix = dcp(tmp_path, "save", *given).stdout.splitlines()[-1]
+    for spread in (("--fsdp", 2), ("--fsdp", 1), ("--ddp",)):
+        again = ("--suffix", suffix, "--world-size", 3, *spread, *SMALL[2:], "--record", tmp_path / "record.json")
+        dcp(tmp_path, "load", *again)
+        assert record_of(tmp_path).iterations[0].equal is True
+
+
+def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path):
+    (port,) = free_ports()
+    launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]
+    command = ["-m", "lastgood", "dcp", "save-and-load", "--backend", "gloo", "--uri", str(tmp_path / "at")]
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, *launcher, *command, *SMALL, "--record", str(record)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = DcpRecord.load(record)
+    assert (found.spec.ranks, found.suffix) == (2, done.stdout.splitlines()[-1])
+    assert [one.equal for one in found.iterations] == [None, True]
+    assert [path.name for path in (tmp_path / "at").iterdir()] == [found.suffix]  # one suffix, rank 0's
+
+
+def test_a_load_of_other_contents_is_told(tmp_path):
+    suffix = dcp(tmp_path, "save", *SMALL).stdout.splitlines()[-1]
+    (data,) = (tmp_path / "at" / suffix / "iteration-0").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    place = len(content) // 2
+    content[place] ^= 1
+    data.write_bytes(content)
+    again = ("--suffix", suffix, *SMALL[2:], "--record", tmp_path / "record.json")
+    done = dcp(tmp_path, "load", *again)
+    assert "DIFFERENT" in done.stdout
+    assert "a load did not give what was saved" in " ".join(done.output.split())
+    assert record_of(tmp_path).iterations[0].equal is False
+
+
+def test_a_rank_that_fails_is_named_with_its_cause(tmp_path):
+    suffix = dcp(tmp_path, "save", *SMALL).stdout.splitlines()[-1]
+    (data,) = (tmp_path / "at" / suffix / "iteration-0").glob("*.distcp")
+    data.unlink()
+    with pytest.raises(LaunchError, match=r"(?s)rank \d on .* ended with exit status 1.*__0_0\.distcp"):
+        dcp(tmp_path, "load", "--suffix", suffix, *SMALL[2:])
+
+
+def test_old_checkpoints_go_and_all_stay_if_asked(tmp_path):
+    many = ("--model", "L7b-2MB", "--iterations", "2", "--warmup", "1")
+    last = dcp(tmp_path, "save", *many, "--suffix", "a").stdout.splitlines()[-1]
+    assert last == "a"
+    assert [path.name for path in (tmp_path / "at" / "a").glob("iteration*")] == ["iteration-2"]
+    dcp(tmp_path, "save", *many, "--suffix", "b", "--keep-all")
+    assert len(list((tmp_path / "at" / "b").glob("iteration*"))) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (("--storage", "floppy"), ConfigError, r"--storage floppy: unknown; known: disk, fsspec, hf, lastgood"),
+        (("--storage", "hf", "--sync-files"), ConfigError, r"does not use --sync-files; it uses: --thread-count"),
+        (("--storage", "hf", "--state", "full"), ConfigError, r"--state full: storage hf keeps tensors only"),
+        (("--thread-count", "0"), ConfigError, r"--thread-count 0: from 1"),
+        (("--ddp", "--fsdp", "1"), ConfigError, r"--ddp and --fsdp"),
+        (("--fsdp", "3"), ConfigError, r"--fsdp 3: 1 or 2"),
+        (("--replicas", "2"), ConfigError, r"--replicas is for --sharding hybrid"),
+        (("--sharding", "hybrid", "--world-size", "3"), ConfigError, r"3 ranks are not 2 groups"),
+        (("--sharding", "hybrid", "--ddp", "--world-size", "4"), ConfigError, r"hybrid is for FSDP"),
+        (("--model", "L8b"), ConfigError, r"--model L8b: unknown; known: L7b"),
+        (("--async", "later"), ConfigError, r"--async: .*'thread' or 'process'"),
+        (("--iterations", "0"), ConfigError, r"--iterations: .*greater than or equal to 1"),
+        (("--suffix", "../up"), ConfigError, r"--suffix '\.\./up': a name of"),
+        (("--uri", "s3://bucket/x"), ConfigError, r"--uri s3://bucket/x"),
+        (("--model", "L70b"), HostError, r"needs at least .* of memory for its rank, and .* are available"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        dcp(tmp_path, "save", *arguments)
+    assert not (tmp_path / "at").exists()
+
+
+def test_a_suffix_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    dcp(tmp_path, "save", *SMALL, "--suffix", "mine")
+    with pytest.raises(NoCheckpoint, match=r"other: no checkpoint of `lastgood dcp save`; suffixes in .*: mine$"):
+        dcp(tmp_path, "load", "--suffix", "other")
+
+
+def test_a_description_that_somebody_edited_is_refused(tmp_path):
+    dcp(tmp_path, "save", *SMALL, "--suffix", "mine")
+    path = tmp_path / "at" / "mine" / "lastgood-dcp.json"
+    found = json.loads(path.read_text())
+    found["spec"]["model"] = "../../etc/passwd"
+    path.write_text(json.dumps(found))
+    with pytest.raises(NoCheckpoint, match=r"lastgood-dcp\.json.*model"):
+        dcp(tmp_path, "load", "--suffix", "mine")
+
+
+def test_wait_ends_by_itself(tmp_path):
+    began = time.monotonic()
+    assert "idle for 0.01 minutes" in dcp(tmp_path, "wait", "--duration", "0.01").output
+    assert 0.5 < time.monotonic() - began < 30
+    with pytest.raises(ConfigError, match=r"--duration 0\.0: minutes"):
+        dcp(tmp_path, "wait", "--duration", "0")
