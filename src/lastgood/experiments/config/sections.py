@@ -20,6 +20,8 @@ from lastgood.experiments.config.values import (
     Systems,
     UserPath,
 )
+from lastgood.experiments.dcp.models import MODELS as DCP_MODELS
+from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.records.blocks import PAIR_DESIGN, PairPlan
 from lastgood.experiments.traces.trace import load_trace
 from lastgood.models import FrozenModel
@@ -28,6 +30,7 @@ from lastgood.workloads.optimizer_shapes import MODELS
 __all__ = [
     "CheckmateSection",
     "ConcurrencySection",
+    "DcpSection",
     "GoodputSection",
     "MemorySection",
     "NodesSection",
@@ -63,6 +66,18 @@ def _readable_trace(path: str) -> str:
 def _shape(name: str) -> str:
     if name not in MODELS:
         raise ValueError("no such shape")
+    return name
+
+
+def _dcp_model(name: str) -> str:
+    if name not in DCP_MODELS:
+        raise ValueError("no such model")
+    return name
+
+
+def _storage(name: str) -> str:
+    if name not in {storage.name for storage in STORAGES}:
+        raise ValueError("no such storage")
     return name
 
 
@@ -223,3 +238,25 @@ class CheckmateSection(_OverNodes):
         description="a whole number from 0 to 1000: kills of all ranks after each measurement, for the lost iterations"
     )
     optimizer: OptimizerBench = Field(description="what the panel on optimizers times")
+
+
+class DcpSection(FrozenModel):
+    """The figure of torch's distributed checkpoint: rates of saves and loads by storage, threads and ranks."""
+
+    model: Annotated[str, AfterValidator(_dcp_model)] = Field(
+        description="a model of `lastgood dcp save --model`, for instance L7b-64MB"
+    )
+    state: Literal["model", "full"] = Field(description="model, or full: with AdamW's moments")
+    spread: Literal["fsdp2", "fsdp1", "ddp"] = Field(description="fsdp2, fsdp1 or ddp: how the model lies on the ranks")
+    ranks: Listed[Annotated[Count, Field(le=1024)]] = Field(
+        description="a list of whole numbers from 1 to 1024: processes of this machine"
+    )
+    storages: Listed[Annotated[str, AfterValidator(_storage)]] = Field(
+        description=f"a list of {', '.join(storage.name for storage in STORAGES)}"
+    )
+    thread_counts: Listed[_UpTo64] = Field(
+        description="a list of whole numbers from 1 to 64: threads of each rank, of storages that have them"
+    )
+    iterations: Count = Field(description="a whole number from 1: timed saves, and as many loads")
+    warmup: CountOrZero = Field(description="a whole number from 0: untimed ones before them")
+    repetitions: _Repetitions

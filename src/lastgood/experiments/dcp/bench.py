@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.dcp.clocks import TimedReader, TimedWriter
 from lastgood.experiments.dcp.contents import Digest, digest_of, fill, nbytes_of
 from lastgood.experiments.dcp.models import build_on_meta
@@ -31,6 +33,7 @@ from lastgood.experiments.dcp.storages import forget, storage_named
 from lastgood.experiments.records.dcp import DcpIteration, RankTimes
 from lastgood.experiments.runs.measure import forget_cached_pages
 from lastgood.files import PRIVATE, write_result
+from lastgood.mounts import lies_in_memory
 from lastgood.processes import die_with_parent
 from lastgood.text import parse_model
 from lastgood.units import MIB
@@ -74,6 +77,9 @@ class _Bench:
         self.report = report if self.first else lambda _: None
         self.state: Mapping[str, Any] = {}
         self.planner: Any = None
+        self.burst: Callable[[], float] | None = None
+        """Measures what the disk takes; of the first rank only, if there is a disk and something is saved."""
+        self.raw: list[float] = []
 
     def run(self, began: float) -> DcpResult | None:
         """All iterations, and what they come to."""
@@ -85,12 +91,32 @@ class _Bench:
         # A planner that caches must be one and the same for all saves.
         self.planner = dcp.DefaultSavePlanner(enable_plan_caching=True) if spec.planner_cache else None
         setup_s = max(_everybody(time.perf_counter() - began))
-        found = [one for number in range(spec.warmup + spec.iterations) for one in self._iteration(number)]
+        with self._bursts():
+            found = [one for number in range(spec.warmup + spec.iterations) for one in self._iteration(number)]
         state_bytes = _complete_bytes(self.state)
         hosts = _everybody(socket.gethostname())
         if not self.first:
             return None
-        return DcpResult(suffix=self.suffix, hosts=hosts, state_bytes=state_bytes, setup_s=setup_s, iterations=found)
+        return DcpResult(
+            suffix=self.suffix,
+            hosts=hosts,
+            state_bytes=state_bytes,
+            setup_s=setup_s,
+            raw_write_bytes_per_s=self.raw,
+            iterations=found,
+        )
+
+    @contextmanager
+    def _bursts(self) -> Iterator[None]:
+        if not self.first or self.spec.operation == "load":
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if lies_in_memory(self.folder):
+            yield
+            return
+        with disk_bursts(self.folder) as self.burst:
+            yield
 
     def _iteration(self, number: int) -> list[DcpIteration]:
         warmup = number < self.spec.warmup
@@ -113,8 +139,10 @@ class _Bench:
         digest = _joined(_everybody(digest_of(self.state)))
         folder = saved_folder(self.folder, number)
         if self.first:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            _sync_disks()
+            # What earlier iterations left to be written is no part of this one.
+            os.sync()
+            if self.burst is not None and not warmup:
+                self.raw.append(self.burst())
         dist.barrier()
         times = self._timed_save(folder)
         dist.barrier()
@@ -194,11 +222,6 @@ def _complete_bytes(state: Mapping[str, Any]) -> int:
             count *= length
         sizes[piece.name] = count * piece.local.element_size()
     return sum(sizes.values())
-
-
-def _sync_disks() -> None:
-    """What earlier iterations left to be written is no part of this one."""
-    os.sync()
 
 
 def _say(text: str) -> None:

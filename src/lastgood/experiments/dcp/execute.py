@@ -16,12 +16,13 @@ from lastgood.experiments.dcp.models import build_on_meta, model_bytes
 from lastgood.experiments.dcp.order import DcpOrder, DcpResult, newest_saved
 from lastgood.experiments.dcp.storages import storage_named
 from lastgood.experiments.machine.exclusive import exclusive_machine
-from lastgood.experiments.machine.facts import is_tmpfs, where_run
+from lastgood.experiments.machine.facts import where_run
 from lastgood.experiments.multirank.capacity import Need, check_needs
 from lastgood.experiments.plan.machine_checks import PROCESS_BYTES
 from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
 from lastgood.experiments.runs.logs import keep_logs_of_failure
 from lastgood.experiments.services.place import Place, RankHosts, find_place
+from lastgood.mounts import lies_in_memory
 from lastgood.text import parse_model, read_bytes
 from lastgood.units import MIB
 
@@ -85,6 +86,7 @@ def record_of(spec: DcpSpec, result: DcpResult, place: Path, suffix: str, starte
         hosts=result.hosts,
         state_bytes=result.state_bytes,
         setup_s=result.setup_s,
+        raw_write_bytes_per_s=result.raw_write_bytes_per_s,
         durable=durable,
         iterations=result.iterations,
         invalid=_why_invalid(spec, result, place, durable),
@@ -126,7 +128,7 @@ def _launch(order: DcpOrder, hosts: Place, folder: Path, report: Report) -> DcpR
 def _why_invalid(spec: DcpSpec, result: DcpResult, place: Path, durable: bool) -> list[str]:
     """Why the numbers must not be compared with others."""
     found = []
-    if is_tmpfs(place):
+    if lies_in_memory(place):
         found.append("the checkpoints were in memory (tmpfs), not on a disk")
     if not durable and spec.operation != "load":
         found.append("files were not flushed, so saves may have ended in the page cache")

@@ -52,6 +52,7 @@ class DcpResult(FrozenModel):
     hosts: list[str]
     state_bytes: int
     setup_s: float
+    raw_write_bytes_per_s: list[float]
     iterations: list[DcpIteration]
 
 

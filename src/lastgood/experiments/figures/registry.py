@@ -16,6 +16,7 @@ from lastgood.experiments.config.sections import CheckmateSection, NodesSection
 from lastgood.experiments.figures.axes import CONCURRENCY, MEMORY, PERSIST, THREADS, THROUGHPUT, FigureAxes
 from lastgood.experiments.plan.cells import (
     plan_checkmate,
+    plan_dcp,
     plan_goodput,
     plan_nodes,
     plan_persist,
@@ -24,7 +25,8 @@ from lastgood.experiments.plan.cells import (
 )
 from lastgood.experiments.plan.variants import BLOB, Variant, concurrency_variants, memory_variants, threads_variants
 from lastgood.experiments.records.base import Spec
-from lastgood.experiments.records.kinds import GOODPUT, RUN, MeasurementKind, load_function
+from lastgood.experiments.records.dcp import DCP_PANEL
+from lastgood.experiments.records.kinds import DCP, GOODPUT, RUN, MeasurementKind, load_function
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
 
@@ -132,6 +134,14 @@ _FIGURES = {
         collect="lastgood.experiments.tables.checkmate:collect_checkmate_files",
         always=lambda config: config.checkmate.hostfile is not None,
         hosts=lambda config: config.checkmate,
+    ),
+    # No paper has it, so `paper` and `report` have it only if it is asked for by name.
+    "dcp": FigureKind(
+        plan_dcp,
+        lambda _: [DCP_PANEL],
+        "lastgood.experiments.plots.dcp:plot_dcp",
+        shows=DCP,
+        always=lambda _: False,
     ),
 }
 

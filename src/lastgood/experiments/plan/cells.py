@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lastgood.checkpointers.registry import checkpointer_class, system_traits
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.values import BASELINE
+from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.plan.grid import find_root
 from lastgood.experiments.plan.variants import (
@@ -22,6 +23,7 @@ from lastgood.experiments.plan.variants import (
     variant,
 )
 from lastgood.experiments.records.base import Spec
+from lastgood.experiments.records.dcp import DcpSpec
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import Parallel, RunSpec
@@ -39,11 +41,13 @@ if TYPE_CHECKING:
     from lastgood.experiments.plan.grid import Prediction
 
 __all__ = [
+    "dcp_modelled_s",
     "goodput_modelled_s",
     "in_batches",
     "modelled_s",
     "optimizer_modelled_s",
     "plan_checkmate",
+    "plan_dcp",
     "plan_goodput",
     "plan_nodes",
     "plan_persist",
@@ -193,6 +197,36 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
     return in_batches(specs, config)
 
 
+def plan_dcp(config: Config) -> list[DcpSpec]:
+    """The figure of torch's distributed checkpoint: every storage on every number of ranks."""
+    section = config.dcp
+    specs = []
+    for repetition in range(section.repetitions):
+        for storage in (one for one in STORAGES if one.name in section.storages):
+            threads = section.thread_counts if "thread_count" in storage.defaults else [None]
+            for count in threads:
+                specs += [
+                    DcpSpec(
+                        machine=config.machine or machine_label(),
+                        scale=config.scale,
+                        operation="save-and-load",
+                        model=section.model,
+                        state="model" if storage.tensors_only else section.state,
+                        spread=section.spread,
+                        backend="nccl" if config.device == "cuda" else "gloo",
+                        storage=storage.name,
+                        storage_options=storage.resolved({} if count is None else {"thread_count": count}),
+                        ranks=ranks,
+                        iterations=section.iterations,
+                        warmup=section.warmup,
+                        seed=config.seed,
+                        repetition=repetition,
+                    )
+                    for ranks in section.ranks
+                ]
+    return in_batches(specs, config)
+
+
 def _optimizer_spec(config: Config, repetition: int) -> OptimizerSpec:
     bench = config.checkmate.optimizer
     return OptimizerSpec(
@@ -307,3 +341,9 @@ def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
     """Start-up, and at each point the updates and two more to warm up, each as long as a step."""
     step_s = prediction.step_s.get(spec.panel, prediction.other_step_s)
     return prediction.startup_s + len(spec.threads) * len(spec.shadows) * (spec.updates + 2) * step_s
+
+
+def dcp_modelled_s(spec: DcpSpec, prediction: Prediction) -> float:
+    """Start-up of each rank, and each save or load as long as a step."""
+    step_s = prediction.step_s.get(spec.model, prediction.other_step_s)
+    return prediction.startup_s * (1 + spec.ranks / 2) + (spec.warmup + spec.iterations) * 2 * step_s

@@ -16,6 +16,7 @@ from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 
 __all__ = [
     "checkmate_caption",
+    "dcp_caption",
     "goodput_caption",
     "optimizer_caption",
     "persist_caption",
@@ -95,6 +96,30 @@ def optimizer_caption(frame: pd.DataFrame) -> str:
         f"update the shadow that takes longest counts.{together}",
         f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['updates'])} updates for each point: marker "
         "median, whisker fastest to slowest.",
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
+
+
+def dcp_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, what was saved, how to read it, what cannot be compared, revision."""
+    first = frame.iloc[0]
+    runs = frame["record"].nunique()
+    bounds = frame.dropna(subset=["bound_mib_per_s"])
+    values = [
+        f"{_joined_range(rows['bound_mib_per_s'].round().astype(int))} MiB/s by {name}"
+        for name, rows in bounds.groupby("bound_of", sort=False)
+    ]
+    reasons = sorted({reason for text in frame["invalid"].dropna() for reason in str(text).split("; ") if reason})
+    sentences = [
+        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
+        f"State of {format_bytes(float(first['state_bytes']))} ({first['model']}, {_joined(frame['state'])}), every "
+        "load compared with what was saved and read without the page cache.",
+        f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['iterations'])} saves and loads: bar median, "
+        "whisker slowest to fastest; all bytes over the slowest rank's time.",
+        f"Bound: {'; '.join(values)}." if values else "No bound was measured.",
+        f"Not to be compared: {'; '.join(reasons)}." if reasons else "",
+        f"torch {_joined(frame['torch'])}.",
         _revision(frame),
     ]
     return _joined_sentences(sentences)

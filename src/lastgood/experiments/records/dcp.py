@@ -200,6 +200,8 @@ class DcpRecord(Record[DcpSpec]):
     """Processes, model and state, until the first iteration: no part of any other time."""
     durable: bool
     """Whether a save that has ended is on the disk, so far as its storage can promise it."""
+    raw_write_bytes_per_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
+    """Plain writes to the same disk by the first rank, before each save that counts."""
     iterations: list[DcpIteration] = Field(min_length=1)
     invalid: list[str] = Field(default_factory=list)
     """Why its numbers must not be compared with others; empty if they may."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.records.base import MOST_RECORD_BYTES, Record, Spec
+from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpec
 from lastgood.experiments.records.run import RunRecord
@@ -22,6 +23,7 @@ from lastgood.text import parse_json, parse_model, read_bytes
 from lastgood.units import MIB
 
 __all__ = [
+    "DCP",
     "GOODPUT",
     "OPTIMIZER",
     "RUN",
@@ -80,7 +82,15 @@ OPTIMIZER = MeasurementKind(
     modelled_s="lastgood.experiments.plan.cells:optimizer_modelled_s",
     collect="lastgood.experiments.tables.optimizer:collect_updates_files",
 )
-_KINDS = (RUN, GOODPUT, OPTIMIZER)
+DCP = MeasurementKind(
+    "a run of DCP saves and loads",
+    DcpSpec,
+    DcpRecord,
+    execute="lastgood.experiments.dcp.execute:execute_dcp",
+    modelled_s="lastgood.experiments.plan.cells:dcp_modelled_s",
+    collect="lastgood.experiments.tables.dcp:collect_dcp_files",
+)
+_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP)
 
 
 def kind_of_spec(spec: Spec) -> MeasurementKind:

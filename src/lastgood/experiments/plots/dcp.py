@@ -1,0 +1,125 @@
+"""Rates of saves and loads through torch.distributed.checkpoint: groups of bars by operation and number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from lastgood.experiments.plots.canvas import (
+    LABEL_PT,
+    Width,
+    bar_handle,
+    draw_bar,
+    draw_grid,
+    is_false,
+    is_true,
+    name_places,
+    one_panel,
+    partial_line,
+    plotter,
+)
+from lastgood.experiments.plots.captions import dcp_caption
+from lastgood.experiments.plots.style import series_styles
+from lastgood.experiments.tables.dcp import DcpRow
+from lastgood.experiments.tables.frames import read_panel
+
+__all__ = ["draw_dcp", "plot_dcp", "read_dcp"]
+
+_GROUP_WIDTH: Final = 0.8
+_NOT_FLUSHED: Final = "////"
+_WRONG: Final = "xxxx"
+
+
+def read_dcp(path: Path) -> pd.DataFrame:
+    """Read the panel's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
+    return read_panel(path, DcpRow)
+
+
+def _partial_text(frame: pd.DataFrame) -> str:
+    return partial_line(frame["record"].nunique(), int(frame["runs_expected"].max()), frame["runs_missing"])
+
+
+def _title(frame: pd.DataFrame) -> str:
+    first = frame.iloc[0]
+    return f"torch.distributed.checkpoint: {first['model']}, {first['spread']}"
+
+
+@one_panel(dcp_caption, _partial_text, _title)
+def draw_dcp(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
+    """Bars are medians, whiskers go from the slowest iteration to the fastest; lines over groups are the bounds."""
+    operations = [name for name in ("save", "load") if name in set(frame["operation"])]
+    groups = [
+        (operation, ranks)
+        for operation in operations
+        for ranks in sorted(set(frame[frame["operation"] == operation]["ranks"]))
+    ]
+    labels = list(dict.fromkeys(frame["label"]))
+    styles = dict(zip(labels, series_styles(len(labels)), strict=True))
+    width = _GROUP_WIDTH / len(labels)
+    hatches: set[str] = set()
+    for place, (operation, ranks) in enumerate(groups):
+        group = frame[(frame["operation"] == operation) & (frame["ranks"] == ranks)]
+        for number, label in enumerate(labels):
+            rows = group[group["label"] == label]
+            if rows.empty:
+                continue
+            hatch = _hatch(rows)
+            hatches.add(hatch)
+            x = place + (number - (len(labels) - 1) / 2) * width
+            median = float(rows["mib_per_s"].median())
+            draw_bar(axes, x, width, median, median, styles[label].colour, hatch)
+            low, high = float(rows["mib_per_s_min"].min()), float(rows["mib_per_s_max"].max())
+            axes.vlines(x, low, high, color="black", linewidth=0.8, zorder=5)
+            axes.annotate(
+                f"{median:.0f}",
+                (x, high),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=LABEL_PT - 1,
+            )
+    handles = [bar_handle(styles[label].colour, label) for label in labels]
+    handles += _draw_bounds(axes, frame, groups)
+    if _NOT_FLUSHED in hatches:
+        handles.append(bar_handle("white", "never flushed: ends in the page cache", _NOT_FLUSHED))
+    if _WRONG in hatches:
+        handles.append(bar_handle("white", "a load was different", _WRONG))
+    name_places(axes, [f"{operation}\n{ranks}" for operation, ranks in groups], "ranks")
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+    axes.set_ylabel("MiB/s of the job")
+    axes.set_ylim(0, None)
+    draw_grid(axes)
+    return handles
+
+
+def _hatch(rows: pd.DataFrame) -> str:
+    if rows["equal"].map(is_false).any():
+        return _WRONG
+    flushed = rows["operation"].iloc[0] == "load" or rows["durable"].map(is_true).all()
+    return "" if flushed else _NOT_FLUSHED
+
+
+def _draw_bounds(axes: Axes, frame: pd.DataFrame, groups: list[tuple[str, int]]) -> list[Any]:
+    """A line over each group at the median of its runs' bounds; none where it is far above all bars."""
+    top = 1.6 * float(frame["mib_per_s_max"].max())
+    names: dict[str, None] = {}
+    for place, (operation, ranks) in enumerate(groups):
+        rows = frame[(frame["operation"] == operation) & (frame["ranks"] == ranks)].dropna(subset=["bound_mib_per_s"])
+        if rows.empty:
+            continue
+        bound = float(rows["bound_mib_per_s"].median())
+        if bound <= top:
+            axes.hlines(
+                bound, place - 0.46, place + 0.46, color="black", linewidth=1.4, linestyle=(0, (4, 2)), zorder=6
+            )
+            names[str(rows["bound_of"].iloc[0])] = None
+    if not names:
+        return []
+    return [Line2D([], [], color="black", linewidth=1.4, linestyle=(0, (4, 2)), label=f"bound: {', '.join(names)}")]
+
+
+plot_dcp = plotter(draw_dcp, read_dcp, _partial_text)

@@ -1,0 +1,206 @@
+"""The CSV files of the figure of torch's distributed checkpoint: a row for each run and operation."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, Literal
+
+from lastgood.errors import LastgoodError
+from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
+from lastgood.experiments.dcp.storages import STORAGES
+from lastgood.experiments.records.dcp import DcpRecord
+from lastgood.experiments.tables.columns import same_named
+from lastgood.experiments.tables.csv_text import Collected, median_lines
+from lastgood.experiments.tables.runs import records_there
+from lastgood.units import MIB
+
+__all__ = ["DCP_COLUMNS", "DcpRow", "collect_dcp", "collect_dcp_files"]
+
+_OPERATIONS: Final[tuple[Literal["save", "load"], ...]] = ("save", "load")
+
+
+@dataclass(frozen=True)
+class DcpRow:
+    """One operation of one run; the fields are the columns of the tidy CSV, in their order. None is an empty field."""
+
+    figure: str
+    panel: str
+    machine: str
+    scale: str
+    model: str
+    state: str
+    spread: str
+    storage: str
+    label: str
+    """For the legend."""
+    threads: int | None
+    ranks: int
+    operation: str
+    repetition: int
+    iterations: int
+    state_bytes: int
+    mib_per_s: float
+    """Median over the iterations: all bytes over the slowest rank's time."""
+    mib_per_s_min: float
+    mib_per_s_max: float
+    slowest_s: float
+    """Median, as all that follow."""
+    stall_s: float
+    skew_s: float | None
+    coordination_s: float | None
+    bound_mib_per_s: float | None
+    bound_of: str | None
+    """What the bound was measured by."""
+    durable: bool
+    equal: bool | None
+    """Whether every load gave what was saved."""
+    invalid: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    torch: str
+    git_revision: str | None
+    git_dirty: bool | None
+    started_at: str
+    record: str
+    runs_expected: int
+    runs_missing: str
+
+
+DCP_COLUMNS = tuple(field.name for field in fields(DcpRow))
+
+
+def collect_dcp_files(
+    figure: str,
+    panel: str,
+    paths: Sequence[Path],
+    ceilings: Path,
+    *,
+    partial: bool = False,
+    expected: int | None = None,
+    reference: Path | None = None,  # noqa: ARG001 - as for other kinds
+) -> Collected[DcpRow]:
+    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
+
+    No published numbers stand beside these.
+    """
+    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
+    records = [DcpRecord.load_placed(path) for path in there.paths]
+    return collect_dcp(
+        figure, panel, records, load_ceilings(ceilings), runs_expected=there.expected, runs_missing=there.missing
+    )
+
+
+def collect_dcp(
+    figure: str,
+    panel: str,
+    records: Sequence[DcpRecord],
+    ceilings: CeilingsRecord,
+    *,
+    runs_expected: int,
+    runs_missing: Sequence[str] = (),
+) -> Collected[DcpRow]:
+    """Pure. Raises LastgoodError for records of more than one state, or of another machine than the ceilings'."""
+    states = {(record.spec.model, record.spec.state, record.spec.spread, record.state_bytes) for record in records}
+    if len({state[0] for state in states}) > 1:
+        raise LastgoodError(f"{figure} {panel}: records of {len(states)} models; a panel shows one")
+    others = ", ".join(sorted({record.spec.machine for record in records} - {ceilings.machine}))
+    if others:
+        raise LastgoodError(f"{figure} {panel}: records of {others}, and ceilings of {ceilings.machine}")
+    rows = []
+    for record in sorted(records, key=_order):
+        for operation in _OPERATIONS:
+            if record.counted(operation):
+                rows.append(_row(figure, panel, record, operation, ceilings, runs_expected, runs_missing))
+    revisions = {(row.git_revision, row.git_dirty) for row in rows}
+    warnings = [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else []
+    unequal = sorted({row.record for row in rows if row.equal is False})
+    warnings += [f"{figure} {panel}: {path}: a load did not give what was saved" for path in unequal]
+    return Collected(rows, DCP_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
+
+
+def _order(record: DcpRecord) -> tuple[int, int, int, int]:
+    names = [storage.name for storage in STORAGES]
+    threads = int(record.spec.storage_options.get("thread_count", 0))
+    return names.index(record.spec.storage), threads, record.spec.ranks, record.spec.repetition
+
+
+def _row(
+    figure: str,
+    panel: str,
+    record: DcpRecord,
+    operation: Literal["save", "load"],
+    ceilings: CeilingsRecord,
+    runs_expected: int,
+    runs_missing: Sequence[str],
+) -> DcpRow:
+    spec, counted = record.spec, record.counted(operation)
+    rates = [one.mib_per_s for one in counted]
+    threads = spec.storage_options.get("thread_count")
+    label = next(storage.label for storage in STORAGES if storage.name == spec.storage)
+    loads = [one.equal for one in record.iterations if one.operation == "load"]
+    bound, bound_of = _bound(record, operation, ceilings)
+    return DcpRow(
+        **{
+            **same_named(spec, DCP_COLUMNS),
+            **same_named(record.where, DCP_COLUMNS),
+            "figure": figure,
+            "panel": panel,
+            "label": label if threads is None else f"{label}, {threads} thread{'' if threads == 1 else 's'}",
+            "threads": threads,
+            "operation": operation,
+            "iterations": len(counted),
+            "state_bytes": record.state_bytes,
+            "mib_per_s": statistics.median(rates),
+            "mib_per_s_min": min(rates),
+            "mib_per_s_max": max(rates),
+            "slowest_s": statistics.median(one.slowest_s for one in counted),
+            "stall_s": statistics.median(max(rank.stall_s for rank in one.ranks) for one in counted),
+            "skew_s": _median([one.skew_s for one in counted]),
+            "coordination_s": _median([one.coordination_s for one in counted]),
+            "bound_mib_per_s": bound,
+            "bound_of": bound_of,
+            "durable": record.durable,
+            "equal": all(loads) if loads else None,
+            "invalid": "; ".join(record.invalid),
+            "torch": record.where.versions.get("torch", "unknown"),
+            "started_at": record.started_at,
+            "record": str(spec.record_path()),
+            "runs_expected": runs_expected,
+            "runs_missing": "; ".join(runs_missing),
+        }
+    )
+
+
+def _bound(
+    record: DcpRecord, operation: Literal["save", "load"], ceilings: CeilingsRecord
+) -> tuple[float | None, str | None]:
+    """What the disk takes beside the saves themselves, or gives by its ceiling; at least as much as was seen."""
+    if operation == "save":
+        if not record.raw_write_bytes_per_s:
+            return None, None
+        return statistics.median(record.raw_write_bytes_per_s) / MIB, "plain writes between the saves"
+    if ceilings.disk.read_bytes_per_s <= 0:
+        return None, None
+    return ceilings.disk.read_bytes_per_s / MIB, "the disk's read ceiling"
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
+
+
+def _wide(rows: Sequence[DcpRow]) -> list[list[str]]:
+    """Median MiB/s: a row for each storage and number of threads, a column for each operation and number of ranks."""
+    values: dict[tuple[str, tuple[str, int]], list[float]] = defaultdict(list)
+    for row in rows:
+        values[row.label, (row.operation, row.ranks)].append(row.mib_per_s)
+    ranks = sorted({row.ranks for row in rows})
+    places = [(operation, count) for operation in _OPERATIONS for count in ranks]
+    names = {label: label for label in dict.fromkeys(row.label for row in rows)}
+    return [["storage", *(f"{operation} {count}" for operation, count in places)], *median_lines(names, places, values)]
