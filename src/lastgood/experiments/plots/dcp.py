@@ -48,7 +48,7 @@ def _title(frame: pd.DataFrame) -> str:
     return f"torch.distributed.checkpoint: {first['model']}, {first['spread']}"
 
 
-@one_panel(dcp_caption, _partial_text, _title)
+@one_panel(dcp_caption, _partial_text, _title, lambda _: (LABEL_PT + 2) / 72)
 def draw_dcp(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
     """Bars are medians, whiskers go from the slowest iteration to the fastest; lines over groups are the bounds."""
     operations = [name for name in ("save", "load") if name in set(frame["operation"])]
