@@ -97,18 +97,16 @@ def _hf_reader(folder: str, options: _Options) -> StorageReader:
     return HuggingFaceStorageReader(folder, thread_count=options["thread_count"])
 
 
-def _lastgood_writer(folder: str, _options: _Options) -> StorageWriter:
+def _lastgood_writer(folder: str, options: _Options) -> StorageWriter:
     from lastgood.integrations.dcp import LastgoodWriter
 
-    writer: StorageWriter = LastgoodWriter(folder)
-    return writer
+    return LastgoodWriter(folder, writer_threads=options["thread_count"])
 
 
-def _lastgood_reader(folder: str, _options: _Options) -> StorageReader:
+def _lastgood_reader(folder: str, options: _Options) -> StorageReader:
     from lastgood.integrations.dcp import LastgoodReader
 
-    reader: StorageReader = LastgoodReader(folder)
-    return reader
+    return LastgoodReader(folder, threads=options["thread_count"])
 
 
 STORAGES: Final = (
@@ -126,7 +124,7 @@ STORAGES: Final = (
         tensors_only=True,
         durable=lambda _: False,
     ),
-    Storage("lastgood", "Lastgood", _lastgood_writer, _lastgood_reader, {}),
+    Storage("lastgood", "Lastgood", _lastgood_writer, _lastgood_reader, {"thread_count": 2}),
 )
 
 
