@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.errors import ConfigError, HostError, LaunchError, NoCheckpoint
+from lastgood.errors import ConfigError, CorruptCheckpoint, HostError, LaunchError, NoCheckpoint
 from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.machine import lock as lock_module
 from lastgood.experiments.records.dcp import DcpRecord
@@ -207,6 +207,41 @@ def test_a_description_that_somebody_edited_is_refused(tmp_path):
     path.write_text(json.dumps(found))
     with pytest.raises(NoCheckpoint, match=r"lastgood-dcp\.json.*model"):
         dcp(tmp_path, "load", "--suffix", "mine")
+
+
+def test_newload_takes_the_newest_and_looks_first(tmp_path):
+    dcp(tmp_path, "save", *SMALL, "--suffix", "old")
+    dcp(tmp_path, "save", *SMALL, "--suffix", "new")
+    done = dcp(tmp_path, "newload", *SMALL[2:])
+    assert done.stdout.splitlines()[-1] == "new"
+    assert "2 suffixes in" in " ".join(done.output.split())
+    (data,) = (tmp_path / "at" / "new" / "iteration-0").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpoint, match=r"__0_0\.distcp"):
+        dcp(tmp_path, "newload", *SMALL[2:])
+
+
+def test_newload_tries_again_what_fails(tmp_path, monkeypatch):
+    dcp(tmp_path, "save", *SMALL, "--suffix", "mine")
+    (data,) = (tmp_path / "at" / "mine" / "iteration-0").glob("*.distcp")
+    hidden, start, starts = data.with_name("hidden"), place._start, []
+
+    def hide_at_first(program, env, log):
+        starts.append(program)
+        if len(starts) == 1:
+            data.rename(hidden)
+        elif hidden.exists():
+            hidden.rename(data)
+        return start(program, env, log)
+
+    monkeypatch.setattr(place, "_start", hide_at_first)
+    done = dcp(tmp_path, "newload", *SMALL[2:], "--retries", "1")
+    assert "attempt 1 of 2 failed: rank 0" in " ".join(done.output.split())
+    assert "1 of 1 loads equal" in done.output
+    assert len(starts) == 2
+    starts.clear()
+    with pytest.raises(LaunchError, match="rank 0"):
+        dcp(tmp_path, "newload", *SMALL[2:], "--retries", "0")
 
 
 def test_wait_ends_by_itself(tmp_path):

@@ -31,6 +31,12 @@ _Warmup = Annotated[int, typer.Option("--warmup", help="Untimed ones before them
 _WorldSize = Annotated[
     int, typer.Option("--world-size", "--world_size", help="Ranks, on this machine. Under torchrun it says how many.")
 ]
+_SavedWorldSize = Annotated[
+    int | None, typer.Option("--world-size", "--world_size", help="Ranks [default: as many as saved it].")
+]
+_SavedStorage = Annotated[
+    str | None, typer.Option("--storage", help="disk, fsspec, hf or lastgood [default: what saved it].")
+]
 _Hostfile = Annotated[Path | None, typer.Option("--hostfile", help="Hosts for the ranks, one a line: NAME slots=N.")]
 _SshConfig = Annotated[
     Path | None, typer.Option("--ssh-config", help="With --hostfile: an ssh configuration [default: your own].")
@@ -133,15 +139,10 @@ def load(
     backend: _Backend = "gloo",
     iterations: _Iterations = 3,
     warmup: _Warmup = 1,
-    world_size: Annotated[
-        int | None,
-        typer.Option("--world-size", "--world_size", help="Ranks [default: as many as saved it]."),
-    ] = None,
+    world_size: _SavedWorldSize = None,
     hostfile: _Hostfile = None,
     ssh_config: _SshConfig = None,
-    storage: Annotated[
-        str | None, typer.Option("--storage", help="disk, fsspec, hf or lastgood [default: what saved it].")
-    ] = None,
+    storage: _SavedStorage = None,
     thread_count: _Threads = None,
     sharding: _Sharding = None,
     replicas: _Replicas = None,
@@ -157,6 +158,57 @@ def load(
     """
     flags = locals()
     _run("load", _spec_of_saved(flags), flags)
+
+
+@app.command()
+def newload(
+    uri: _Uri,
+    suffix: Annotated[
+        str | None, typer.Option("--suffix", help="Name of the checkpoint [default: the newest there].")
+    ] = None,
+    retries: Annotated[int, typer.Option("--retries", help="How often a load that failed is tried again.")] = 2,
+    backend: _Backend = "gloo",
+    iterations: _Iterations = 3,
+    warmup: _Warmup = 1,
+    world_size: _SavedWorldSize = None,
+    hostfile: _Hostfile = None,
+    ssh_config: _SshConfig = None,
+    storage: _SavedStorage = None,
+    thread_count: _Threads = None,
+    sharding: _Sharding = None,
+    replicas: _Replicas = None,
+    fsdp: _Fsdp = None,
+    ddp: _Ddp = False,
+    scratch: _Scratch = _SCRATCH,
+    logs: _Logs = _LOGS,
+    record: _Record = None,
+) -> None:
+    """As load, but look first: list the suffixes, check metadata and sizes of files, and try again what fails."""
+    from lastgood.errors import ConfigError, LaunchError, NoCheckpoint
+    from lastgood.experiments.dcp.execute import check_place
+    from lastgood.experiments.dcp.order import newest_saved, saved_folder, suffixes_in
+    from lastgood.experiments.dcp.storages import check_files
+
+    if not 0 <= retries <= 100:
+        raise ConfigError(f"--retries {retries}: from 0 to 100")
+    place = check_place(uri)
+    known = suffixes_in(place)
+    if not known:
+        raise NoCheckpoint(f"{place}: no checkpoint of `lastgood dcp save`")
+    console.print(f"dcp newload: {len(known)} suffixes in {place}: {', '.join(known[-10:])}")
+    flags = {**locals(), "suffix": suffix or known[-1]}
+    spec = _spec_of_saved(flags)
+    folder = place / flags["suffix"]
+    nbytes, files = check_files(saved_folder(folder, newest_saved(folder).number), spec.storage)
+    console.print(f"dcp newload: {flags['suffix']}: {files} files, {nbytes} bytes, nothing is missing")
+    for attempt in range(retries + 1):
+        try:
+            _run("newload", spec, flags)
+            return
+        except LaunchError as error:
+            if attempt == retries or _torchrun() is not None:
+                raise
+            console.print(f"dcp newload: attempt {attempt + 1} of {retries + 1} failed: {error}")
 
 
 @app.command()

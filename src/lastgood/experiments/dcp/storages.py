@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, NoCheckpoint
+from lastgood.files import storage_errors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader, StorageWriter
 
-__all__ = ["STORAGES", "Storage", "forget", "storage_named"]
+__all__ = ["STORAGES", "Storage", "check_files", "forget", "storage_named"]
 
 _Options = Mapping[str, Any]
 _LARGEST: Final = 1024
@@ -137,6 +138,23 @@ def storage_named(name: str) -> Storage:
                 raise ConfigError(reason)
             return storage
     raise ConfigError(f"--storage {name}: unknown; known: {', '.join(one.name for one in STORAGES)}")
+
+
+def check_files(folder: Path, storage: str) -> tuple[int, int]:
+    """Bytes and number of files of a checkpoint, after all that can be checked without reading tensors.
+
+    Metadata are read as data, and each file that they name must be there and as long as they say. Raises NoCheckpoint,
+    CorruptCheckpoint, StorageError.
+    """
+    if storage != "hf":
+        from lastgood.integrations.dcp import LastgoodReader
+
+        LastgoodReader(folder).read_metadata()
+    with storage_errors(folder, "looking at the files"):
+        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    if not sizes:
+        raise NoCheckpoint(f"{folder}: holds no file")
+    return sum(sizes), len(sizes)
 
 
 def forget(folder: Path) -> None:
