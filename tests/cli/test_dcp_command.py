@@ -244,6 +244,52 @@ def test_newload_tries_again_what_fails(tmp_path, monkeypatch):
         dcp(tmp_path, "newload", *SMALL[2:], "--retries", "0")
 
 
+def test_a_configuration_of_the_s3_connector_is_measured_as_it_is(tmp_path):
+    configuration = tmp_path / "dcp_fsdp_save.yaml"
+    configuration.write_text(FSDP_SAVE)
+    where = ("--scratch", tmp_path / "s", "--logs", tmp_path / "l", "--warmup", 0, "--records", tmp_path / "records")
+    given = (f"+path={tmp_path / 'at'}", "checkpoint.storage=disk", "backend=gloo", "epochs=1", "world_size=1")
+    words = ["dcp", "benchmark", configuration, *given, "model=L7b-2MB", "thread_count=1,2", *where]
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert (
+        "not used: defaults: hydra/callbacks/collate_results, defaults: aws/dynamodb, hydra.mode, hydra.sweep" in said
+    )
+    found = [DcpRecord.load(path).spec for path in sorted((tmp_path / "records").iterdir())]
+    assert [spec.storage_options for spec in found] == [
+        {"thread_count": 1, "sync_files": False},
+        {"thread_count": 2, "sync_files": False},
+    ]
+    assert {(spec.spread, spec.sharding, spec.model, spec.iterations) for spec in found} == {
+        ("fsdp2", "full", "L7b-2MB", 1)
+    }
+
+
+FSDP_SAVE = """
+defaults:
+  - hydra/callbacks/collate_results
+  - aws/dynamodb
+  - _self_
+s3:
+  region: ???
+  uri:
+epochs: 4
+hydra:
+  mode: MULTIRUN
+  sweep: {dir: somewhere}
+  sweeper:
+    params:
+      +model: L7b, L13b
+      +backend: nccl
+      +world_size: 8
+      +thread_count: 8
+      +checkpoint.storage: disk, s3
+      +checkpoint.sharding_strategy: full
+      +checkpoint.sync_files: false
+"""
+
+
 def test_wait_ends_by_itself(tmp_path):
     began = time.monotonic()
     assert "idle for 0.01 minutes" in dcp(tmp_path, "wait", "--duration", "0.01").output

@@ -212,6 +212,46 @@ def newload(
 
 
 @app.command()
+def benchmark(
+    configuration: Annotated[Path, typer.Argument(help="A YAML file of the S3 connector's benchmarks, as it is.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="KEY=VALUE: epochs=1 +path=/nvme checkpoint.suffix=NAME; A,B: both.")
+    ] = None,
+    warmup: _Warmup = 1,
+    scratch: _Scratch = _SCRATCH,
+    logs: _Logs = _LOGS,
+    records: Annotated[Path | None, typer.Option("--records", help="Folder for a record of each run.")] = None,
+) -> None:
+    """Measure all combinations that a configuration of Hydra's names. Hydra itself is not needed."""
+    from lastgood.experiments.dcp.sweep import read_sweep
+
+    sweep = read_sweep(configuration, overrides or [])
+    if sweep.unused:
+        console.print(f"dcp benchmark: not used: {', '.join(sweep.unused)}")
+    nothing = dict.fromkeys(("state", "replicas", "fsdp", "asynchronous", "hostfile", "ssh_config", "suffix", "record"))
+    nothing |= dict.fromkeys(("model", "thread_count", "sync_files", "sharding"))
+    given = {"backend": "gloo", "world_size": 1, "storage": "s3", "iterations": 3, "planner_cache": False, "seed": 0}
+    folders = {"scratch": scratch, "logs": logs, "warmup": warmup}
+    rows = []
+    # All are looked at before the first is made.
+    runs = [{**nothing, **given, "ddp": sweep.ddp, **folders, **run} for run in sweep.runs]
+    load = sweep.operation == "load"
+    specs = [_spec_of_saved(flags) if load else _spec("save", flags) for flags in runs]
+    for number, (spec, flags) in enumerate(zip(specs, runs, strict=True)):
+        if records is not None:
+            flags["record"] = records / f"{number:04d}.json"
+        made = _run(f"benchmark {number + 1} of {len(specs)}", spec, flags)
+        if made is not None:
+            options = " ".join(f"{key}={value}" for key, value in spec.storage_options.items())
+            rate = made.median_mib_per_s(sweep.operation)
+            assert rate is not None
+            rows.append((spec.model, spec.spread, spec.ranks, spec.storage, options, f"{rate:.0f}", made.suffix))
+    if rows:
+        columns = ("model", "spread", "ranks", "storage", "options", "MiB/s", "suffix")
+        emit_table(f"{configuration.name}: {sweep.operation}", columns, rows)
+
+
+@app.command()
 def wait(
     duration: Annotated[float, typer.Option(help="Minutes.")] = 2.0,
 ) -> None:
@@ -342,7 +382,7 @@ def _checked(flags: Mapping[str, Any], **fields: Any) -> DcpSpec:
         raise ConfigError(f"--{option}: {said}" if option else said) from error
 
 
-def _run(command: str, spec: DcpSpec, flags: Mapping[str, Any]) -> None:
+def _run(command: str, spec: DcpSpec, flags: Mapping[str, Any]) -> DcpRecord | None:
     from lastgood.experiments.dcp.execute import check_place, new_suffix, run_dcp
     from lastgood.experiments.dcp.order import check_suffix
     from lastgood.experiments.services.place import RankHosts
@@ -357,10 +397,11 @@ def _run(command: str, spec: DcpSpec, flags: Mapping[str, Any]) -> None:
         hosts = RankHosts(hostfile=flags["hostfile"], ssh_config=flags["ssh_config"])
         made = run_dcp(spec, place, suffix, flags["scratch"], flags["logs"], report, hosts, keep=keep)
     if made is None:
-        return
+        return None
     if flags["record"] is not None:
         made.write(flags["record"])
     _print(made)
+    return made
 
 
 def _as_a_rank(spec: DcpSpec, place: Path, suffix: str, keep: bool, report: Callable[[str], None]) -> DcpRecord | None:
