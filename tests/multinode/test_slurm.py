@@ -46,6 +46,27 @@ def test_ranks_on_several_nodes_meet(slurm: SlurmCluster, tmp_path: Path) -> Non
     assert all("['an argument']" in line for line in said)
 
 
+@pytest.mark.slow
+def test_batches_of_dcp_save_load_and_wait(slurm: SlurmCluster, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), slurm.env["PATH"]])
+    # In place of a checkout that all nodes see.
+    (tmp_path / "install").symlink_to(ROOT / "install")
+
+    def batch(name: str, *arguments: str, **exported: str) -> str:
+        words = ["--partition=debug", "--cpus-per-task=2", str(ROOT / "evaluation" / "dcp" / name), *arguments]
+        job = slurm.submit(*words, folder=tmp_path, PATH=path, **exported)
+        assert slurm.exit_status(job, timeout_s=240) == 0, (tmp_path / f"slurm-{job}.out").read_text()
+        return (tmp_path / f"slurm-{job}.out").read_text()
+
+    uri, few = str(tmp_path / "at"), ("--iterations", "1", "--warmup", "0")
+    said = batch("savebatch.sbatch", *few, URI=uri, MODEL="L7b-2MB")
+    suffix = said.split()[-1]
+    assert [entry.name for entry in (tmp_path / "at").iterdir()] == [suffix]
+    assert "1 of 1 loads equal" in batch("loadbatch.sbatch", *few, URI=uri, SUFFIX=suffix)
+    assert "1 of 1 loads equal" in batch("batch.sbatch", *few, URI=uri, MODEL="vit-base-2MB")
+    assert batch("waitbatch.sbatch", MINUTES="0.02").count("idle for 0.02 minutes") == 2
+
+
 def test_a_run_knows_its_job_and_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from lastgood.experiments.machine.facts import where_run; "
