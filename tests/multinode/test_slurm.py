@@ -53,7 +53,7 @@ def test_batches_of_dcp_save_load_and_wait(slurm: SlurmCluster, tmp_path: Path) 
     (tmp_path / "install").symlink_to(ROOT / "install")
 
     def batch(name: str, *arguments: str, **exported: str) -> str:
-        words = ["--partition=debug", "--cpus-per-task=2", str(ROOT / "evaluation" / "dcp" / name), *arguments]
+        words = ["--partition=main", "--cpus-per-task=2", str(ROOT / "evaluation" / "dcp" / name), *arguments]
         job = slurm.submit(*words, folder=tmp_path, PATH=path, **exported)
         assert slurm.exit_status(job, timeout_s=240) == 0, (tmp_path / f"slurm-{job}.out").read_text()
         return (tmp_path / f"slurm-{job}.out").read_text()
