@@ -38,7 +38,9 @@ def _warm_ranks(monkeypatch):
 
     def start(program, env, log):
         assert program[1:3] == ["-m", "lastgood.experiments.dcp.bench"]
-        return WarmRank(["-c", _RANK, program[3]], stdout=log, env=env)
+        # It ends with the process that forks it, which is not this one.
+        order = json.dumps({**json.loads(program[3]), "parent": None})
+        return WarmRank(["-c", _RANK, order], stdout=log, env=env)
 
     monkeypatch.setattr(place, "_start", start)
 

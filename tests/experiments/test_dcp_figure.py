@@ -112,7 +112,7 @@ def test_every_operation_is_a_row_with_its_median_and_range(tmp_path: Path) -> N
     assert [float(rows[0][name]) for name in ("mib_per_s", "mib_per_s_min", "mib_per_s_max")] == [10, 5, 20]
     assert (float(rows[0]["bound_mib_per_s"]), rows[0]["bound_of"]) == (50, "plain writes between the saves")
     assert float(rows[1]["bound_mib_per_s"]) == pytest.approx(make_ceilings().disk.read_bytes_per_s / MIB)
-    assert [row["durable"] for row in rows[::2]] == ["true", "true", "false"]
+    assert [row["durable"] for row in rows[::2]] == ["True", "True", "False"]
     with (tmp_path / "wide.csv").open() as file:
         table = list(csv.reader(file))
     assert table[0] == ["storage", "save 1", "save 2", "load 1", "load 2"]
