@@ -42,11 +42,11 @@ FLOORS = [
     ["integrations workloads", "training"],
     [
         "experiments.formulas experiments.records experiments.traces",
-        "experiments.machine experiments.systems",
+        "experiments.dcp experiments.machine experiments.systems",
         "experiments.ceilings experiments.optbench experiments.services experiments.config",
         "experiments.advise experiments.runs experiments.plan",
         "experiments.goodput experiments.multirank experiments.figures",
-        "experiments.tables",
+        "experiments.dcp_runs experiments.tables",
         "experiments.claims experiments.plots",
         "experiments.report",
         "cli",

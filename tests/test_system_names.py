@@ -25,6 +25,8 @@ ALLOWED = {
     ("checkpointers/export/formats.py", "dcp"): "the name of a format",
     ("integrations/dcp/writer.py", "dcp"): "the name of a layout of files",
     ("experiments/figures/registry.py", "checkmate"): "a figure's name",
+    ("experiments/figures/registry.py", "dcp"): "a figure's name",
+    ("experiments/records/dcp.py", "dcp"): "the name of a figure's panel",
     ("experiments/plan/node_checks.py", "checkmate"): "a figure's section of the configuration",
     ("experiments/plan/variants.py", "checkmate"): "a figure's section of the configuration",
 }

@@ -26,10 +26,14 @@ SMALL = ("--model", "L7b-2MB", "--iterations", "1", "--warmup", "0")
 class WarmRank(WarmProcess):
     """A rank that begins with torch and the models imported, which takes longer than all that it does."""
 
-    preloaded = (*WarmProcess.preloaded, "lastgood.experiments.dcp.bench", "transformers.models.llama.modeling_llama")
+    preloaded = (
+        *WarmProcess.preloaded,
+        "lastgood.experiments.dcp_runs.bench",
+        "transformers.models.llama.modeling_llama",
+    )
 
 
-_RANK = "import sys; from lastgood.experiments.dcp.bench import main; sys.exit(main(sys.argv[1:]))"
+_RANK = "import sys; from lastgood.experiments.dcp_runs.bench import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,7 @@ def _warm_ranks(monkeypatch):
     """Ranks are forked; `torchrun` below starts real ones."""
 
     def start(program, env, log):
-        assert program[1:3] == ["-m", "lastgood.experiments.dcp.bench"]
+        assert program[1:3] == ["-m", "lastgood.experiments.dcp_runs.bench"]
         # It ends with the process that forks it, which is not this one.
         order = json.dumps({**json.loads(program[3]), "parent": None})
         return WarmRank(["-c", _RANK, order], stdout=log, env=env)

@@ -185,9 +185,9 @@ def newload(
 ) -> None:
     """As load, but look first: list the suffixes, check metadata and sizes of files, and try again what fails."""
     from lastgood.errors import ConfigError, LaunchError, NoCheckpoint
-    from lastgood.experiments.dcp.execute import check_place
-    from lastgood.experiments.dcp.order import newest_saved, saved_folder, suffixes_in
     from lastgood.experiments.dcp.storages import check_files
+    from lastgood.experiments.dcp_runs.execute import check_place
+    from lastgood.experiments.dcp_runs.order import newest_saved, saved_folder, suffixes_in
 
     if not 0 <= retries <= 100:
         raise ConfigError(f"--retries {retries}: from 0 to 100")
@@ -223,7 +223,7 @@ def benchmark(
     records: Annotated[Path | None, typer.Option("--records", help="Folder for a record of each run.")] = None,
 ) -> None:
     """Measure all combinations that a configuration of Hydra's names. Hydra itself is not needed."""
-    from lastgood.experiments.dcp.sweep import read_sweep
+    from lastgood.experiments.dcp_runs.sweep import read_sweep
 
     sweep = read_sweep(configuration, overrides or [])
     if sweep.unused:
@@ -298,9 +298,9 @@ def _spec(operation: Operation, flags: Mapping[str, Any]) -> DcpSpec:
 
 
 def _spec_of_saved(flags: Mapping[str, Any]) -> DcpSpec:
-    from lastgood.experiments.dcp.execute import check_place
-    from lastgood.experiments.dcp.order import check_suffix, newest_saved
     from lastgood.experiments.dcp.storages import storage_named
+    from lastgood.experiments.dcp_runs.execute import check_place
+    from lastgood.experiments.dcp_runs.order import check_suffix, newest_saved
 
     saved = newest_saved(check_place(flags["uri"]) / check_suffix(flags["suffix"])).spec
     storage = storage_named(flags["storage"] or saved.storage)
@@ -383,8 +383,8 @@ def _checked(flags: Mapping[str, Any], **fields: Any) -> DcpSpec:
 
 
 def _run(command: str, spec: DcpSpec, flags: Mapping[str, Any]) -> DcpRecord | None:
-    from lastgood.experiments.dcp.execute import check_place, new_suffix, run_dcp
-    from lastgood.experiments.dcp.order import check_suffix
+    from lastgood.experiments.dcp_runs.execute import check_place, new_suffix, run_dcp
+    from lastgood.experiments.dcp_runs.order import check_suffix
     from lastgood.experiments.services.place import RankHosts
 
     place = check_place(flags["uri"])
@@ -409,9 +409,9 @@ def _as_a_rank(spec: DcpSpec, place: Path, suffix: str, keep: bool, report: Call
     import datetime
     import time
 
-    from lastgood.experiments.dcp.bench import run_rank
-    from lastgood.experiments.dcp.execute import record_of
-    from lastgood.experiments.dcp.order import DcpOrder
+    from lastgood.experiments.dcp_runs.bench import run_rank
+    from lastgood.experiments.dcp_runs.execute import record_of
+    from lastgood.experiments.dcp_runs.order import DcpOrder
 
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()

@@ -86,7 +86,7 @@ DCP = MeasurementKind(
     "a run of DCP saves and loads",
     DcpSpec,
     DcpRecord,
-    execute="lastgood.experiments.dcp.execute:execute_dcp",
+    execute="lastgood.experiments.dcp_runs.execute:execute_dcp",
     modelled_s="lastgood.experiments.plan.cells:dcp_modelled_s",
     collect="lastgood.experiments.tables.dcp:collect_dcp_files",
 )

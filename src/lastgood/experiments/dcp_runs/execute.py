@@ -13,8 +13,8 @@ from typing import Final
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.dcp.models import build_on_meta, model_bytes
-from lastgood.experiments.dcp.order import DcpOrder, DcpResult, newest_saved
 from lastgood.experiments.dcp.storages import storage_named
+from lastgood.experiments.dcp_runs.order import DcpOrder, DcpResult, newest_saved
 from lastgood.experiments.machine.exclusive import exclusive_machine
 from lastgood.experiments.machine.facts import where_run
 from lastgood.experiments.multirank.capacity import Need, check_needs
@@ -113,7 +113,7 @@ def _launch(order: DcpOrder, hosts: Place, folder: Path, report: Report) -> DcpR
     path = folder / "result.json"
     order = order.model_copy(update={"result": str(path), "parent": os.getpid() if hosts.remote is None else None})
     report(f"starting {spec.ranks} ranks on {', '.join(hosts.hosts.names)}")
-    program = [sys.executable, "-m", "lastgood.experiments.dcp.bench", order.model_dump_json()]
+    program = [sys.executable, "-m", "lastgood.experiments.dcp_runs.bench", order.model_dump_json()]
     hosts.start(program, {"OMP_NUM_THREADS": "1"}, folder / "ranks", _RUN_S, report)
     if path.exists():
         text = read_bytes(path, _MOST_BYTES, LastgoodError)

@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.experiments.dcp.sweep import read_sweep
+from lastgood.experiments.dcp_runs.sweep import read_sweep
 
 DDP_LOAD = """
 defaults: [aws/dynamodb, _self_]
-s3: {region: ???, uri: ???}
+s3:
+  region: ???
+  uri: ???
 epochs: 4
 hydra:
   mode: MULTIRUN

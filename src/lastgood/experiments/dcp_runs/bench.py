@@ -1,6 +1,6 @@
 """What each rank of the suite does: builds its part of the model, then saves and loads it, timed.
 
-``python -m lastgood.experiments.dcp.bench ORDER`` is one rank; a launcher has set RANK, LOCAL_RANK, WORLD_SIZE,
+``python -m lastgood.experiments.dcp_runs.bench ORDER`` is one rank; a launcher has set RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT. Under torchrun `lastgood dcp` itself is one.
 """
 
@@ -27,9 +27,9 @@ from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.dcp.clocks import TimedReader, TimedWriter
 from lastgood.experiments.dcp.contents import Digest, digest_of, fill, nbytes_of
 from lastgood.experiments.dcp.models import build_on_meta
-from lastgood.experiments.dcp.order import DcpOrder, DcpResult, Saved, newest_saved, saved_folder, write_saved
 from lastgood.experiments.dcp.spread import make_optimizer, spread, state_of
 from lastgood.experiments.dcp.storages import forget, storage_named
+from lastgood.experiments.dcp_runs.order import DcpOrder, DcpResult, Saved, newest_saved, saved_folder, write_saved
 from lastgood.experiments.records.dcp import DcpIteration, RankTimes
 from lastgood.experiments.runs.measure import forget_cached_pages
 from lastgood.files import PRIVATE, write_result
