@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from tests.integrations.rank_asker import Ranks
+from tests.suggestions.following import follows, hear
 
 pytestmark = pytest.mark.timeout(150)
 TIMEOUT_S = 5
@@ -87,14 +88,18 @@ def test_a_rank_that_is_late_is_waited_for(ranks, tmp_path):
         assert answer["kind"] == "nothing"
 
 
+@follows("give all ranks one path, or call DCP with no_dist=True")
 def test_folders_that_are_not_one_are_named(ranks, tmp_path):
     for answer in ranks.run("other_folders", 2, place=str(tmp_path)):
         assert answer["names"]["kind"] == "MismatchError"
+        hear(answer["names"]["text"])
         assert "step-0" in answer["names"]["text"]
         assert "step-1" in answer["names"]["text"]
         assert answer["places"]["kind"] == "StorageError"
         assert "do not share it" in answer["places"]["text"]
     assert list(tmp_path.iterdir()) == []
+    one = ranks.run("bad_day", 2, place=str(tmp_path), where="before", victim=1, dies=False, late_s=0, timeout_s=60)
+    assert [answer["kind"] for answer in one] == ["nothing", "nothing"]
 
 
 def test_a_rank_that_cannot_read_fails_the_load_of_all(ranks, tmp_path):
