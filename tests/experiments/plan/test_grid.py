@@ -32,7 +32,7 @@ def test_every_figure_has_a_grid_and_a_page(figure: str) -> None:
 
 
 def test_an_unknown_figure_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no figure 'fig99'; known: checkmate, fig11, fig12, fig13, fig14, fig8"):
+    with pytest.raises(ConfigError, match="no figure 'fig99'; known: checkmate, dcp, fig11, fig12, fig13, fig14, fig8"):
         load_grid(ROOT, "fig99")
 
 

@@ -162,10 +162,22 @@ def test_steps_are_whole_intervals(interval: int, iterations: int, steps: int) -
 
 def test_an_unknown_figure_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown figure 'fig7'; known: fig8, .*fig14, fig8e, fig8f, checkmate, test_simple"
+        ConfigError, match=r"unknown figure 'fig7'; known: fig8, .*fig14, fig8e, fig8f, checkmate, dcp, test_simple"
     ):
         plan_figure(configure(), "fig7")
-    assert plan_names() == ["fig8", "fig9", "fig11", "fig12", "fig13", "fig14", "fig8e", "fig8f", "checkmate", SIMPLE]
+    assert plan_names() == [
+        "fig8",
+        "fig9",
+        "fig11",
+        "fig12",
+        "fig13",
+        "fig14",
+        "fig8e",
+        "fig8f",
+        "checkmate",
+        "dcp",
+        SIMPLE,
+    ]
 
 
 # -- prediction ----------------------------------------------------------------------------------------------------
