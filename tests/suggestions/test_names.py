@@ -16,6 +16,8 @@ import typer.main
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.cli import app
+from lastgood.experiments.records.dcp import DcpSpec
+from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter
 from lastgood.storage import SlotStore
 from tests.suggestions.source_texts import ROOT, TREES, said, text_of
 
@@ -24,7 +26,8 @@ OTHERS_OPTIONS = {"--force-reinstall", "--format"}
 """Of pip, and of git."""
 OTHERS_KEYWORDS = {
     *("slots", "seed", "loss", "project", "run"),  # of a hostfile's and a link's lines, and of clouds' labels
-    *("requires_grad", "foreach"),  # of torch
+    *("requires_grad", "foreach", "no_dist"),  # of torch
+    *("epochs", "path"),  # of the configurations of the S3 connector's benchmarks
     *("shadow", "cause"),  # labels of metrics
 }
 OTHERS_VARIABLES = {
@@ -54,6 +57,9 @@ def program_options() -> set[str]:
 def known_keywords() -> set[str]:
     calls = [Checkpointer.attach, Checkpointer.__init__, SlotStore.__init__]
     names = set().union(*(inspect.signature(one).parameters for one in calls))
+    names |= {*DcpSpec.model_fields}.union(
+        *(inspect.signature(one).parameters for one in (LastgoodReader, LastgoodWriter))
+    )
     for system in checkpointer_names():
         kind = checkpointer_class(system)
         names |= {*kind.Options.model_fields, *inspect.signature(kind.restore).parameters}

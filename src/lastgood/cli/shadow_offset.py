@@ -63,7 +63,7 @@ def offset(
                 "elements": elements,
                 "element_bytes": element_bytes,
                 "ranks": ranks,
-                "channels": len(layout.parts),
+                "channels": len(layout.ranges),
                 "nccl": nccl,
                 "protocol": protocol,
                 "cover": cover.value,
@@ -88,7 +88,7 @@ def offset(
             }
         )
         return
-    used = len(layout.parts)
+    used = len(layout.ranges)
     emit_table(
         f"{elements} elements of {element_bytes} bytes, {ranks} ranks, {used} channels, {cover.value} cover",
         ("link", "channel", "loop", "step", "chunk", "elements", "offset", "bytes"),

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -28,9 +28,6 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, WaitTimeout
 from lastgood.text import parse_json
 from lastgood.wire.gate import Handshake, connect
-
-if TYPE_CHECKING:
-    from _typeshed import HasFileno
 
 __all__ = [
     "HEADER_BYTES",
@@ -116,7 +113,11 @@ def keep_alive(connection: socket.socket, *, idle_s: int = 20, probes: int = 6) 
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-def is_ready(connection: HasFileno, event: int, seconds: float) -> bool:
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def is_ready(connection: _HasDescriptor, event: int, seconds: float) -> bool:
     """Whether `event` (select.POLLIN, POLLOUT), an error or the end is there within `seconds`.
 
     It takes descriptors from 1024 on as well, which select does not, and which a training may well have.

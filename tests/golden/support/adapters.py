@@ -18,8 +18,9 @@ import lastgood.experiments.plan.load as load_module
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.cli import app
 from lastgood.experiments.config.yaml_file import parse_overrides
-from lastgood.experiments.figures.registry import figure_names
-from lastgood.experiments.figures.workflow_plan import SIMPLE, plan_figure, plan_workflow
+from lastgood.experiments.figures import registry
+from lastgood.experiments.figures.workflow_plan import SIMPLE, WorkflowPlan, plan_figure
+from lastgood.experiments.figures.workflow_plan import plan_workflow as plan_all
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.kinds import kind_of_spec
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
+CAME_LATER = ("dcp",)
+"""Figures that are not in the kept data."""
 _SPECS: dict[str, Any] = {"run": RunSpec, "goodput": GoodputSpec, "optimizer": OptimizerSpec}
 
 
@@ -67,6 +70,22 @@ def load_record(kind: str, path: Path) -> Any:
 def load_table(path: Path) -> Any:
     """The data frame of a figure's tidy CSV."""
     return load_csv(path).frame
+
+
+def figure_names() -> list[str]:
+    """The figures that there were when plans were kept."""
+    return [name for name in registry.figure_names() if name not in CAME_LATER]
+
+
+def plan_workflow(config: Any) -> WorkflowPlan:
+    """The workflow's plan of these figures, with priorities as if there were no others."""
+    plan = plan_all(config)
+    records = {place: found for place, found in plan.records.items() if place[0] not in CAME_LATER}
+    kept = {record for found in records.values() for record in found}
+    specs = {record: spec for record, spec in plan.specs.items() if record in kept}
+    priorities = {record: len(specs) - place for place, record in enumerate(specs)}
+    assert all(plan.priorities[record] - priority >= 0 for record, priority in priorities.items())
+    return WorkflowPlan(specs, records, priorities, plan.hosts)
 
 
 def plan_names() -> list[str]:

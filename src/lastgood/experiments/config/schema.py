@@ -110,7 +110,9 @@ class Config(FrozenModel):
     fig8e: NodesSection = Field(description="what figure 8e measures, over several nodes")
     fig8f: NodesSection = Field(description="what figure 8f measures, over several nodes")
     checkmate: CheckmateSection = Field(description="what Checkmate's figure measures, over several nodes")
-    dcp: DcpSection = Field(description="what the figure of torch's distributed checkpoint measures")
+    dcp: DcpSection = Field(
+        default_factory=DcpSection, description="what the figure of torch's distributed checkpoint measures"
+    )
 
     @property
     def scratch_folder(self) -> Path:

@@ -241,22 +241,28 @@ class CheckmateSection(_OverNodes):
 
 
 class DcpSection(FrozenModel):
-    """The figure of torch's distributed checkpoint: rates of saves and loads by storage, threads and ranks."""
+    """The figure of torch's distributed checkpoint: rates of saves and loads by storage, threads and ranks.
+
+    Defaults are for configurations from before it.
+    """
 
     model: Annotated[str, AfterValidator(_dcp_model)] = Field(
-        description="a model of `lastgood dcp save --model`, for instance L7b-64MB"
+        default="L7b-64MB", description="a model of `lastgood dcp save --model`, for instance L7b-64MB"
     )
-    state: Literal["model", "full"] = Field(description="model, or full: with AdamW's moments")
-    spread: Literal["fsdp2", "fsdp1", "ddp"] = Field(description="fsdp2, fsdp1 or ddp: how the model lies on the ranks")
+    state: Literal["model", "full"] = Field(default="model", description="model, or full: with AdamW's moments")
+    spread: Literal["fsdp2", "fsdp1", "ddp"] = Field(
+        default="fsdp2", description="fsdp2, fsdp1 or ddp: how the model lies on the ranks"
+    )
     ranks: Listed[Annotated[Count, Field(le=1024)]] = Field(
-        description="a list of whole numbers from 1 to 1024: processes of this machine"
+        default=[1, 2, 4], description="a list of whole numbers from 1 to 1024: processes of this machine"
     )
     storages: Listed[Annotated[str, AfterValidator(_storage)]] = Field(
-        description=f"a list of {', '.join(storage.name for storage in STORAGES)}"
+        default=["disk", "hf", "lastgood"], description=f"a list of {', '.join(storage.name for storage in STORAGES)}"
     )
     thread_counts: Listed[_UpTo64] = Field(
-        description="a list of whole numbers from 1 to 64: threads of each rank, of storages that have them"
+        default=[1, 4],
+        description="a list of whole numbers from 1 to 64: threads of each rank, of storages that have them",
     )
-    iterations: Count = Field(description="a whole number from 1: timed saves, and as many loads")
-    warmup: CountOrZero = Field(description="a whole number from 0: untimed ones before them")
-    repetitions: _Repetitions
+    iterations: Count = Field(default=3, description="a whole number from 1: timed saves, and as many loads")
+    warmup: CountOrZero = Field(default=1, description="a whole number from 0: untimed ones before them")
+    repetitions: _Repetitions = 1

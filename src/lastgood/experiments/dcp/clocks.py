@@ -6,7 +6,7 @@ import inspect
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from lastgood.experiments.records.dcp import RankTimes
 

@@ -34,20 +34,23 @@ class _Shape:
 def _llama(sizes: Mapping[str, int]) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**sizes))
+    return model
 
 
 def _vit(sizes: Mapping[str, int]) -> torch.nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**sizes))
+    model: torch.nn.Module = ViTForImageClassification(ViTConfig(**sizes))
+    return model
 
 
 def _t5(sizes: Mapping[str, int]) -> torch.nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     gated: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return T5ForConditionalGeneration(T5Config(**sizes, **gated))
+    model: torch.nn.Module = T5ForConditionalGeneration(T5Config(**sizes, **gated))
+    return model
 
 
 def _llama_shape(width: int, feedforward: int, layers: int, heads: int, key_heads: int | None = None) -> _Shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 from lastgood._lazy import torch
@@ -55,11 +55,16 @@ def _fsdp1(model: torch.nn.Module, sharding: Sharding, device: str, mesh: Any) -
         use_orig_params=True,
         device_id=torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device),
         # Ranks fill their shards afterwards; a unit is complete in memory only while it is cut.
-        param_init_fn=lambda module: module.to_empty(
-            device=torch.cuda.current_device() if device == "cuda" else device, recurse=False
-        ),
+        param_init_fn=_make_memory(torch.cuda.current_device() if device == "cuda" else device),
     )
     return wrapped
+
+
+def _make_memory(device: int | str) -> Callable[[torch.nn.Module], None]:
+    def make_memory(module: torch.nn.Module) -> None:
+        module.to_empty(device=device, recurse=False)
+
+    return make_memory
 
 
 def state_of(model: torch.nn.Module, kind: StateKind, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any]:

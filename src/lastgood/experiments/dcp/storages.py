@@ -14,7 +14,7 @@ from lastgood.errors import ConfigError, NoCheckpoint
 from lastgood.files import storage_errors
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader, StorageWriter
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 __all__ = ["STORAGES", "Storage", "check_files", "forget", "storage_named"]
 
@@ -63,13 +63,13 @@ def _flag(name: str) -> str:
 
 
 def _disk_writer(folder: str, options: _Options) -> StorageWriter:
-    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     return FileSystemWriter(folder, sync_files=options["sync_files"], thread_count=options["thread_count"])
 
 
 def _disk_reader(folder: str, _options: _Options) -> StorageReader:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     return FileSystemReader(folder)
 
@@ -87,13 +87,13 @@ def _fsspec_reader(folder: str, _options: _Options) -> StorageReader:
 
 
 def _hf_writer(folder: str, options: _Options) -> StorageWriter:
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     return HuggingFaceStorageWriter(folder, thread_count=options["thread_count"], save_distributed=True)
 
 
 def _hf_reader(folder: str, options: _Options) -> StorageReader:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     return HuggingFaceStorageReader(folder, thread_count=options["thread_count"])
 

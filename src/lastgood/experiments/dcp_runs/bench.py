@@ -20,7 +20,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.ceilings.disk import disk_bursts
@@ -89,7 +91,7 @@ class _Bench:
         optimizer = make_optimizer(model) if spec.state == "full" else None
         self.state = state_of(model, spec.state, optimizer)
         # A planner that caches must be one and the same for all saves.
-        self.planner = dcp.DefaultSavePlanner(enable_plan_caching=True) if spec.planner_cache else None
+        self.planner = DefaultSavePlanner(enable_plan_caching=True) if spec.planner_cache else None
         setup_s = max(_everybody(time.perf_counter() - began))
         with self._bursts():
             found = [one for number in range(spec.warmup + spec.iterations) for one in self._iteration(number)]
@@ -157,15 +159,11 @@ class _Bench:
         gc.collect()
         if self.spec.saving == "sync":
             timed = TimedWriter(writer)
-            dcp.save(dict(self.state), storage_writer=timed, planner=self.planner)
+            save(dict(self.state), storage_writer=timed, planner=self.planner)
             return timed.steps.times(time.perf_counter(), timed.nbytes)
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
         kind = AsyncCheckpointerType.THREAD if self.spec.saving == "thread" else AsyncCheckpointerType.PROCESS
         began = time.perf_counter()
-        future = dcp.async_save(
-            dict(self.state), storage_writer=writer, planner=self.planner, async_checkpointer_type=kind
-        )
+        future = async_save(dict(self.state), storage_writer=writer, planner=self.planner, async_checkpointer_type=kind)
         stall = time.perf_counter() - began
         future.result(timeout=COLLECTIVE_S)  # type: ignore[union-attr]
         return RankTimes(nbytes=nbytes_of(self.state), total_s=time.perf_counter() - began, stall_s=stall)
@@ -178,7 +176,7 @@ class _Bench:
             forget_cached_pages(folder)
         dist.barrier()
         timed = TimedReader(self.storage.reader(str(folder), self.spec.storage_options))
-        dcp.load(dict(self.state), storage_reader=timed)
+        load(dict(self.state), storage_reader=timed)
         times = timed.steps.times(time.perf_counter(), nbytes_of(self.state))
         dist.barrier()
         digest = _joined(_everybody(digest_of(self.state)))

@@ -219,9 +219,9 @@ class DcpRecord(Record[DcpSpec]):
         """The medians, and whether all loads were equal."""
         parts = []
         for operation in ("save", "load"):
-            rate = self.median_mib_per_s(operation)  # type: ignore[arg-type]
+            rate = self.median_mib_per_s(operation)
             if rate is not None:
-                seconds = statistics.median(one.slowest_s for one in self.counted(operation))  # type: ignore[arg-type]
+                seconds = statistics.median(one.slowest_s for one in self.counted(operation))
                 parts.append(f"{operation} {rate:.0f} MiB/s ({format_seconds(seconds)})")
         loads = [one for one in self.iterations if one.operation == "load"]
         if loads:

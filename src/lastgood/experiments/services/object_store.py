@@ -27,6 +27,8 @@ from lastgood.ports import free_ports
 from lastgood.processes import die_with_parent, wait_or_kill
 from lastgood.storage.objects.control import S3Control
 from lastgood.storage.objects.s3 import Credentials, S3Options
+from lastgood.text import parse_json, read_bytes
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,7 +184,8 @@ class ObjectServer:
             actions = ["Admin", "Read", "Write", "List", "Tagging"]
             identity = {"name": "lastgood", "credentials": [keys], "actions": actions}
             write_result(path, json.dumps({"identities": [identity]}).encode(), mode=PRIVATE)
-        found = json.loads(path.read_text())["identities"][0]["credentials"][0]
+        text = read_bytes(path, MIB, StorageError)
+        found = parse_json(text, str(path), most_bytes=MIB, error=StorageError)["identities"][0]["credentials"][0]
         return Credentials(found["accessKey"], found["secretKey"])
 
     def _command(self) -> list[str]:

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_ex
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, WaitTimeout
+from lastgood.text import parse_json
+from lastgood.units import MIB
 
 __all__ = ["RollCall", "join"]
 
@@ -244,7 +246,7 @@ class RollCall:
                     )
                 time.sleep(_POLL_S)
             self._store.set(self._come(self.rank), "")  # or rank 0 would take it for that of the next one
-            answer = json.loads(self._store.get(f"lastgood-dcp/go/{token}"))
+            answer = _message(self._store.get(f"lastgood-dcp/go/{token}"))
             if "error" in answer:
                 raise MismatchError(answer["error"])
             self.id = bytes.fromhex(answer["id"])
@@ -276,7 +278,7 @@ class RollCall:
                 content = store.get(self._come(rank))
                 if not content:
                     continue
-                told = json.loads(content)
+                told = _message(content)
                 if answered.get(rank) == told["token"]:
                     continue
                 if told["place"] != self._place and "error" not in answer:
@@ -337,3 +339,9 @@ def _store_errors() -> Iterator[None]:
         raise CheckpointError(
             f"the process group's store does not answer: rank 0, or whatever process keeps it, has ended: {error}"
         ) from error
+
+
+def _message(content: bytes) -> dict[str, Any]:
+    """What another rank of the job wrote into the store."""
+    found: dict[str, Any] = parse_json(content, "a message of another rank", most_bytes=MIB, error=CheckpointError)
+    return found
