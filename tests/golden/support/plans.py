@@ -46,6 +46,8 @@ def settings(name: str) -> tuple[str, ...]:
     batches = "vgg16: {batch_size: 4}, opt: {batch_size: 2}"
     if name == "laptop":
         batches += ", bert: {batch_size: 4}, transformer_xl: {batch_size: 4}"
+    if name == "tiny":
+        batches += ", bert: {batch_size: 2}, transformer_xl: {batch_size: 2}"
     sizes = (f"workloads={{{batches}}}",) if name in ("tiny", "laptop") else ()
     return (*FIXED, "pairs={rounds: 0}", *sizes, *simple, *BEFORE_PAIRS.get(name, ()))
 
