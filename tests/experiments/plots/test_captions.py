@@ -25,6 +25,7 @@ KEPT = {
     "fig13": "amd-epyc-2c/fig13_vgg16.csv",
     "fig14": "amd-epyc-2c/fig14_vgg16.csv",
     "checkmate": "intel-xeon-2c/checkmate_opt.csv",
+    "dcp": "amd-epyc-2c/dcp_dcp.csv",
 }
 
 
