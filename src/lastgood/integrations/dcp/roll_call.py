@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -32,8 +33,12 @@ from lastgood.units import MIB
 
 __all__ = ["RollCall", "join"]
 
-_POLL_S = 0.002
-_MOST_POLL_S = 0.05
+_MOST_WAIT_S = 1.0
+"""For a key at a time; then it is looked whether the ranks still live, and whether this process was interrupted."""
+_LOOK_S = 0.05
+"""How often rank 0 looks for a rank that begins anew."""
+_NOTHING = "-"
+"""No message."""
 _MOST_SILENCE_S = 30.0
 _OF_TIMEOUT = 0.7
 """So much of it in silence, and a rank counts as dead: all know it before the time is up."""
@@ -108,11 +113,14 @@ class RollCall:
         self._error: BaseException | None = None
         self._calls = 0
         self._store: Any = None
+        self._beat_store: Any = None
         self._keys: list[str] = []
         """That this rank is to delete, once all ranks have done with them."""
         self._group_ranks: list[int] = []
         if collective and self.world_size > 1:
-            self._store = dist.distributed_c10d._get_default_store()
+            # Connections of its own: a wait on one keeps other threads of this process off it.
+            store = dist.distributed_c10d._get_default_store()
+            self._store, self._beat_store = store.clone(), store.clone()
             group = wrapper.group
             self._group_ranks = list(range(self.world_size)) if group is None else dist.get_process_group_ranks(group)
         setattr(wrapper, _BEGUN, self)
@@ -134,7 +142,7 @@ class RollCall:
             raise
 
     def _start_beating(self) -> None:
-        beat = (self._store, self._own_key(f"beat/{self.rank}"), self._silence_s / 5, self._over)
+        beat = (self._beat_store, self._own_key(f"beat/{self.rank}"), self._silence_s / 5, self._over)
         threading.Thread(target=_beat, args=beat, name="lastgood-beat", daemon=True).start()
 
     def end(self) -> None:
@@ -181,28 +189,20 @@ class RollCall:
             raise
 
     def _wait_for_all(self, call: str, number: int) -> None:
-        store = self._store
-        store.set(self._own_key(f"{call}/{self.rank}"), b"here")
-        store.add(self._key(f"{call}/count"), 1)
+        store, outcome = self._store, self._key(f"{call}/outcome")
+        count = self._key(f"{call}/count")
         if self.rank == 0:
-            self._keys += [self._key(f"{call}/count"), self._key(f"{call}/outcome")]
+            self._keys += [count, outcome]
+        store.set(self._own_key(f"{call}/{self.rank}"), b"here")
+        verdict = "complete" if store.add(count, 1) >= self.world_size else ""
         heard: dict[int, tuple[int, float]] = {}
-        poll_s, began_s = _POLL_S, time.monotonic()
-        outcome = self._key(f"{call}/outcome")
-        while True:
-            verdict = ""
-            if store.add(self._key(f"{call}/count"), 0) >= self.world_size:
-                verdict = "complete"
-            elif time.monotonic() > began_s + self._silence_s / 4:
-                verdict = self._silent(call, number, heard)
-            if verdict or store.check([outcome]):
-                decided = store.compare_set(outcome, "", verdict).decode()
-                if decided == "complete":
-                    return
-                if decided:
-                    raise WaitTimeout(decided)
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _MOST_POLL_S)
+        while not verdict and not _appears(store, [outcome], min(_MOST_WAIT_S, self._silence_s / 4)):
+            # The last rank may have died between counting itself and saying so.
+            complete = store.add(count, 0) >= self.world_size
+            verdict = "complete" if complete else self._silent(call, number, heard)
+        decided = store.compare_set(outcome, "", verdict).decode()
+        if decided != "complete":
+            raise WaitTimeout(decided)
 
     def _silent(self, call: str, number: int, heard: dict[int, tuple[int, float]]) -> str:
         """What is to be said of the first rank that has not come and shows no sign of life; "" if there is none."""
@@ -229,34 +229,40 @@ class RollCall:
         mine = {"token": token, "place": self._place, "who": f"host {socket.gethostname()}, process {os.getpid()}"}
         deadline = time.monotonic() + self._timeout_s
         with _store_errors():
-            self._store.set(self._come(self.rank), json.dumps(mine))
             if self.rank == 0:
-                self._keys.append(self._key("here"))
+                self._keys += [self._key("here"), self._key("all here")]
                 self._store.set(self._own_key("who/0"), mine["who"])
                 self._start_beating()
                 self._gather(deadline)
                 self._delete_older()
                 return
-            while not self._store.check([f"lastgood-dcp/go/{token}"]):
+            self._store.set(self._come(self.rank), json.dumps(mine))
+            go = f"lastgood-dcp/go/{token}"
+            while not _appears(self._store, [go], _slice_s(deadline)):
                 if time.monotonic() > deadline:
-                    self._store.set(self._come(self.rank), "")
+                    self._store.delete_key(self._come(self.rank))
                     raise WaitTimeout(
                         f"{self._place}: waited {self._timeout_s:.0f} s for rank 0 to begin this {self._what} with all "
                         "ranks; see the log of rank 0, and whether each rank calls DCP"
                     )
-                time.sleep(_POLL_S)
-            self._store.set(self._come(self.rank), "")  # or rank 0 would take it for that of the next one
-            answer = _message(self._store.get(f"lastgood-dcp/go/{token}"))
+            self._store.delete_key(self._come(self.rank))  # or rank 0 would take it for that of the next one
+            answer = _message(self._store.get(go))
             if "error" in answer:
                 raise MismatchError(answer["error"])
             self.id = bytes.fromhex(answer["id"])
             self._store.set(self._own_key(f"who/{self.rank}"), mine["who"])
-            self._store.add(self._key("here"), 1)
+            if self._store.add(self._key("here"), 1) >= self.world_size - 1:
+                self._store.set(self._key("all here"), b"yes")
             self._start_beating()
-            while self._store.add(self._key("here"), 0) < self.world_size - 1:
+            while not self._all_here(_slice_s(deadline)):
                 self._refuse_after(deadline)
-                time.sleep(_POLL_S)
             self._delete_older()
+
+    def _all_here(self, wait_s: float) -> bool:
+        """Whether all ranks have taken the id; waits for it."""
+        if _appears(self._store, [self._key("all here")], wait_s):
+            return True
+        return bool(self._store.add(self._key("here"), 0) >= self.world_size - 1)
 
     def _delete_older(self) -> None:
         """All ranks have begun this save or load, so none looks any more at keys of the one before."""
@@ -266,17 +272,19 @@ class RollCall:
         _done[kind] = self._keys
 
     def _gather(self, deadline: float) -> None:
-        """Rank 0's side: give each rank that comes the id, until all have taken it."""
+        """Rank 0's side: give each rank that comes the id, until all have taken it.
+
+        What a rank said in an attempt that it gave up may still be there; so all are looked at again while some have
+        not taken the id.
+        """
         answered: dict[int, str] = {}
         answer: dict[str, str] = {"id": self.id.hex()}
         store = self._store
-        others = range(1, self.world_size)
-        while store.add(self._key("here"), 0) < self.world_size - 1:
-            for rank in others:
-                if not store.check([self._come(rank)]):
-                    continue
-                content = store.get(self._come(rank))
-                if not content:
+        while True:
+            _appears(store, [self._come(rank) for rank in range(1, self.world_size) if rank not in answered], _LOOK_S)
+            for rank in range(1, self.world_size):
+                content = store.compare_set(self._come(rank), _NOTHING, _NOTHING)  # a `get` waits for what is not there
+                if content == _NOTHING.encode():
                     continue
                 told = _message(content)
                 if answered.get(rank) == told["token"]:
@@ -289,10 +297,12 @@ class RollCall:
                 answered[rank] = told["token"]
                 store.set(f"lastgood-dcp/go/{told['token']}", json.dumps(answer))
                 self._keys.append(f"lastgood-dcp/go/{told['token']}")
-            if "error" in answer and len(answered) == len(others):
-                raise MismatchError(answer["error"])
+            if len(answered) == self.world_size - 1:
+                if "error" in answer:
+                    raise MismatchError(answer["error"])
+                if self._all_here(_LOOK_S):
+                    return
             self._refuse_after(deadline)
-            time.sleep(_POLL_S)
 
     def _refuse_after(self, deadline: float) -> None:
         if time.monotonic() > deadline:
@@ -328,6 +338,23 @@ def _beat(store: Any, key: str, every_s: float, over: threading.Event) -> None:
     with contextlib.suppress(Exception):
         while not over.wait(every_s):
             store.add(key, 1)
+
+
+def _slice_s(deadline: float) -> float:
+    return min(_MOST_WAIT_S, max(0.001, deadline - time.monotonic()))
+
+
+def _appears(store: Any, keys: list[str], wait_s: float) -> bool:
+    """Whether all the keys are there, as soon as they are; False after `wait_s`."""
+    if not keys:
+        return True
+    try:
+        store.wait(keys, timedelta(seconds=wait_s))
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # each kind of store has its own for the time being over
+        return bool(store.check(keys))  # raises what is wrong, if it was not the time
+    return True
 
 
 @contextlib.contextmanager
