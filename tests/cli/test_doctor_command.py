@@ -43,3 +43,11 @@ def test_every_command_explains_itself(arguments):
 def test_a_wrong_command_exits_with_2():
     done = subprocess.run([*COMMAND[:3], "no-such-command"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
+
+
+def test_a_store_of_objects_is_tried(tmp_path):
+    _, findings = doctor("--scratch", tmp_path, "--data-dir", tmp_path, "--uri", tmp_path / "objects")
+    assert findings[f"{tmp_path / 'objects'}: delete"]["verdict"] == "ok"
+    code, findings = doctor("--scratch", tmp_path, "--data-dir", tmp_path, "--uri", "gs://bucket/x")
+    assert code == 1
+    assert findings["objects at gs://bucket/x"]["verdict"] == "fault"

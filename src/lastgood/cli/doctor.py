@@ -31,10 +31,18 @@ class _Finding:
 def doctor(
     scratch: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path("scratch"),
     data_dir: Annotated[Path, typer.Option(help="Folder of prepared data.")] = Path("data"),
+    uri: Annotated[
+        str | None, typer.Option(help="Also try s3://BUCKET/PREFIX, with small objects that are removed again.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="Of the bucket [default: the environment's].")] = None,
+    endpoint_url: Annotated[str | None, typer.Option(help="Of a server that is not AWS.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Of the files of the AWS command line.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings to stdout as JSON.")] = False,
 ) -> None:
     """Check Python, packages, the native core, disk, memory, GPU and data; exit 1 if something must be mended."""
     findings = [*_software(), *_systems(), *_machine(scratch), *_data(data_dir)]
+    if uri is not None:
+        findings += _objects(uri, region, endpoint_url, profile)
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:
@@ -105,6 +113,29 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
     yield _Finding(
         "ok" if compiler else "warning", "C++ compiler", compiler or "none", "" if compiler else "needed to build"
     )
+
+
+def _objects(uri: str, region: str | None, endpoint_url: str | None, profile: str | None) -> Iterator[_Finding]:
+    """Name, network, permissions and clock: whatever of them is wrong, a request fails and its error says which."""
+    from lastgood.errors import LastgoodError
+    from lastgood.storage.objects.opening import open_objects
+    from lastgood.storage.objects.s3 import S3Options
+    from lastgood.storage.objects.trial import try_store
+
+    options = S3Options(region=region, endpoint_url=endpoint_url, profile=profile, retries=1, retry_s=20, request_s=20)
+    try:
+        client = open_objects(uri, options)
+    except LastgoodError as error:
+        yield _Finding("fault", f"objects at {uri}", "cannot be used", str(error))
+        return
+    try:
+        for tried in try_store(client):
+            if tried.error is None:
+                yield _Finding("ok", f"{uri}: {tried.what}", "works")
+            else:
+                yield _Finding("fault", f"{uri}: {tried.what}", "fails", tried.error)
+    finally:
+        client.close()
 
 
 def _data(data_dir: Path) -> Iterator[_Finding]:
