@@ -11,6 +11,7 @@ import typer
 
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_table, reporter
+from lastgood.cli.dcp_mlperf import mlperf
 
 if TYPE_CHECKING:
     from lastgood.experiments.records.dcp import DcpRecord, DcpSpec, Operation
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = App(help="The suite for torch.distributed.checkpoint: save, load, compare.", no_args_is_help=True)
+app.command()(mlperf)
 
 _Uri = Annotated[str, typer.Option("--uri", help="Folder for checkpoints, or file://FOLDER.")]
 _Suffix = Annotated[str, typer.Option("--suffix", help="Name of the checkpoint, as `save` printed it last.")]
 _Model = Annotated[
     str | None,
-    typer.Option("--model", help="L7b, L13b, L30b, L65b, L70b, vit-base, T0_3B; a twin: L7b-64MB [default: L7b]."),
+    typer.Option("--model", help="L7b to L70b, llama3-8b to -405b, vit-base, T0_3B; a twin: L7b-64MB [default: L7b]."),
 ]
 _Backend = Annotated[str, typer.Option("--backend", help="gloo: the state is in host memory; nccl: on GPUs.")]
 _Iterations = Annotated[int, typer.Option("--iterations", help="Timed saves or loads.")]
@@ -365,7 +367,7 @@ def _checked(flags: Mapping[str, Any], **fields: Any) -> DcpSpec:
     try:
         return DcpSpec(
             machine=machine_label(),
-            scale="laptop" if "-" in fields["model"] and fields["model"] != "vit-base" else "paper",
+            scale="laptop" if fields["model"].endswith("MB") else "paper",
             backend=flags["backend"],
             iterations=flags["iterations"],
             warmup=flags["warmup"],

@@ -29,3 +29,9 @@ def test_a_twin_fills_most_of_its_size_and_has_layers_to_spread(name):
 def test_an_unknown_model_is_named_with_those_that_are_known():
     with pytest.raises(ConfigError, match=r"model 'L8b' is unknown; known: L7b, .*T0_3B-256MB"):
         build_on_meta("L8b")
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 406)])
+def test_the_models_of_mlperf_are_as_large_as_llama_3(name, billions):
+    # Grattafiori et al. 2024, table 3; MLPerf's 70B has narrower heads, which changes no count of parameters.
+    assert model_bytes(build_on_meta(name)) / 4e9 == pytest.approx(billions, rel=0.02)

@@ -53,9 +53,11 @@ def _t5(sizes: Mapping[str, int]) -> torch.nn.Module:
     return model
 
 
-def _llama_shape(width: int, feedforward: int, layers: int, heads: int, key_heads: int | None = None) -> _Shape:
+def _llama_shape(
+    width: int, feedforward: int, layers: int, heads: int, key_heads: int | None = None, words: int = 32000
+) -> _Shape:
     sizes = {
-        "vocab_size": 32000,
+        "vocab_size": words,
         "hidden_size": width,
         "intermediate_size": feedforward,
         "num_hidden_layers": layers,
@@ -72,6 +74,10 @@ _FULL: Final[Mapping[str, _Shape]] = {
     "L30b": _llama_shape(6656, 17920, 60, 52),
     "L65b": _llama_shape(8192, 22016, 80, 64),
     "L70b": _llama_shape(8192, 28672, 80, 64, 8),
+    # MLPerf Storage, Rules.md, table 2, but for its 1T, whose heads do not divide its width; Llama 3's words.
+    "llama3-8b": _llama_shape(4096, 14336, 32, 32, 8, 128256),
+    "llama3-70b": _llama_shape(8192, 28672, 80, 128, 8, 128256),
+    "llama3-405b": _llama_shape(16384, 53248, 126, 128, 8, 128256),
     # Dosovitskiy et al. 2021, table 1.
     "vit-base": _Shape(
         _vit,
