@@ -58,7 +58,10 @@ def test_the_sum_says_how_long_what_is_left_takes_and_where_nothing_is(tmp_path:
             )
             record.write(Path(run["record"]))
     assert sums[0].startswith("2 runs, 0 done, 2 left: about ")
-    assert sums[1:] == ["2 runs, 1 done, 1 left: about 90 s", "2 runs, 2 done: nothing is left to be measured"]
+    assert sums[1:] == [
+        "2 runs, 1 done, 1 left: about 117 s in the workflow, 90 s of it in runs",
+        "2 runs, 2 done: nothing is left to be measured",
+    ]
     assert json.loads(plan("fig8", "--json", "--config", *few))["minutes_left"] == 0
 
 

@@ -40,7 +40,13 @@ def plan(
     Takes the overrides as snakemake does: lastgood plan fig8 --config models=vgg16 intervals=1,10
     """
     from lastgood.experiments.config.yaml_file import parse_overrides
-    from lastgood.experiments.figures.workflow_plan import left_out, load_prediction_grid, plan_figure, predict_runs
+    from lastgood.experiments.figures.workflow_plan import (
+        left_out,
+        load_prediction_grid,
+        plan_figure,
+        predict_runs,
+        workflow_seconds,
+    )
     from lastgood.experiments.plan.grid import find_root
     from lastgood.experiments.plan.load import load_config
     from lastgood.text import parse_json
@@ -59,6 +65,7 @@ def plan(
         runs = predict_runs(specs, results, _probed(grid, specs, settings))
     left = [run for run in runs if not run.done]
     minutes = sum(run.seconds for run in left) / 60
+    in_all_s = workflow_seconds(runs, results)
     if as_json:
         emit_json(
             {
@@ -75,6 +82,7 @@ def plan(
                 ],
                 "runs_left": len(left),
                 "minutes_left": round(minutes, 1),
+                "minutes_of_workflow": round(in_all_s / 60, 1),
             }
         )
         return
@@ -95,7 +103,12 @@ def plan(
         ),
     )
     done = len(runs) - len(left)
-    rest = f", {len(left)} left: about {format_seconds(minutes * 60)}" if left else ": nothing is left to be measured"
+    rest = ": nothing is left to be measured"
+    if left:
+        rest = (
+            f", {len(left)} left: about {format_seconds(in_all_s)} in the workflow, {format_seconds(minutes * 60)} of "
+            "it in runs"
+        )
     console.print(f"{len(runs)} runs, {done} done{rest}")
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "plan_names",
     "plan_workflow",
     "predict_runs",
+    "workflow_seconds",
 ]
 
 SIMPLE = "test_simple"
@@ -149,6 +150,23 @@ def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> list[P
         return replace(run, seconds=run.seconds * taken / modelled)
 
     return [corrected(run) for run in found]
+
+
+_BESIDE_A_RUN_S = 1.7
+"""From one record to the next run's begin: Snakemake's choice, a process, the machine's turn (2 cores, 64 runs)."""
+_CEILINGS_S = 20.0
+_PANEL_S = 5.0
+"""Collecting and drawing one."""
+
+
+def workflow_seconds(runs: Sequence[PlannedRun], results_dir: Path) -> float:
+    """How long `snakemake` takes for what is left of a plan: its runs, and what is done before, between and after."""
+    left = [run for run in runs if not run.done]
+    panels = {run.spec.panel for run in left}
+    machines = {run.spec.record_path().parts[0] for run in left}
+    ceilings = sum(not (results_dir / machine / "ceilings.json").exists() for machine in machines)
+    between = _BESIDE_A_RUN_S * len(left) + _PANEL_S * len(panels) + _CEILINGS_S * ceilings
+    return sum(run.seconds for run in left) + between
 
 
 def load_prediction_grid(root: Path, figure: str) -> Grid:
