@@ -16,7 +16,9 @@ def test_a_url_stays_a_url(url: str) -> None:
     location = Location.parse(url)
     assert (str(location), location.scheme) == (url, url.partition(":")[0].lower())
     assert Location.parse(location) is location
-    with pytest.raises(ConfigError, match="is a URL, and Lastgood reads and writes file systems only"):
+    with pytest.raises(
+        ConfigError, match="is a URL, and a directory of this machine is needed here; of URLs only s3:// is known"
+    ):
         _ = location.path
     with pytest.raises(ConfigError, match="is a URL"):
         TorchDCP(location)

@@ -54,6 +54,6 @@ class Location:
     def refusal(self) -> ConfigError:
         """For whoever cannot use this location."""
         return ConfigError(
-            f"{self}: is a URL, and Lastgood reads and writes file systems only; name a directory of this machine (a "
-            "bucket can be mounted as one)"
+            f"{self}: is a URL, and a directory of this machine is needed here; of URLs only s3:// is known, and only "
+            "by what reads checkpoints in a bucket or sends them there"
         )

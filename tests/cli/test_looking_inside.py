@@ -358,7 +358,7 @@ def test_export_beside_a_training_that_overwrites(tmp_path, monkeypatch, step, o
         monkeypatch.setattr("lastgood.checkpointers.export.formats.read_layout", read_layout)
         arguments = ["export", tmp_path / "job", tmp_path / "out", *([] if step is None else ["--step", step])]
         if outcome is None:
-            with pytest.raises(CorruptCheckpoint, match="a training has overwritten step 1"):
+            with pytest.raises(CorruptCheckpoint, match="step 1 cannot be exported any more: a training has reused"):
                 run(*arguments)
             assert not (tmp_path / "out").exists()
         else:

@@ -12,10 +12,10 @@ from lastgood.cli import app
 from lastgood.errors import ConfigError, LastgoodError
 
 COMMANDS = {
-    "inspect": ["inspect", "s3://b/r"],
-    "verify": ["verify", "s3://b/r"],
+    "inspect": ["inspect", "gs://b/r"],
+    "verify": ["verify", "gs://b/r"],
     "export to": ["export", "job", "s3://b/r"],
-    "export from": ["export", "s3://b/r", "out"],
+    "export from": ["export", "gs://b/r", "out"],
     "run": ["run", "--spec", "{}", "--out", "r0.json", "--scratch", "gs://b/r"],
     "doctor": ["doctor", "--scratch", "s3://b/r"],
     "ceilings": ["ceilings", "--out", "s3://b/r.json"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lastgood.cli._output import console, emit_json
+from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
 from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint, NoGoodCheckpoint
 from lastgood.units import format_bytes, format_seconds
 
@@ -23,9 +24,11 @@ _TRIES = 3
 
 def export(
     directory: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="Checkpoint directory, may be in use; or that of a job of several ranks.", show_default=False
+            metavar="DIRECTORY|s3://BUCKET/JOB",
+            help="Checkpoint directory, may be in use; or that of a job of several ranks; or a job in a bucket.",
+            show_default=False,
         ),
     ],
     out: Annotated[Path, typer.Argument(help="File to write; for dcp, a directory.", show_default=False)],
@@ -36,6 +39,9 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written to stdout as JSON.")] = False,
+    region: Region = None,
+    endpoint_url: EndpointUrl = None,
+    profile: Profile = None,
 ) -> None:
     """Write a checkpoint as safetensors, as a torch.save file, or as a torch.distributed.checkpoint directory.
 
@@ -43,22 +49,23 @@ def export(
     """
     from lastgood.checkpointers.export.formats import ExportFormat
     from lastgood.checkpointers.export.whole_job import export_job
-    from lastgood.checkpointers.rank_directory import rank_directories
-    from lastgood.storage import SlotStore
+    from lastgood.checkpointers.ranks.opened import open_job
     from lastgood.storage.standalone_slot import look_at_standalone_slots
 
     known = [one.value for one in ExportFormat]
     if to not in known:
         raise ConfigError(f"--to {to}: known are {', '.join(known)}")
-    if rank_directories(directory):
-        done = export_job(directory, out, ExportFormat(to), step, force=force, threads=threads)
-    elif look_at_standalone_slots(directory) is not None:
+    s3 = s3_options(directory, region, endpoint_url, profile)
+    job = open_job(directory, s3)
+    if job.several:
+        done = export_job(directory, out, ExportFormat(to), step, force=force, threads=threads, s3=s3)
+    elif job.remote is None and look_at_standalone_slots(Path(directory)) is not None:
         raise ConfigError(
             f"{directory}: written by DeepSpeed's save_checkpoint; lastgood.integrations.deepspeed.export_torch writes "
             "the folder of a tag as DeepSpeed would"
         )
     else:
-        done = _export(SlotStore.peek(directory), out, ExportFormat(to), step, force, threads)
+        done = _export(job.views[0], out, ExportFormat(to), step, force, threads)
     if as_json:
         emit_json(
             {
@@ -82,7 +89,6 @@ def export(
 
 def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int) -> Exported:
     from lastgood.checkpointers.export.formats import WINDOW_BYTES, export_checkpoint
-    from lastgood.checkpointers.slots.contents import was_overwritten
 
     tries = 0
     while True:
@@ -93,11 +99,12 @@ def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force
         try:
             return export_checkpoint(view, info, out, to, force=force, threads=threads, window_bytes=window_bytes)
         except CorruptCheckpoint as error:
-            if not was_overwritten(info):
+            gone = view.why_gone(info)
+            if not gone:
                 raise
             if tries == _TRIES or step is not None:
                 raise CorruptCheckpoint(
-                    f"{info.path}: a training has overwritten step {info.step} while it was exported; pause it, keep "
+                    f"{info.path}: step {info.step} cannot be exported any more: {gone}; pause the training, keep "
                     "more checkpoints, or let it archive some"
                 ) from error
 

@@ -1,4 +1,4 @@
-"""`lastgood inspect`: what a checkpoint directory, or a file of DeepSpeed's, holds, without the model's code."""
+"""`lastgood inspect`: what a checkpoint directory, bucket or file of DeepSpeed's holds, without the model's code."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import emit_json, emit_table
+from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
 from lastgood.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint
 from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lastgood.checkpointers.ranks.opened import OpenedJob
     from lastgood.state import Layout
     from lastgood.storage import GlobalCommit, SlotInfo, SlotStatus, SlotView, Verdict
     from lastgood.storage.standalone_slot import StandaloneSlots
 
-__all__ = ["Directory", "held_by_all", "inspect", "listed", "noted", "of_step"]
+__all__ = ["Directory", "held_by_all", "inspect", "listed", "none_here", "noted", "of_step"]
 
 Directory = Annotated[
-    Path,
+    str,
     typer.Argument(
-        help="Checkpoint directory, which may be in use; or a file, or the folder of a tag, of use_lastgood's.",
+        metavar="DIRECTORY|s3://BUCKET/JOB",
+        help="Checkpoint directory, which may be in use, or a job in a bucket; or a file, or the folder of a tag, of "
+        "use_lastgood's.",
         show_default=False,
     ),
 ]
@@ -43,38 +47,42 @@ def inspect(
         int | None, typer.Option(help="Show the tensors and values of the checkpoint of this step.", show_default=False)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all to stdout as JSON.")] = False,
+    region: Region = None,
+    endpoint_url: EndpointUrl = None,
+    profile: Profile = None,
 ) -> None:
     """Show the slots of a checkpoint directory: which are whole, and which is the newest; and what is in one.
 
-    Of systems without slots (sync, checkfreq, dcp, ...) it says which steps are there. Reads records and layouts, not
-    the data; `lastgood verify` does. Exit 1 if something that was asked for is not readable; all else is shown before.
+    Of a job in a bucket it shows the checkpoints that were committed there. Of systems without slots (sync, checkfreq,
+    dcp, ...) it says which steps are there. Reads records and layouts, not the data; `lastgood verify` does. Exit 1 if
+    something that was asked for is not readable; all else is shown before.
     """
-    from lastgood.checkpointers.rank_directory import rank_directories
-    from lastgood.checkpointers.recovery.found_here import words_on_none
+    from lastgood.checkpointers.ranks.opened import open_job
     from lastgood.storage.standalone_slot import look_at_standalone_slots
 
-    ranks = rank_directories(directory)
-    standalone = None if ranks else look_at_standalone_slots(directory)
+    job = open_job(directory, s3_options(directory, region, endpoint_url, profile))
+    ranks = job.several
+    standalone = None if ranks or job.remote else look_at_standalone_slots(Path(directory))
     if standalone is not None:
         _inspect_standalone(standalone, layout, step, json)
         return
-    shown = [_look(folder, layout, step) for folder in ranks.values() or [directory]]
+    shown = [_look(job, rank, layout, step) for rank in job.views]
     troubles = [trouble for one, _ in shown for trouble in one["trouble"]]
     slots = any(one["slots"] for one, _ in shown)
     others = any(one["other_checkpoints"] for one, _ in shown)
-    common = _common(directory, troubles) if ranks and (slots or not others) else []
+    common = _common(job, troubles) if ranks and (slots or not others) else []
     if json:
-        job = {"directory": str(directory), "ranks": [one for one, _ in shown], "whole": common}
-        emit_json(job if ranks else shown[0][0])
+        whole = {"directory": str(job.place), "ranks": [one for one, _ in shown], "whole": common}
+        emit_json(whole if ranks else shown[0][0])
     else:
-        for one, contents in shown:
+        for rank, (one, contents) in zip(job.views, shown, strict=True):
             if not one["slots"]:
-                sys.stdout.write(f"{words_on_none(Path(one['directory']))}\n")
+                sys.stdout.write(f"{none_here(job, rank)}\n")
                 continue
             for other in one["other_checkpoints"]:
                 sys.stdout.write(f"{one['directory']}: beside the slots {other['what']} of steps {other['steps']}\n")
             _show_slots(
-                f"{one['directory']}{' (in use)' if one['in_use'] else ''}{held_by_all(one)}{_age(one)}", one["slots"]
+                f"{job.where(rank)}{' (in use)' if one['in_use'] else ''}{held_by_all(one)}{_age(one)}", one["slots"]
             )
             if contents is not None:
                 _show_contents(contents)
@@ -82,6 +90,15 @@ def inspect(
             sys.stdout.write(f"whole on all ranks: {listed(common)}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
+
+
+def none_here(job: OpenedJob, rank: int) -> str:
+    """What to say of a rank's part that holds nothing."""
+    from lastgood.checkpointers.recovery.found_here import words_on_none
+
+    if job.remote is not None:
+        return f"{job.where(rank)}: there is no checkpoint here"
+    return words_on_none(Path(job.where(rank)))
 
 
 @contextmanager
@@ -106,8 +123,8 @@ def listed(whole: Sequence[Mapping[str, Any]]) -> str:
 
 
 def of_step(statuses: Sequence[SlotStatus], step: int | None) -> list[SlotStatus]:
-    """Those whose record is of `step`; all if it is None."""
-    return [one for one in statuses if step is None or (one.record is not None and one.record.step == step)]
+    """Those of `step`; all if it is None."""
+    return [one for one in statuses if step is None or one.step == step]
 
 
 def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | None, json: bool) -> None:
@@ -145,26 +162,29 @@ def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | N
         raise CheckpointError("; ".join(troubles))
 
 
-def _common(job: Path, troubles: list[str]) -> list[dict[str, Any]]:
+def _common(job: OpenedJob, troubles: list[str]) -> list[dict[str, Any]]:
     """The checkpoints of a job that all of its ranks hold whole, the newest first."""
-    from lastgood.checkpointers.ranks.directories import whole_checkpoints
-
+    found = []
     with noted(troubles):
-        return [{"step": one.step, "incarnation": one.incarnation, "bad": one.bad} for one in whole_checkpoints(job)]
-    return []
+        for one in job.checkpoints():
+            if job.remote is not None:
+                try:
+                    _ = one.infos
+                except CheckpointError:
+                    continue  # the ranks' own tables say what is wrong
+            found.append({"step": one.step, "incarnation": one.incarnation, "bad": one.bad})
+    return found
 
 
-def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What one rank's directory holds, and the contents of the checkpoint that was asked for."""
+def _look(job: OpenedJob, rank: int, layout: bool, step: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What one rank's part holds, and the contents of the checkpoint that was asked for."""
     from lastgood.checkpointers.recovery.found_here import others_in
     from lastgood.checkpointers.slots.contents import look_at_slots
-    from lastgood.storage import SlotStore
-    from lastgood.storage.reader import newest_first
 
-    with SlotStore.peek(directory) as view:
+    with job.views[rank] as view:
         held = view.held
         statuses, troubles = look_at_slots(view)
-        newest = next(iter(newest_first(statuses)), None)
+        newest = next(iter(view.complete(statuses)), None)
         verdicts: Mapping[int, Verdict] = {}
         commit, contents = None, None
         with noted(troubles):
@@ -175,9 +195,10 @@ def _look(directory: Path, layout: bool, step: int | None) -> tuple[dict[str, An
         if layout or step is not None:
             with noted(troubles):
                 contents = _contents(view, step)
-    others = [{"what": one.what, "steps": list(one.steps)} for one in others_in(directory)]
+    beside = others_in(view.directory) if job.remote is None else []
+    others = [{"what": one.what, "steps": list(one.steps)} for one in beside]
     found: dict[str, Any] = {
-        "directory": str(directory),
+        "directory": str(job.place) if job.remote else job.where(rank),
         "in_use": held,
         "slots": described,
         "other_checkpoints": others,
@@ -220,13 +241,12 @@ def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
 
 def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
     """The tensors and values of the newest whole checkpoint, or of the newest one of `step`."""
-    from lastgood.checkpointers.slots.contents import look_at_slots, read_layout, was_overwritten
-    from lastgood.storage.reader import newest_first
+    from lastgood.checkpointers.slots.contents import look_at_slots, read_layout
 
     tries = 0
     while True:
         tries += 1
-        whole = newest_first(look_at_slots(view)[0])
+        whole = view.complete(look_at_slots(view)[0])
         info = next((info for info in whole if step is None or info.step == step), None)
         if info is None:
             asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
@@ -234,7 +254,7 @@ def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
         try:
             return _describe_layout(info, read_layout(view, info))
         except CorruptCheckpoint:
-            if tries == _TRIES or not was_overwritten(info):
+            if tries == _TRIES or not view.why_gone(info):
                 raise
 
 
@@ -338,8 +358,8 @@ def _describe(
         and (whole.incarnation, whole.step) == (commit.incarnation, commit.step),
         "good": None if verdict is None else verdict.ok,
         "verdict": "" if verdict is None else verdict.reason,
-        "step": None if record is None else record.step,
-        "incarnation": None if record is None else record.incarnation,
+        "step": status.step,
+        "incarnation": status.incarnation,
         "sequence": None if record is None else record.sequence,
         "stream_bytes": None if record is None else record.stream_bytes,
         "meta_bytes": None if record is None else record.meta_bytes,
@@ -349,17 +369,15 @@ def _describe(
         "world_size": None if record is None else record.world_size,
         "layout_digest": None if record is None else record.layout_digest.hex(),
         "file_bytes": status.file_bytes,
-        "age_s": None if whole is None else _age_s(status.path),
+        "age_s": None if whole is None else _age_s(status),
         "detail": status.detail,
     }
 
 
-def _age_s(path: Path) -> float | None:
-    """Seconds since a file was last written, by the times that its file system keeps."""
-    try:
-        return max(0.0, round(time.time() - path.stat().st_mtime, 3))
-    except OSError:
-        return None
+def _age_s(status: SlotStatus) -> float | None:
+    """Seconds since it was last written, by the times that its storage keeps."""
+    written_s = status.written_s
+    return None if written_s is None else max(0.0, round(time.time() - written_s, 3))
 
 
 def _size(nbytes: int | None) -> str:

@@ -1,4 +1,4 @@
-"""`lastgood verify`: read every checkpoint of a directory, or file of DeepSpeed's; say what a restore would do."""
+"""`lastgood verify`: read every checkpoint of a directory, bucket or file of DeepSpeed's; say what a restore does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lastgood.cli._output import console, emit_json, emit_table
-from lastgood.cli.inspect import Directory, held_by_all, listed, noted, of_step
+from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
+from lastgood.cli.inspect import Directory, held_by_all, listed, none_here, noted, of_step
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
 from lastgood.units import GIB, format_bytes
 
 if TYPE_CHECKING:
+    from lastgood.checkpointers.ranks.opened import OpenedJob
     from lastgood.storage import SlotStatus, SlotView
     from lastgood.storage.standalone_slot import StandaloneSlots
 
@@ -25,82 +27,93 @@ def verify(
     step: Annotated[int | None, typer.Option(help="Only checkpoints of this step.", show_default="all")] = None,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that read.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results to stdout as JSON.")] = False,
+    region: Region = None,
+    endpoint_url: EndpointUrl = None,
+    profile: Profile = None,
 ) -> None:
     """Read every whole checkpoint and check all that a restore checks; exit 1 if one would be refused.
 
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
-    from lastgood.checkpointers.rank_directory import rank_directories
-    from lastgood.checkpointers.recovery.found_here import words_on_none
+    from lastgood.checkpointers.ranks.opened import open_job
     from lastgood.storage.standalone_slot import look_at_standalone_slots
 
-    ranks = rank_directories(directory)
-    standalone = None if ranks else look_at_standalone_slots(directory)
+    opened = open_job(directory, s3_options(directory, region, endpoint_url, profile))
+    ranks = opened.several
+    standalone = None if ranks or opened.remote else look_at_standalone_slots(Path(directory))
     if standalone is not None:
         looked = [_verify_standalone(standalone, step, threads)]
     else:
-        looked = [_verify(folder, step, threads) for folder in ranks.values() or [directory]]
+        looked = [_verify(opened, rank, step, threads) for rank in opened.views]
     found = [one for one, _ in looked]
-    job = _verify_job(directory, step, found) if ranks else {}
+    job = _verify_job(opened, step, found) if ranks else {}
     if as_json:
-        emit_json({"directory": str(directory), "ranks": found, **job} if ranks else found[0])
+        emit_json({"directory": str(opened.place), "ranks": found, **job} if ranks else found[0])
     else:
-        for one in found:
-            _show(one)
+        for rank, one in zip(opened.views, found, strict=True):
+            _show(opened.where(rank), one)
         _show_job(job)
     if job.get("trouble") or any(one["trouble"] or any(slot["damaged"] for slot in one["slots"]) for one in found):
         raise typer.Exit(1)
-    for one, steps in looked:
+    for rank, (one, steps) in zip(opened.views, looked, strict=True):
         if not one["slots"] and step is None:
-            raise NoCheckpoint(words_on_none(Path(one["directory"])))
+            raise NoCheckpoint(none_here(opened, rank))
         if not any(slot["result"] == "whole" for slot in one["slots"]):
             asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-            raise NoCheckpoint(f"{one['directory']}: no {asked}; whole ones are there of steps {steps or 'none'}")
+            raise NoCheckpoint(f"{opened.where(rank)}: no {asked}; whole ones are there of steps {steps or 'none'}")
 
 
-def _verify(directory: Path, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
-    """What became of the slots of one rank's directory, and the steps that looked whole before any was read."""
+def _verify(job: OpenedJob, rank: int, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+    """What became of the slots of one rank's part, and the steps that looked whole before any was read."""
     from lastgood.checkpointers.recovery.restorable import step_to_restore
     from lastgood.checkpointers.slots.contents import look_at_slots
-    from lastgood.storage import SlotStore
 
-    view = SlotStore.peek(directory)
+    view = job.views[rank]
     statuses, troubles = look_at_slots(view)
-    results = [_check(view, status, threads) for status in of_step(statuses, step)]
-    found: dict[str, Any] = {"directory": str(directory), "trouble": troubles, "slots": results}
+    asked = of_step(statuses, step)
+    results = [_check(view, status, threads) for status in asked]
+    directory = str(job.place) if job.remote else job.where(rank)
+    found: dict[str, Any] = {"directory": directory, "trouble": troubles, "slots": results}
     with noted(troubles):
         commit = view.global_commit()
         if commit is not None:
             found["global"] = commit._asdict()
-    whole = {directory / slot["file"] for slot in results if slot["result"] == "whole"}
+    whole = {status.path for status, slot in zip(asked, results, strict=True) if slot["result"] == "whole"}
     if step is None and whole and not troubles:
         with noted(troubles):
             found["restore"] = step_to_restore(view, whole)
     return found, sorted({status.info.step for status in statuses if status.info is not None})
 
 
-def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _verify_job(job: OpenedJob, step: int | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """How the parts of a job's ranks fit together, and the step that a restore takes; after each was verified."""
-    from lastgood.checkpointers.ranks.directories import whole_checkpoints
     from lastgood.checkpointers.ranks.parts import RankParts
-    from lastgood.checkpointers.slots.contents import was_overwritten
 
     whole = {
-        Path(one["directory"]) / slot["file"] for one in ranks for slot in one["slots"] if slot["result"] == "whole"
+        (rank, slot["file"])
+        for rank, one in zip(job.views, ranks, strict=True)
+        for slot in one["slots"]
+        if slot["result"] == "whole"
     }
     found: dict[str, Any] = {"whole": [], "trouble": []}
     try:
-        checkpoints = whole_checkpoints(job)
+        checkpoints = job.checkpoints()
     except CheckpointError as error:
         found["trouble"].append(str(error))
         return found
     for checkpoint in checkpoints:
-        if (step is not None and checkpoint.step != step) or any(info.path not in whole for info in checkpoint.infos):
+        if step is not None and checkpoint.step != step:
+            continue
+        try:
+            views, infos = checkpoint.views, checkpoint.infos
+        except CheckpointError:
+            continue  # said already, of each rank
+        if any((rank, info.path.name) not in whole for rank, info in enumerate(infos)):
             continue  # said already, or written since
         try:
             RankParts(checkpoint).check_together()
         except CheckpointError as error:
-            if not any(map(was_overwritten, checkpoint.infos)):
+            if not any(view.why_gone(info) for view, info in zip(views, infos, strict=True)):
                 found["trouble"].append(f"cannot be put together: {error}")
             continue
         found["whole"].append(
@@ -110,7 +123,7 @@ def _verify_job(job: Path, step: int | None, ranks: list[dict[str, Any]]) -> dic
     if good:
         found["restore"] = good[0]["step"]
     elif not found["trouble"]:
-        found["trouble"].append(f"{job}: no good checkpoint that all ranks hold")
+        found["trouble"].append(f"{job.place}: no good checkpoint that all ranks hold")
     return found
 
 
@@ -138,7 +151,7 @@ def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: i
     return found, sorted({status.info.step for status in standalone.statuses if status.info is not None})
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(where: str, found: dict[str, Any]) -> None:
     rows = (
         (
             slot["file"],
@@ -150,7 +163,7 @@ def _show(found: dict[str, Any]) -> None:
         )
         for slot in found["slots"]
     )
-    emit_table(f"{found['directory']}{held_by_all(found)}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
+    emit_table(f"{where}{held_by_all(found)}", ("file", "step", "result", "size", "GiB/s", "detail"), rows)
     if found.get("not_checked"):
         console.print(f"not in Lastgood's format, not checked: {', '.join(found['not_checked'])}")
     if "restore" in found:
@@ -162,7 +175,7 @@ def _show(found: dict[str, Any]) -> None:
 def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = None) -> dict[str, Any]:
     """What became of one slot, for people and programs. `root`: the one entry that it must hold."""
     from lastgood.checkpointers.recovery.restorable import check_content
-    from lastgood.checkpointers.slots.contents import read_timeout_s, was_overwritten
+    from lastgood.checkpointers.slots.contents import read_timeout_s
     from lastgood.storage import SlotState
     from lastgood.storage.format import RecordKind
 
@@ -173,8 +186,9 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
             view.verify(status.info, threads, read_timeout_s(status.info.stream_bytes))
             check_content(view, status.info, root)
         except (CorruptCheckpoint, MismatchError, StorageError) as error:
-            if was_overwritten(status.info):
-                result, detail = "overwritten meanwhile", "a training has reused the slot"
+            gone = view.why_gone(status.info)
+            if gone:
+                result, detail = "removed meanwhile" if view.remote else "overwritten meanwhile", gone
             else:
                 result = "refused" if isinstance(error, MismatchError) else "damaged"
                 detail, damaged = str(error), True
@@ -194,7 +208,7 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
         result, damaged = "foreign", True
     return {
         "file": status.path.name,
-        "step": None if status.record is None else status.record.step,
+        "step": status.step,
         "sequence": None if status.record is None else status.record.sequence,
         "result": result,
         "damaged": damaged,

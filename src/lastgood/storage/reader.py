@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lastgood import _native
 from lastgood.addresses import memory_address
@@ -110,6 +110,24 @@ class SlotStatus:
         if self.state is SlotState.WHOLE and self.record is not None:
             return SlotInfo(self.path, self.slot, self.record)
         return None
+
+    @property
+    def step(self) -> int | None:
+        """Finished training steps, if a record says so."""
+        return None if self.record is None else self.record.step
+
+    @property
+    def incarnation(self) -> int | None:
+        """Which incarnation of the job wrote it, if a record says so."""
+        return None if self.record is None else self.record.incarnation
+
+    @property
+    def written_s(self) -> float | None:
+        """When it was last written, in seconds since 1970, by the times that the storage keeps; None if it is gone."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return None
 
     @property
     def may_be_damaged(self) -> bool:
@@ -256,6 +274,10 @@ class SlotView:
     Such a training may overwrite what was seen; reading that raises CorruptCheckpoint and never gives other bytes.
     """
 
+    remote: ClassVar[bool] = False
+    """Whether it reads objects, several at once: chunks that no range asks for are left out, and a checkpoint is held
+    for all its ranks."""
+
     def __init__(self, directory: Path | str) -> None:
         self.directory = local_path(directory)
 
@@ -287,6 +309,36 @@ class SlotView:
         if job is None:
             job_of_slots(found)
         return found
+
+    def each_status(self) -> list[SlotStatus]:
+        """As `statuses`, of slots that need not belong together. Raises StorageError only if none can be looked at."""
+        held = self.held
+        found = []
+        for number, path in find_slots(self.directory).items():
+            try:
+                found.append(look_at_slot(path, number, None, held=held))
+            except StorageError as error:
+                found.append(SlotStatus(path, number, SlotState.TORN, 0, detail=str(error)))
+        return found
+
+    def complete(self, statuses: Sequence[SlotStatus]) -> list[SlotInfo]:
+        """The complete checkpoints among `statuses` of this view, newest first."""
+        return newest_first(statuses)
+
+    def why_gone(self, info: SlotInfo) -> str:
+        """Why a checkpoint is not there any more, in words: reading it fails then, but nothing is damaged. "" if it is.
+
+        What cannot be told counts as there.
+        """
+        if info.path.exists():  # else a slot beyond the number asked for was removed
+            try:
+                status = look_at_slot(info.path, info.slot, None, held=True)
+            except StorageError:
+                return ""
+            grows = status.record is None and status.state is SlotState.VOID
+            if not grows and (status.record is None or status.record == info.record):
+                return ""
+        return "a training has reused the slot"
 
     def committed(self) -> list[SlotInfo]:
         """The complete checkpoints, newest first. Raises StorageError, MismatchError."""

@@ -47,18 +47,23 @@ class Restarts(NamedTuple):
 
 
 class VerdictBook:
-    """The verdicts and restart counts of one directory. Read at once; written atomically by the lock's holder."""
+    """The verdicts and restart counts of one directory. Read at once; written atomically by the lock's holder.
 
-    def __init__(self, directory: Path, mode: int = PRIVATE) -> None:
+    Where none are `kept` (among objects) it knows of nothing, and refuses to be written.
+    """
+
+    def __init__(self, directory: Path, mode: int = PRIVATE, *, kept: bool = True) -> None:
         self.path = directory / VERDICT_FILE
         self._mode = mode
+        self._kept = kept
         self.verdicts: dict[int, Verdict] = {}
         self.restarts: dict[int, Restarts] = {}
         """By sequence: incarnations that began there, since training last got further than ever before."""
         self.reached = -1
         """The highest step that had a checkpoint when a restart was last counted: an incarnation that writes it again,
         coming from an older one, has not got on."""
-        self._read()
+        if kept:
+            self._read()
 
     def is_bad(self, sequence: int) -> bool:
         """Whether the last verdict on this checkpoint was a bad one."""
@@ -138,6 +143,8 @@ class VerdictBook:
     def _write(self, verdicts: dict[int, Verdict], restarts: dict[int, Restarts]) -> None:
         # What is known holds in this process even if the disk refuses to take it; the next write tries again.
         self.verdicts, self.restarts = verdicts, restarts = _newest(verdicts), _newest(restarts)
+        if not self._kept:
+            raise StorageError(f"{self.path.parent}: verdicts are kept on the disk of the training, not there")
         described: dict[str, Any] = {
             "format": _FORMAT,
             "version": fmt.FORMAT_VERSION,

@@ -17,7 +17,6 @@ from lastgood.checkpointers.slots.contents import (
     read_blocks,
     read_layout,
     read_tree,
-    was_overwritten,
 )
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout, flatten, state_digest
@@ -147,17 +146,18 @@ def test_a_slot_that_is_reused_is_no_damage(tmp_path):
     state = {"x": torch.ones(8)}
     with open_store(tmp_path, slots=3, keep=1) as store:
         old = put(store, 1, state)
-        assert not was_overwritten(old)
+        view = SlotStore.peek(tmp_path)
+        assert view.why_gone(old) == ""
         for step in (2, 3, 4):
             put(store, step, state)
-        assert was_overwritten(old)
+        assert view.why_gone(old) == "a training has reused the slot"
         newest = store.committed()[0]
     with newest.path.open("r+b") as file:
         file.seek(fmt.COMMIT_OFFSET + 50)
         file.write(b"\xff")
-    assert not was_overwritten(newest), "a damaged record is damage"
+    assert view.why_gone(newest) == "", "a damaged record is damage"
     newest.path.unlink()
-    assert was_overwritten(newest)
+    assert view.why_gone(newest) != ""
 
 
 def test_a_directory_in_any_condition_can_be_looked_at(tmp_path):

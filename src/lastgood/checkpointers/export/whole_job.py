@@ -21,6 +21,7 @@ from lastgood.errors import NoCheckpoint, NoGoodCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout import Node, map_leaves
 from lastgood.state.layout_rules import dtype_named
+from lastgood.storage.objects.s3 import S3Options
 
 __all__ = ["export_job"]
 
@@ -28,7 +29,14 @@ _log = logging.getLogger("lastgood")
 
 
 def export_job(
-    job: Path | str, out: Path, to: ExportFormat, step: int | None = None, *, force: bool = False, threads: int = 4
+    job: Path | str,
+    out: Path,
+    to: ExportFormat,
+    step: int | None = None,
+    *,
+    force: bool = False,
+    threads: int = 4,
+    s3: S3Options | None = None,
 ) -> Exported:
     """Write the newest good checkpoint that all ranks hold (or that of `step`) to `out`. Every byte is checked.
 
@@ -36,11 +44,12 @@ def export_job(
     generators) holds an entry for each: "rank-00000" and so on; if it also holds parts of tensors, what differs in
     it is rank 0's, and a warning names it.
 
-    Raises as `export_checkpoint`, and MismatchError for directories of ranks that do not belong together.
+    `job` is a directory, or s3://BUCKET/PREFIX, which is reached with `s3`. Raises as `export_checkpoint`, and
+    MismatchError for directories of ranks that do not belong together.
     """
     started = time.perf_counter()
     check_target(out, to, force)
-    found = whole_checkpoints(job)
+    found = whole_checkpoints(job, s3)
     chosen = [one for one in found if (one.bad is None if step is None else one.step == step)]
     if not chosen:
         steps = [one.step for one in found]

@@ -135,12 +135,13 @@ class BoxReader:
         """Read rows that are sorted and do not overlap; chunks between them are left out."""
         info = self._infos[rank]
         chunk = info.record.chunk_bytes
+        at_once = self._views[rank].remote  # one after another, each part would wait for a network
         group: list[tuple[int, int]] = []
         begin = reached = 0
         for offset, nbytes, address in rows:
             if not nbytes:
                 continue
-            if group and offset // chunk > (reached - 1) // chunk + 1:
+            if group and offset // chunk > (reached - 1) // chunk + 1 and not at_once:
                 self._read(rank, begin, reached, group)
                 group = []
             if not group:
@@ -154,10 +155,15 @@ class BoxReader:
 
     def _read(self, rank: int, begin: int, end: int, ranges: Sequence[tuple[int, int]]) -> None:
         info = self._infos[rank]
-        chunk = info.record.chunk_bytes
         timeout_s = read_timeout_s(end - begin)
         self._views[rank].read_into(info, ranges, self._threads, offset=begin, timeout_s=timeout_s)
-        self.bytes_read += min(-(-end // chunk) * chunk, info.stream_bytes) - begin // chunk * chunk
+        chunk, reached = info.record.chunk_bytes, 0
+        for address, nbytes in ranges:
+            if address and nbytes:
+                first, last = max(reached, begin // chunk), -(-(begin + nbytes) // chunk)
+                self.bytes_read += max(0, min(last * chunk, info.stream_bytes) - first * chunk)
+                reached = last
+            begin += nbytes
 
     def _through_window(self, rank: int, tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
         reach = sum((size - 1) * step for size, step in zip(overlap.shape, tensor.stride, strict=True))

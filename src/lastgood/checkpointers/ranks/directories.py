@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from lastgood.checkpointers.rank_directory import rank_directories, rank_directory
+from lastgood.checkpointers.ranks.checkpoint import JobCheckpoint, Parts
+from lastgood.checkpointers.ranks.remote_job import RemoteJob
 from lastgood.errors import MismatchError, NoCheckpoint, StorageError
 from lastgood.files import (
     ReadableBy,
@@ -21,10 +23,13 @@ from lastgood.files import (
     sync_directory,
     temporary_beside,
 )
+from lastgood.locations import Location
 from lastgood.storage import SlotInfo, SlotStore, SlotView
+from lastgood.storage.objects.opening import holds_objects, open_objects
+from lastgood.storage.objects.s3 import S3Options
 from lastgood.storage.reader import find_slots, nothing_committed, read_job
 
-__all__ = ["ID_FILE", "Buffers", "JobCheckpoint", "shared_job_id", "whole_checkpoints"]
+__all__ = ["ID_FILE", "Buffers", "shared_job_id", "whole_checkpoints"]
 
 Buffers = Literal["equal", "rank0"]
 """What of modules' buffers on another number of ranks: they must be equal on all that wrote, or rank 0's are taken."""
@@ -65,49 +70,23 @@ def shared_job_id(job: Path | str, readable_by: ReadableBy = ReadableBy.OWNER) -
     return found
 
 
-@dataclass(frozen=True)
-class JobCheckpoint:
-    """A checkpoint that every rank holds completely: one step of one incarnation of one job."""
-
-    job: Path
-    incarnation: int
-    step: int
-    job_id: bytes
-    views: tuple[SlotView, ...]
-    """By rank."""
-    infos: tuple[SlotInfo, ...]
-    bad: str | None = None
-    """Why it was judged bad, if a rank did."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that wrote it."""
-        return len(self.views)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Its place in the order of the job's checkpoints."""
-        return self.incarnation, self.step
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"{self.job}: step {self.step} of {self.world_size} ranks"
-
-
-def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
+def whole_checkpoints(job: Path | str, s3: S3Options | None = None) -> list[JobCheckpoint]:
     """The checkpoints that all ranks of a job hold completely, the newest (incarnation, step) first.
 
     Incarnation and step count together: a step that one rank has of an incarnation that ended and another of the
-    incarnation after it is no checkpoint. `job` may also be the one directory of a job of one rank.
+    incarnation after it is no checkpoint. `job` may also be the one directory of a job of one rank; or the URL of one
+    in a bucket (s3://), which is reached with `s3`.
 
     Raises:
         NoCheckpoint: there is nothing, or no step that all ranks hold; says what each has.
         MismatchError: directories are missing or cannot be read here, or belong to several jobs or numbers of ranks;
             names them.
-        StorageError: the job's directory cannot be read.
+        StorageError: the job's directory cannot be read, or the bucket.
     """
-    job = local_path(job)
+    place = Location.parse(job)
+    if holds_objects(place):
+        return RemoteJob(open_objects(place, s3)).checkpoints()
+    job = place.path
     paths = rank_directories(job)
     if not paths and job.is_dir() and find_slots(job):
         paths = {0: job}
@@ -140,12 +119,17 @@ def whole_checkpoints(job: Path | str) -> list[JobCheckpoint]:
             job,
             *key,
             job_id,
-            tuple(views.values()),
-            tuple(held[rank][key] for rank in views),
+            partial(_parts_of, views, held, key),
             bad.get(key),
         )
         for key in sorted(common, reverse=True)
     ]
+
+
+def _parts_of(
+    views: Mapping[int, SlotView], held: Mapping[int, Mapping[tuple[int, int], SlotInfo]], key: tuple[int, int]
+) -> Parts:
+    return tuple(views.values()), tuple(held[rank][key] for rank in views)
 
 
 def _one_job(

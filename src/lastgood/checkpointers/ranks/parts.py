@@ -6,22 +6,27 @@ What a restore on other ranks, an export and `lastgood verify` rely on is compar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from lastgood.checkpointers.rank_directory import job_of
 from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs
-from lastgood.checkpointers.ranks.directories import JobCheckpoint, whole_checkpoints
+from lastgood.checkpointers.ranks.checkpoint import JobCheckpoint
+from lastgood.checkpointers.ranks.directories import whole_checkpoints
+from lastgood.checkpointers.ranks.remote_job import RemoteJob
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout, short_value
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten
 from lastgood.state.layout import Node, tensor_nodes
 from lastgood.state.shards import Runs
-from lastgood.storage import SlotInfo
+from lastgood.storage import SlotInfo, SlotView
+from lastgood.storage.objects.view import RemoteInfo, RemoteView
 
 __all__ = ["RankParts", "differences", "parts_of", "used_blocks"]
+
+_READERS = 8
 
 
 class RankParts:
@@ -29,7 +34,11 @@ class RankParts:
 
     def __init__(self, checkpoint: JobCheckpoint) -> None:
         self.checkpoint = checkpoint
-        self.layouts = [read_layout(view, info) for view, info in zip(checkpoint.views, checkpoint.infos, strict=True)]
+        views, infos = checkpoint.views, checkpoint.infos
+        # Over a network several at once.
+        readers = min(_READERS, len(views)) if views[0].remote else 1
+        with ThreadPoolExecutor(readers, thread_name_prefix="lastgood-layouts") as pool:
+            self.layouts = list(pool.map(read_layout, views, infos))
         self.named = [{tensor.name: tensor for tensor in named_tensors(layout)} for layout in self.layouts]
 
     def where(self, rank: int) -> str:
@@ -122,11 +131,8 @@ class RankParts:
     @contextmanager
     def reader(self, threads: int) -> Iterator[BoxReader]:
         """Reads the parts; their slots are held meanwhile."""
-        views, infos = self.checkpoint.views, self.checkpoint.infos
-        with ExitStack() as held:
-            for view, info in zip(views, infos, strict=True):
-                held.enter_context(view.hold(info))
-            yield BoxReader(views, infos, self.layouts, threads)
+        with self.checkpoint.hold():
+            yield BoxReader(self.checkpoint.views, self.checkpoint.infos, self.layouts, threads)
 
     def tree_of_part(self, rank: int, name: str, reader: BoxReader) -> Any:
         """What one rank's `state_dict` of an entry returned, in fresh memory: plain values and CPU tensors."""
@@ -137,13 +143,15 @@ class RankParts:
         return unflatten(layout, blocks, self.where(rank))[name]
 
 
-def parts_of(directory: Path, info: SlotInfo) -> RankParts:
-    """The parts of all ranks that belong to one rank's checkpoint.
+def parts_of(view: SlotView, info: SlotInfo) -> RankParts:
+    """The parts of all ranks that belong to one rank's checkpoint, which `view` shows.
 
     Raises CorruptCheckpoint if not all ranks hold it, and as `whole_checkpoints` and `RankParts` do.
     """
+    if isinstance(view, RemoteView) and isinstance(info, RemoteInfo):
+        return RankParts(RemoteJob(view.client).checkpoint(info.name))
     key = (info.incarnation, info.step)
-    job = job_of(directory) or directory
+    job = job_of(view.directory) or view.directory
     try:
         found = whole_checkpoints(job)
     except NoCheckpoint as error:  # this rank has one, so a training must not begin again

@@ -36,6 +36,7 @@ from lastgood.state.checked import loads_last
 from lastgood.state.layout import Node
 from lastgood.state.layout_rules import dtype_named
 from lastgood.state.shards import Runs, describe_shard, wrap
+from lastgood.storage.objects.s3 import S3Options
 
 __all__ = ["FromRanks", "restore_ranks"]
 
@@ -51,9 +52,12 @@ def restore_ranks(
     *,
     good_only: bool = True,
     buffers: Buffers = "equal",
+    s3: S3Options | None = None,
 ) -> int:
     """Read the newest checkpoint that all ranks of `job` hold into rank world[0] of world[1]; returns its step.
 
+    `job` is a directory, or s3://BUCKET/PREFIX, which is reached with `s3`: only chunks that hold what this rank needs
+    are fetched.
     With a `step`, only that one, whatever was judged. In a world of one rank, one that cannot be read is passed over
     with a warning; live tensors may then hold parts of it, until an older one is read over them. With
     ``buffers="rank0"`` buffers of modules may differ between the ranks that wrote it; those of rank 0 are taken.
@@ -62,7 +66,7 @@ def restore_ranks(
     Raises NoCheckpoint, NoGoodCheckpoint, CorruptCheckpoint, MismatchError (also for what another number of ranks
     cannot take), StorageError.
     """
-    found = whole_checkpoints(job)
+    found = whole_checkpoints(job, s3)
     unread: list[str] = []
     refused: list[str] = []
     touched = False

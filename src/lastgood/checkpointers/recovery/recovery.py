@@ -135,7 +135,7 @@ class Recovery:
         live = LiveTensors(state, {tensor.part for tensor in tensors if tensor.shard is not None})
         if all(tensor.is_array or live.fits_in_place(tensor) for tensor in tensors):
             return InPlace(view, info, layout, live)
-        return FromRanks(parts_of(self.directory, info), state, self.world)
+        return FromRanks(parts_of(view, info), state, self.world)
 
     def _check_world(self, info: SlotInfo) -> None:
         found = (info.record.rank, info.record.world_size)

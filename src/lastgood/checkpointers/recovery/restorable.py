@@ -32,7 +32,7 @@ def check_content(view: SlotView, info: SlotInfo, entry: str | None = None) -> N
     if entry is not None and [key for key, _ in layout.tree[1]] != [["s", entry]]:
         raise CorruptCheckpoint(f"{info.path}: step {info.step}: does not hold {entry!r} alone")
     if any(tensor.owner is not None for tensor in named_tensors(layout)):
-        parts_of(view.directory, info).check_rank(info.record.rank)
+        parts_of(view, info).check_rank(info.record.rank)
 
 
 def step_to_restore(view: SlotView, whole: Collection[Path]) -> int:

@@ -17,8 +17,8 @@ from lastgood.state.build import plain_value, tensor_over
 from lastgood.state.layout import MAX_LAYOUT_BYTES, Node, tensor_nodes
 from lastgood.state.layout_rules import dtype_named, numpy_dtype
 from lastgood.state.shards import Shard
-from lastgood.storage import SlotInfo, SlotState, SlotStatus, SlotView
-from lastgood.storage.reader import READ_TIMEOUT_S, find_slots, look_at_slot
+from lastgood.storage import SlotInfo, SlotStatus, SlotView
+from lastgood.storage.reader import READ_TIMEOUT_S
 
 __all__ = [
     "NamedTensor",
@@ -37,7 +37,6 @@ __all__ = [
     "read_tree",
     "short_value",
     "typed_view",
-    "was_overwritten",
 ]
 
 _RESERVED = "__metadata__"
@@ -125,27 +124,7 @@ def look_at_slots(view: SlotView) -> tuple[list[SlotStatus], list[str]]:
             return view.statuses(), []
         except (MismatchError, StorageError) as error:
             troubles = [str(error)]
-    held = view.held
-    statuses = []
-    for number, path in find_slots(view.directory).items():
-        try:
-            statuses.append(look_at_slot(path, number, None, held=held))
-        except StorageError as error:
-            statuses.append(SlotStatus(path, number, SlotState.TORN, 0, detail=str(error)))
-    return statuses, troubles
-
-
-def was_overwritten(info: SlotInfo) -> bool:
-    """Whether a writer has reused the slot of a checkpoint meanwhile. Reading it fails then, but nothing is damaged."""
-    if not info.path.exists():
-        return True  # a slot beyond the number asked for was removed
-    try:
-        status = look_at_slot(info.path, info.slot, None, held=True)
-    except StorageError:
-        return False
-    if status.record is None:
-        return status.state is SlotState.VOID  # a slot that grows
-    return status.record != info.record
+    return view.each_status(), troubles
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lastgood.errors import CorruptCheckpoint, MismatchError
@@ -11,7 +11,17 @@ from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient, ObjectInfo, ObjectMissing
 from lastgood.storage.objects.format import Commit, CommitName, Manifest, Part, object_key
 
-__all__ = ["Base", "commits_of", "find_base", "find_commits", "read_commit", "read_manifest", "retire", "spared"]
+__all__ = [
+    "Base",
+    "commits_of",
+    "find_base",
+    "find_commits",
+    "names_of_job",
+    "read_commit",
+    "read_manifest",
+    "retire",
+    "spared",
+]
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,18 @@ def find_commits(client: ObjectClient, job_id: bytes | None = None) -> list[Comm
 
     Raises MismatchError if there are several jobs' and `job_id` says none of them, StorageError.
     """
-    found = [name for name, info in commits_of(client).items() if info.nbytes and job_id in (None, name.job_id)]
-    jobs = sorted({name.job_id.hex() for name in found})
+    return names_of_job(commits_of(client), client.place, job_id)
+
+
+def names_of_job(found: Mapping[CommitName, ObjectInfo], place: str, job_id: bytes | None = None) -> list[CommitName]:
+    """Of `commits_of`, the checkpoints of one job, newest first. Raises MismatchError as `find_commits`."""
+    names = [name for name, info in found.items() if info.nbytes and job_id in (None, name.job_id)]
+    jobs = sorted({name.job_id.hex() for name in names})
     if len(jobs) > 1:
-        raise MismatchError(f"{client.place}: has checkpoints of several jobs: {', '.join(jobs[:5])}; name one")
-    return sorted(found, reverse=True)
+        raise MismatchError(
+            f"{place}: has checkpoints of several jobs: {', '.join(jobs[:5])}; give each a prefix of its own"
+        )
+    return sorted(names, reverse=True)
 
 
 def read_commit(client: ObjectClient, name: CommitName) -> Commit:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from lastgood.locations import Location
+from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient
 from lastgood.storage.objects.folder import FolderClient
 from lastgood.storage.objects.s3 import S3Client, S3Options
 
-__all__ = ["open_objects"]
+__all__ = ["holds_objects", "open_objects"]
+
+_KINDS = (objects.COMMITS, objects.MANIFESTS, objects.SEGMENTS)
+
+
+def holds_objects(location: Location) -> bool:
+    """Whether checkpoints are objects there: at s3://, or in a folder that looks like a bucket of them.
+
+    Raises ConfigError for other URLs.
+    """
+    return location.scheme == "s3" or all((location.path / kind).is_dir() for kind in _KINDS)
 
 
 def open_objects(place: Path | str | Location, options: S3Options | None = None) -> ObjectClient:

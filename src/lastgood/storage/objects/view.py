@@ -10,11 +10,12 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import PosixPath
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -23,16 +24,18 @@ from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError, Wait
 from lastgood.storage import format as fmt
 from lastgood.storage.global_commit import GlobalCommit
 from lastgood.storage.objects import format as objects
-from lastgood.storage.objects.client import ObjectClient
-from lastgood.storage.objects.commits import find_commits, read_commit, read_manifest
+from lastgood.storage.objects.client import ObjectClient, ObjectInfo, ObjectMissing
+from lastgood.storage.objects.commits import commits_of, find_commits, names_of_job, read_commit, read_manifest
 from lastgood.storage.objects.format import Commit, CommitName, Manifest, UploadNote, object_key
+from lastgood.storage.objects.kept_chunks import KeptChunks
 from lastgood.storage.objects.upload import chunk_checksum
 from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
 from lastgood.storage.verdicts import VerdictBook
 from lastgood.units import MIB
 
-__all__ = ["RemoteInfo", "RemotePath", "RemoteView"]
+__all__ = ["RemoteInfo", "RemotePath", "RemoteStatus", "RemoteView"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger("lastgood.storage")
 
 _REQUEST_BYTES = 8 * MIB
@@ -53,6 +56,36 @@ class RemoteInfo(SlotInfo):
 
     name: CommitName
     manifest: Manifest
+    manifest_name: str = ""
+
+
+@dataclass(frozen=True)
+class RemoteStatus(SlotStatus):
+    """What a look at one commit, and a rank's manifest of it, showed."""
+
+    name: CommitName | None = None
+    found: RemoteInfo | None = None
+    modified_s: float | None = None
+
+    @property
+    def info(self) -> SlotInfo | None:
+        """The checkpoint, if it is complete."""
+        return self.found
+
+    @property
+    def step(self) -> int | None:
+        """As the name of the commit says, whatever is in it."""
+        return None if self.name is None else self.name.step
+
+    @property
+    def incarnation(self) -> int | None:
+        """As `step`."""
+        return None if self.name is None else self.name.incarnation
+
+    @property
+    def written_s(self) -> float | None:
+        """When it was committed, by the clock of the server."""
+        return self.modified_s
 
 
 class RemoteView(SlotView):
@@ -65,13 +98,19 @@ class RemoteView(SlotView):
         client: the store; the caller closes it.
         rank: whose parts.
         job_id: whose checkpoints, where there are those of several jobs.
+        kept: for chunks that a read needs in part; views of other ranks may share it.
     """
 
-    def __init__(self, client: ObjectClient, rank: int = 0, job_id: bytes | None = None) -> None:
+    remote: ClassVar[bool] = True
+
+    def __init__(
+        self, client: ObjectClient, rank: int = 0, job_id: bytes | None = None, kept: KeptChunks | None = None
+    ) -> None:
         self.directory = RemotePath(client.place)
         self.client = client
         self.rank = rank
         self.job_id = job_id
+        self._kept = kept or KeptChunks()
 
     @property
     def held(self) -> bool:
@@ -93,31 +132,46 @@ class RemoteView(SlotView):
         part = commit.parts[self.rank]
         manifest = read_manifest(self.client, name, part, self.rank, len(commit.parts))
         path = RemotePath(self.client.where(name.key))
-        return RemoteInfo(path=path, slot=slot, record=manifest.record, name=name, manifest=manifest)
+        return RemoteInfo(
+            path=path, slot=slot, record=manifest.record, name=name, manifest=manifest, manifest_name=part.name
+        )
 
     def statuses(self) -> list[SlotStatus]:
-        """A look at every checkpoint, newest first: whole, or torn if its commit or manifest is damaged."""
-        found = []
-        for slot, name in enumerate(self.names()):
-            path = RemotePath(self.client.where(name.key))
-            try:
-                info = self.look(name, slot)
-            except (CorruptCheckpoint, MismatchError) as error:
-                state = SlotState.FOREIGN if isinstance(error, MismatchError) else SlotState.TORN
-                found.append(SlotStatus(path, slot, state, 0, detail=str(error)))
-            else:
-                found.append(SlotStatus(path, slot, SlotState.WHOLE, info.stream_bytes, info.record))
-        return found
+        """A look at every checkpoint, newest first: whole, or torn if its commit or manifest is damaged or missing.
+
+        Raises StorageError, MismatchError.
+        """
+        found = commits_of(self.client)
+        return self._looks(names_of_job(found, self.client.place, self.job_id), found)
+
+    def each_status(self) -> list[SlotStatus]:
+        """As `statuses`, of all jobs that are there."""
+        found = {name: info for name, info in commits_of(self.client).items() if info.nbytes}
+        return self._looks(sorted(found, key=lambda name: (name.incarnation, name.step), reverse=True), found)
+
+    def complete(self, statuses: Sequence[SlotStatus]) -> list[SlotInfo]:
+        """As `SlotView.complete`: they are in that order."""
+        return [info for info in (status.info for status in statuses) if info is not None]
+
+    def why_gone(self, info: SlotInfo) -> str:
+        """As `SlotView.why_gone`."""
+        if isinstance(info, RemoteInfo):
+            with contextlib.suppress(StorageError):
+                found = self.client.head(info.name.key)
+                if found is None or not found.nbytes:
+                    return "it was taken away"
+        return ""
 
     def committed(self) -> list[SlotInfo]:
         """The whole checkpoints, newest first. Raises StorageError, MismatchError."""
-        found: list[SlotInfo] = []
-        for slot, name in enumerate(self.names()):
+
+        def one(slot: int, name: CommitName) -> SlotInfo | None:
             try:
-                found.append(self.look(name, slot))
-            except CorruptCheckpoint:
-                continue  # `statuses` says so
-        return found
+                return self.look(name, slot)
+            except (CorruptCheckpoint, ObjectMissing):
+                return None  # `statuses` says so
+
+        return [info for info in _each(one, self.names()) if info is not None]
 
     def read_into(
         self,
@@ -133,7 +187,10 @@ class RemoteView(SlotView):
         Chunks come in any order; none that is bad is delivered. Raises CorruptCheckpoint, StorageError, WaitTimeout.
         """
         targets = _Targets(info, ranges, offset)
-        self._fetch(info, targets.chunks(), targets, threads, timeout_s)
+        chunks = targets.chunks()
+        if isinstance(info, RemoteInfo):
+            chunks = [chunk for chunk in chunks if not self._deliver_kept(info, chunk, targets)]
+        self._fetch(info, chunks, targets, threads, timeout_s)
 
     def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the whole stream and check it. Raises as `read_into` does."""
@@ -167,17 +224,34 @@ class RemoteView(SlotView):
                 _log.warning("%s", error)
 
     def book(self) -> VerdictBook:
-        """Not kept among objects. Raises StorageError."""
-        raise StorageError(f"{self.directory}: verdicts are kept on the disk of the training, not among objects")
+        """One that knows of no verdict: they are kept on the disk of the training."""
+        return VerdictBook(self.directory, kept=False)
 
     def global_commit(self) -> GlobalCommit | None:
         """None: a commit here is one of all ranks."""
         return None
 
     def _describe(self) -> str:
-        return "nothing was committed there, or all of it was removed"
+        torn = [status.detail for status in self.statuses() if status.info is None]
+        return "; ".join(torn) or "nothing was committed there, or all of it was removed"
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _looks(self, names: Sequence[CommitName], found: Mapping[CommitName, ObjectInfo]) -> list[SlotStatus]:
+        def one(slot: int, name: CommitName) -> SlotStatus:
+            path = RemotePath(self.client.where(name.key))
+            modified_s = found[name].modified_s if name in found else None
+            try:
+                info = self.look(name, slot)
+            except (CorruptCheckpoint, MismatchError, StorageError) as error:
+                state = SlotState.FOREIGN if isinstance(error, MismatchError) else SlotState.TORN
+                return RemoteStatus(path, slot, state, 0, detail=str(error), name=name, modified_s=modified_s)
+            size = info.stream_bytes
+            return RemoteStatus(
+                path, slot, SlotState.WHOLE, size, info.record, name=name, found=info, modified_s=modified_s
+            )
+
+        return _each(one, names)
 
     def _fetch(self, info: SlotInfo, chunks: Sequence[int], targets: _Targets, threads: int, timeout_s: float) -> None:
         if not isinstance(info, RemoteInfo):
@@ -223,6 +297,25 @@ class RemoteView(SlotView):
                     f"{found:#010x} instead of {expected:#010x}"
                 )
         targets.deliver(begin, content)
+        for chunk in range(first, first + count):
+            low = chunk * record.chunk_bytes
+            high = min(low + record.chunk_bytes, record.stream_bytes)
+            if targets.take_a_part_of(low, high):
+                self._kept.keep(info.manifest_name, chunk, bytes(content[low - begin : high - begin]))
+
+    def _deliver_kept(self, info: RemoteInfo, chunk: int, targets: _Targets) -> bool:
+        content = self._kept.get(info.manifest_name, chunk)
+        if content is not None:
+            targets.deliver(chunk * info.record.chunk_bytes, memoryview(content))
+        return content is not None
+
+
+def _each(one: Callable[[int, CommitName], _T], names: Sequence[CommitName]) -> list[_T]:
+    """Of each name with its number, several at a time."""
+    if len(names) < 2:
+        return [one(number, name) for number, name in enumerate(names)]
+    with ThreadPoolExecutor(min(READ_THREADS, len(names)), thread_name_prefix="lastgood-look") as pool:
+        return list(pool.map(one, range(len(names)), names))
 
 
 def _first_bad(record: fmt.CommitRecord, table: bytes, first: int, content: memoryview) -> tuple[int, int, int] | None:
@@ -278,6 +371,16 @@ class _Targets:
                 first = found[-1] + 1
             found += range(first, (end - 1) // self._chunk_bytes + 1)
         return found
+
+    def take_a_part_of(self, begin: int, end: int) -> bool:
+        """Whether some of these bytes of the stream are wanted, and others are not."""
+        at = max(0, bisect.bisect_right(self._begins, begin) - 1)
+        wanted = 0
+        while at < len(self._spans) and self._spans[at][0] < end:
+            first, last, _ = self._spans[at]
+            wanted += max(0, min(last, end) - max(first, begin))
+            at += 1
+        return 0 < wanted < end - begin
 
     def deliver(self, begin: int, content: memoryview) -> None:
         """Copy bytes of the stream, from byte `begin` on, to where they belong."""
