@@ -57,6 +57,12 @@ def test_a_storage_of_tensors_saves_the_model(asked: Any) -> None:
     assert asked("--storage", "hf", *advice(said, r"use (--state \w+)").split()).state == "model"
 
 
+@follows("leave it out, and LastgoodReader reads what a bucket holds")
+def test_a_bucket_takes_the_layout_that_it_has() -> None:
+    hear(refusal(lambda: LastgoodWriter("s3://bucket/run", layout="dcp")))
+    assert LastgoodWriter("s3://bucket/run").layout == "lastgood"
+
+
 @follows("--ddp and --fsdp: give one of them")
 def test_either_way_to_spread_is_taken_alone(asked: Any) -> None:
     refusal(lambda: asked("--ddp", "--fsdp", "1"))

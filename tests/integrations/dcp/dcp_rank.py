@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lastgood.checkpointers.dcp.torch_io import first_cause
-from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter, folder, writer
+from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter, folder, folder_save
 from tests.integrations.forked_ranks import serve
 
 DTYPES = {name: name for name in ("float64", "int64", "bool", "complex64", "float16")} | {"columns": "bfloat16"}
@@ -257,7 +257,7 @@ def bad_day(rank, asked):
         if asked["where"] == "plan":
             planner = Dying(dies)
         elif asked["where"] == "write":
-            writer.write_slot_file = strike
+            folder_save.write_slot_file = strike
         elif asked["where"] == "finish":
             folder.CheckpointFolder.publish = strike
         elif asked["where"] == "before":
@@ -266,26 +266,26 @@ def bad_day(rank, asked):
                 strike()
     new = LastgoodWriter(place, timeout_s=asked["timeout_s"])
     found = refused(lambda: save(state, new, planner=planner))
-    found["older"] = loaded_alone(older, place)
+    found["older"] = loaded_alone(older, LastgoodReader(place, timeout_s=20))
     yield found
     if asked["dies"]:
         os._exit(0)  # its group has lost a rank
     if asked.get("again"):
-        writer.write_slot_file = REAL_WRITE
+        folder_save.write_slot_file = REAL_WRITE
         folder.CheckpointFolder.publish = REAL_PUBLISH
         save(state, LastgoodWriter(place, timeout_s=20))
         found["again"] = loaded(state, LastgoodReader(place, timeout_s=20))
     yield found
 
 
-REAL_WRITE = writer.write_slot_file
+REAL_WRITE = folder_save.write_slot_file
 REAL_PUBLISH = folder.CheckpointFolder.publish
 
 
-def loaded_alone(state, place):
+def loaded_alone(state, reader):
     """What this rank reads without the others: the parts that it has."""
     into = emptied(state)
-    dcp.load(into, storage_reader=LastgoodReader(place, timeout_s=20), no_dist=True)
+    dcp.load(into, storage_reader=reader, no_dist=True)
     return differences(state, into)
 
 

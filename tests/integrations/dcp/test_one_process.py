@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lastgood.checkpointers.dcp.torch_io import first_cause
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, StateError
-from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter
+from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter, S3Options
+from tests.integrations.dcp.states import emptied, example, refused, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -24,52 +25,9 @@ pytestmark = [
 ]
 
 
-def example():
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(300, 70, generator=generator)
-    return {
-        "model": {"w": weights, "slice": weights[10:20, ::3], "empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)},
-        "half": torch.randn(5, 6, generator=generator).bfloat16().t(),
-        "flags": torch.tensor([True, False, True]),
-        "conj": torch.randn(4, dtype=torch.complex64, generator=generator).conj(),
-        "optimizer": {"lr": 0.1, "betas": (0.9, 0.95), "steps": [1, torch.arange(5)]},
-        "step": 7,
-    }
-
-
-def emptied(value):
-    """The same structure without what it holds."""
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value.resolve_conj())
-    if isinstance(value, dict):
-        return {key: emptied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(emptied, value))
-    return type(value)()
-
-
-def same(first, second):
-    if isinstance(first, torch.Tensor):
-        assert first.dtype == second.dtype
-        ours, theirs = (one.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in (first, second))
-        return first.shape == second.shape and torch.equal(ours, theirs)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return type(first) is type(second) and all(map(same, first, second))
-    return first == second
-
-
 def load(path, into, **options):
     dcp.load(into, storage_reader=LastgoodReader(path, **options))
     return into
-
-
-def refused(call):
-    """What went wrong inside DCP."""
-    with pytest.raises((CheckpointException, ConfigError)) as caught:
-        call()
-    return first_cause(caught.value)
 
 
 @pytest.fixture
@@ -126,13 +84,32 @@ def test_torch_refuses_a_slot_file_by_name(saved):
         dcp.load(state, checkpoint_id=saved)
 
 
-def test_urls_are_refused():
-    with pytest.raises(ConfigError, match=r"s3://bucket/run: .*folders only"):
-        LastgoodWriter("s3://bucket/run")
-    with pytest.raises(ConfigError, match="folders only"):
-        LastgoodReader("s3://bucket/run")
-    assert not LastgoodWriter.validate_checkpoint_id("s3://bucket/run")
-    assert LastgoodWriter.validate_checkpoint_id("/tmp/run")
+def test_urls_of_no_bucket_are_refused():
+    with pytest.raises(ConfigError, match=r"gs://bucket/run: .*folders and s3://"):
+        LastgoodWriter("gs://bucket/run")
+    with pytest.raises(ConfigError, match="folders and s3://"):
+        LastgoodReader("gs://bucket/run")
+    with pytest.raises(ConfigError, match=r"is not s3://BUCKET"):
+        LastgoodReader("s3://")
+    assert not LastgoodWriter.validate_checkpoint_id("gs://bucket/run")
+    for place in ("/tmp/run", "s3://bucket/run"):
+        assert LastgoodWriter.validate_checkpoint_id(place)
+        assert LastgoodReader.validate_checkpoint_id(place)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"layout": "dcp"}, "is for folders"), ({"readable_by": "all"}, "the bucket's to say")],
+)
+def test_what_a_bucket_has_not_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        LastgoodWriter("s3://bucket/run", **options)
+
+
+def test_options_of_a_bucket_are_refused_for_a_folder(tmp_path):
+    for kind in (LastgoodWriter, LastgoodReader):
+        with pytest.raises(ConfigError, match=r"s3= is for s3://"):
+            kind(tmp_path / "run", s3=S3Options(region="eu-west-1"))
 
 
 @pytest.mark.parametrize("options", [{"writer_threads": 0}, {"layout": "other"}, {"readable_by": "me"}])

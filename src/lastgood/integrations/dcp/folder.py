@@ -3,7 +3,7 @@
 A checkpoint exists when its ``.metadata`` does. All else has names of the one save that wrote it, so that a checkpoint
 can take the name of an older one by a single rename: the older one is complete until then. Needs no torch.
 
-An object store takes this module's place under another URL: `open_target` is the one place that looks at the scheme.
+`bucket` is this module's like for a URL of an object store; `places` tells which of them a user named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from lastgood import _native
 from lastgood.checkpointers.dcp.metadata import plain_file_name
 from lastgood.checkpointers.directories.manifest import manifest_text
-from lastgood.errors import ConfigError, LockHeld, StorageError
+from lastgood.errors import LockHeld, StorageError
 from lastgood.files import (
     ReadableBy,
     entries_of,
@@ -33,11 +33,10 @@ from lastgood.files import (
     temporaries_beside,
     temporary_beside,
 )
-from lastgood.locations import Location
 from lastgood.locks import FileLock
 from lastgood.storage.files import flush_file
 
-__all__ = ["METADATA", "CheckpointFolder", "file_name", "manifest_name", "metadata_name", "open_target"]
+__all__ = ["METADATA", "CheckpointFolder", "file_name", "manifest_name", "metadata_name"]
 
 _log = logging.getLogger("lastgood")
 
@@ -62,18 +61,6 @@ def manifest_name(save_id: bytes) -> str:
 def metadata_name(rank: int | None) -> str:
     """The file of DCP's metadata: of all ranks, or of one that saved by itself (``use_collectives=False``)."""
     return METADATA if rank is None else f"__{rank}{METADATA}"
-
-
-def open_target(place: str | os.PathLike[str]) -> Path:
-    """The folder that a user named. Raises ConfigError for a URL: there is no object store behind DCP yet."""
-    location = Location.parse(place if isinstance(place, Path) else os.fspath(place))
-    if location.scheme != "file":
-        raise ConfigError(
-            f"{location}: Lastgood's DCP writer and reader know folders only; name one of this machine, or use a DCP "
-            "storage that knows this URL"
-        )
-    path = location.path
-    return path.resolve() if path.is_symlink() else path
 
 
 @dataclass(frozen=True)

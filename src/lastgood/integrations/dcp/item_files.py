@@ -1,10 +1,10 @@
-"""Where read items come from: slot files of Lastgood's, and files of torch's own format."""
+"""Where read items come from: slot files of Lastgood's and files of torch's own format, or objects with the same."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,13 +22,18 @@ from lastgood.errors import CorruptCheckpoint
 from lastgood.files import open_regular
 from lastgood.state import Layout
 from lastgood.storage import SlotInfo, SlotView
+from lastgood.storage.objects.client import ObjectClient
+from lastgood.storage.objects.view import RemoteInfo, RemotePath, RemoteView
 from lastgood.storage.standalone_slot import look_at_standalone_slot
+from lastgood.units import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["SlotItems", "TorchItems", "Wanted"]
+__all__ = ["ObjectItems", "SlotItems", "TorchItems", "TorchObjects", "Wanted"]
+
+_REQUEST_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class SlotItems:
         self._save_id = save_id
         self._threads = threads
         self._infos: dict[str, SlotInfo] = {}
+        self._window: tuple[str, int, bytes] = ("", 0, b"")
+        """File, offset in its stream, and bytes that were read last."""
 
     def __enter__(self) -> Self:
         return self
@@ -64,8 +71,18 @@ class SlotItems:
         self._view.close()
 
     def read_bytes(self, file: str, begin: int, nbytes: int) -> bytes:
-        """A byte item."""
-        return self._view.read_bytes(self._info(file), begin, nbytes, read_timeout_s(nbytes))
+        """A byte item. They lie one after another, many in a chunk, so what was read for one is kept for the next."""
+        name, first, content = self._window
+        if name != file or not first <= begin <= begin + nbytes <= first + len(content):
+            info = self._info(file)
+            chunk = info.record.chunk_bytes
+            first = begin - begin % chunk
+            last = min(-(-(begin + nbytes) // chunk) * chunk, info.stream_bytes)
+            content = self._view.read_bytes(
+                info, first, max(begin + nbytes, last) - first, read_timeout_s(last - first)
+            )
+            self._window = (file, first, content)
+        return content[begin - first : begin - first + nbytes]
 
     def read(self, wanted: Sequence[Wanted], *, cast: bool) -> None:
         """Read tensors, or boxes of them, into their targets; with `cast` converted to the targets' dtypes."""
@@ -106,6 +123,18 @@ class SlotItems:
         return self._infos[file]
 
 
+class ObjectItems(SlotItems):
+    """As `SlotItems`, of the parts of a commit; a part by its name is `info_named`'s to find."""
+
+    def __init__(self, client: ObjectClient, info_named: Callable[[str], RemoteInfo], threads: int) -> None:
+        super().__init__(Path("/"), None, threads)
+        self._view = RemoteView(client)
+        self._info_named = info_named
+
+    def _info(self, file: str) -> SlotInfo:
+        return self._info_named(file)
+
+
 def _stored(one: Wanted) -> NamedTensor:
     strides = tuple(prod(one.shape[axis + 1 :]) for axis in range(len(one.shape)))
     name, dtype = one.item.storage_index.fqn, str(one.dtype).removeprefix("torch.")
@@ -131,31 +160,50 @@ class TorchItems:
 
     def read_bytes(self, file: str, begin: int, nbytes: int) -> bytes:
         """A byte item."""
-        descriptor = self._open(file, begin, nbytes)
-        with reading(self._folder / file):
-            content = os.pread(descriptor, nbytes, begin)
+        with reading(self._folder / file), self._piece(file, begin, nbytes) as (descriptor, offset):
+            content = os.pread(descriptor, nbytes, offset)
             require(len(content) == nbytes, f"it ends before byte {begin + nbytes}")
             return content
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Read tensors, or boxes of them, into their targets. One stored tensor at a time is in memory."""
         for one in sorted(wanted, key=lambda one: (one.file, one.begin)):
-            descriptor = self._open(one.file, one.begin, one.nbytes)
-            with reading(self._folder / f"{one.file}: {one.item.storage_index.fqn}"):
-                found = TorchFile(descriptor, one.begin, one.nbytes, Budget(one.nbytes)).read()
+            where = self._folder / f"{one.file}: {one.item.storage_index.fqn}"
+            with reading(where), self._piece(one.file, one.begin, one.nbytes) as (descriptor, offset):
+                found = TorchFile(descriptor, offset, one.nbytes, Budget(one.nbytes)).read()
                 if not isinstance(found, torch.Tensor) or found.dtype != one.dtype or tuple(found.shape) != one.shape:
                     raise Refused(f"there is something else than a tensor of {one.dtype} {one.shape}")
                 for axis, (first, size) in enumerate(zip(one.item.storage_offsets, one.item.lengths, strict=True)):
                     found = found.narrow(axis, first, size)
                 one.target.copy_(found.detach())
 
-    def _open(self, file: str, begin: int, nbytes: int) -> int:
-        path = self._folder / file
-        with reading(path):
+    @contextlib.contextmanager
+    def _piece(self, file: str, begin: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """A descriptor, and where in it these bytes of a file begin."""
+        with reading(self._folder / file):
             if file not in self._descriptors:
-                self._descriptors[file] = open_regular(path)
+                self._descriptors[file] = open_regular(self._folder / file)
                 self._stack.callback(os.close, self._descriptors[file])
             size = os.fstat(self._descriptors[file]).st_size
             if begin + nbytes > size:
                 raise Refused(f"bytes {begin} to {begin + nbytes} lie beyond the end of the file, which has {size}")
-        return self._descriptors[file]
+        yield self._descriptors[file], begin
+
+
+class TorchObjects(TorchItems):
+    """As `TorchItems`, of objects: the bytes of one item at a time are fetched, into memory."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        super().__init__(RemotePath(client.place))
+        self._client = client
+
+    @contextlib.contextmanager
+    def _piece(self, file: str, begin: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        descriptor = os.memfd_create("lastgood-item", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(descriptor, "wb", closefd=False) as memory:
+                for at in range(begin, begin + nbytes, _REQUEST_BYTES):
+                    memory.write(self._client.get_range(file, at, min(_REQUEST_BYTES, begin + nbytes - at)))
+            yield descriptor, 0
+        finally:
+            os.close(descriptor)

@@ -12,19 +12,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lastgood import _native
 from lastgood.bounds import Budget
 from lastgood.checkpointers.dcp.metadata import decode_metadata
-from lastgood.checkpointers.directories.manifest import MOST_MANIFEST_BYTES, parse_manifest
 from lastgood.checkpointers.torch_files.archive import reading
-from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
-from lastgood.files import read_bounded, storage_errors
+from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError
 from lastgood.integrations.dcp.byte_items import allowed_names, checked_bytes
-from lastgood.integrations.dcp.folder import manifest_name, metadata_name, open_target
-from lastgood.integrations.dcp.item_files import SlotItems, TorchItems, Wanted
+from lastgood.integrations.dcp.folder import metadata_name
+from lastgood.integrations.dcp.folder_save import save_id_of
+from lastgood.integrations.dcp.item_files import Wanted
+from lastgood.integrations.dcp.places import check_options, folder_of, is_place, parse_place
 from lastgood.integrations.dcp.roll_call import RollCall, join
 from lastgood.integrations.dcp.slot_items import TRANSFORM
-from lastgood.integrations.dcp.writer import save_id_of
+from lastgood.integrations.dcp.sources import FolderSource, ObjectSource, Source
+from lastgood.storage.objects.s3 import S3Options
 
 __all__ = ["LastgoodReader"]
 
@@ -33,14 +33,15 @@ class LastgoodReader(StorageReader):
     """Reads checkpoints of `LastgoodWriter`, and of torch's FileSystemWriter, and runs nothing that is in them.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or s3://BUCKET/PREFIX. From a bucket only what the rank needs is fetched.
         threads: threads of each rank that read.
-        timeout_s: how long a rank waits for its own disk, and for a rank that shows no sign of life.
+        timeout_s: how long a rank waits for its own disk or bucket, and for a rank that shows no sign of life.
         cast: convert tensors that are stored with another dtype than the state has, as torch's own reader does. Without
             it that is an error.
         strict: refuse a checkpoint that holds entries which no rank asks for.
         allow: classes and functions that byte items may name beside plain values, tensors and containers. Objects of
             these classes are made by torch, with all that their pickle says.
+        s3: how the bucket is reached; by default as the environment and the files of the AWS command line say.
 
     Each chunk that is read is checked before a byte of it is used. Errors come as DCP raises them, like those of
     `LastgoodWriter`: CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout.
@@ -55,11 +56,15 @@ class LastgoodReader(StorageReader):
         cast: bool = False,
         strict: bool = False,
         allow: Sequence[Any] = (),
+        s3: S3Options | None = None,
     ) -> None:
         super().__init__()
         if threads < 1 or timeout_s <= 0:
             raise ConfigError("LastgoodReader: threads and timeout_s must be positive")
-        self.path = open_target(path)
+        self.place = parse_place(path)
+        check_options("LastgoodReader", self.place, s3)
+        self.s3 = s3
+        self._source: Source | None = None
         self._threads = threads
         self._timeout_s = timeout_s
         self._cast = cast
@@ -72,23 +77,21 @@ class LastgoodReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a folder."""
-        try:
-            open_target(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        """Whether it names a folder, or a place in a bucket."""
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder, as text."""
-        return str(self.path)
+        """The folder or URL, as text."""
+        return str(self.place) if self._in_bucket else str(folder_of(self.place))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load, where the user gave it a `checkpoint_id`."""
         self._metadata = self._roll = None
+        self._close()
         if checkpoint_id:
-            self.path = open_target(checkpoint_id)
+            self.place = parse_place(checkpoint_id)
+            check_options("LastgoodReader", self.place, self.s3)
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -99,9 +102,9 @@ class LastgoodReader(StorageReader):
         del args
         rank = kwargs.get("rank")
         if rank is None:
-            self._roll = join("load", str(self.path), self._timeout_s, lambda: None)
+            self._roll = join("load", str(self.place), self._timeout_s, lambda: None)
         try:
-            metadata = self._read_metadata(metadata_name(rank))
+            metadata = self._read_metadata(rank)
         except BaseException as error:
             if self._roll is not None and (rank is None or self._roll.refusal is None):
                 self._roll.refusal = error
@@ -128,7 +131,7 @@ class LastgoodReader(StorageReader):
             if left:
                 more = f" and {len(left) - 8} more" if len(left) > 8 else ""
                 raise MismatchError(
-                    f"{self.path}: the checkpoint holds {left[:8]}{more}, which the state lacks; load with "
+                    f"{self.place}: the checkpoint holds {left[:8]}{more}, which the state lacks; load with "
                     "strict=False to leave them out"
                 )
         return plans
@@ -142,18 +145,18 @@ class LastgoodReader(StorageReader):
         for item in plan.items:
             place = stored.get(item.storage_index)
             if place is None:
-                raise CorruptCheckpoint(f"{self.path}: its metadata says not where {item.storage_index.fqn} is")
+                raise CorruptCheckpoint(f"{self.place}: its metadata says not where {item.storage_index.fqn} is")
             if item.type == LoadItemType.BYTE_IO:
                 values.append((item, place))
             else:
                 tensors.append(self._wanted(metadata, item, place, planner))
-        slots, others = SlotItems(self.path, self._save_id, self._threads), TorchItems(self.path)
-        with slots, others:
+        source = self._open()
+        with source.slot_items(self._save_id, self._threads) as slots, source.torch_items() as others:
             contents = []
             for item, place in values:
                 files = slots if _in_slot(place) else others
                 content = files.read_bytes(place.relative_path, place.offset, place.length)
-                where = f"{self.path / place.relative_path}: {item.storage_index.fqn}"
+                where = f"{source.where(place.relative_path)}: {item.storage_index.fqn}"
                 contents.append((item, checked_bytes(content, where, self._allow)))
             slots.read([one for one in tensors if _in_slot(stored[one.item.storage_index])], cast=self._cast)
             others.read([one for one in tensors if not _in_slot(stored[one.item.storage_index])])
@@ -167,84 +170,80 @@ class LastgoodReader(StorageReader):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None, "_roll": None}
+
+    @property
+    def _in_bucket(self) -> bool:
+        return self.place.scheme == "s3"
+
+    def _close(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
     def _known(self) -> Metadata:
         if self._metadata is None:
             raise ConfigError("LastgoodReader: set_up_storage_reader was not called; load with DCP's load")
         return self._metadata
 
-    def _read_metadata(self, name: str) -> Metadata:
-        path = self.path / name
-        with storage_errors(path, "reading"):
-            try:
-                content = read_bounded(path, path.lstat().st_size)
-            except (FileNotFoundError, NotADirectoryError):
-                what = "holds no complete checkpoint" if self.path.exists() else "is not there"
-                raise NoCheckpoint(f"{self.path}: {what}: it has no {name}") from None
-        with reading(path):
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        source = self._open()
+        content = source.metadata(rank)
+        where = source.where(metadata_name(rank))
+        with reading(where):
             metadata = decode_metadata(content, Budget(len(content)))
         meta = metadata.storage_meta = metadata.storage_meta or StorageMeta()
         self._save_id = save_id_of(meta)
         if self._save_id is not None:
-            self._check_manifest(name, content, self._save_id)
+            source.check(rank, content, self._save_id)
         elif any(map(_in_slot, metadata.storage_data.values())):
-            raise CorruptCheckpoint(f"{path}: names slot files, and no save of Lastgood's")
+            raise CorruptCheckpoint(f"{where}: names slot files, and no save of Lastgood's")
         if self._roll is None or self._roll.rank == 0:  # what rank 0 refuses, all refuse
-            self._look_for_files(metadata)
+            self._look_for_files(source, metadata)
         meta.load_id = self._load_id
         return metadata
 
-    def _check_manifest(self, name: str, content: bytes, save_id: bytes) -> None:
-        path = self.path / manifest_name(save_id)
-        try:
-            with storage_errors(path, "reading"):
-                manifest = read_bounded(path, min(path.lstat().st_size, MOST_MANIFEST_BYTES))
-        except StorageError as error:
-            raise CorruptCheckpoint(f"{error}; the checkpoint is not complete without its manifest") from error
-        expected = parse_manifest(manifest, str(path), 0).get(name)
-        found = (len(content), _native.crc32c(content))
-        if expected != found:
-            raise CorruptCheckpoint(
-                f"{self.path / name}: has (bytes, CRC32C) {found}, and the manifest of its save says {expected}"
-            )
+    def _open(self) -> Source:
+        """Where the checkpoint is; it lasts until the next `reset`, and belongs to this process."""
+        if self._source is None:
+            self._source = ObjectSource(self.place, self.s3) if self._in_bucket else FolderSource(folder_of(self.place))
+        return self._source
 
-    def _look_for_files(self, metadata: Metadata) -> None:
+    def _look_for_files(self, source: Source, metadata: Metadata) -> None:
         """Refuse a checkpoint that lacks files, or whose items lie beyond their ends, before anything is changed."""
         ends: dict[str, int] = {}
         for place in metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        lacking = []
-        for name, end in sorted(ends.items()):
-            try:
-                size = (self.path / name).stat().st_size
-            except OSError:
-                lacking.append(name)
-                continue
-            if size < end:
+        sizes = source.sizes(sorted(ends))
+        for name, size in sizes.items():
+            if size < ends[name]:
                 raise CorruptCheckpoint(
-                    f"{self.path / name}: has {size} bytes, and the metadata has items up to byte {end}"
+                    f"{source.where(name)}: has {size} bytes, and the metadata has items up to byte {ends[name]}"
                 )
+        lacking = sorted(set(ends) - set(sizes))
         if lacking:
             more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
-            raise CorruptCheckpoint(f"{self.path}: lacks {', '.join(lacking[:4])}{more}, which its metadata names")
+            raise CorruptCheckpoint(f"{self.place}: lacks {', '.join(lacking[:4])}{more}, which its metadata names")
 
     def _wanted(self, metadata: Metadata, item: ReadItem, place: Any, planner: LoadPlanner) -> Wanted:
         index = item.storage_index
         about = metadata.state_dict_metadata[index.fqn]
         if isinstance(about, BytesStorageMetadata):
-            raise MismatchError(f"{self.path}: {index.fqn}: the checkpoint holds a plain value, the state a tensor")
+            raise MismatchError(f"{self.place}: {index.fqn}: the checkpoint holds a plain value, the state a tensor")
         shape = next((tuple(one.sizes) for one in about.chunks if one.offsets == index.offset), None)
         if shape is None:
-            raise CorruptCheckpoint(f"{self.path}: its metadata has no part of {index.fqn} at {index.offset}")
+            raise CorruptCheckpoint(f"{self.place}: its metadata has no part of {index.fqn} at {index.offset}")
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(item.lengths):
             raise MismatchError(
-                f"{self.path}: {index.fqn}: the checkpoint's part has shape {tuple(item.lengths)}, the state's "
+                f"{self.place}: {index.fqn}: the checkpoint's part has shape {tuple(item.lengths)}, the state's "
                 f"{tuple(target.shape)}"
             )
         dtype = about.properties.dtype
         if target.dtype != dtype and not self._cast:
             raise MismatchError(
-                f"{self.path}: {index.fqn}: the checkpoint holds {dtype}, the state {target.dtype}; load with "
+                f"{self.place}: {index.fqn}: the checkpoint holds {dtype}, the state {target.dtype}; load with "
                 "cast=True to convert it"
             )
         return Wanted(item, place.relative_path, place.offset, place.length, dtype, shape, target)

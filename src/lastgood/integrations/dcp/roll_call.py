@@ -101,8 +101,8 @@ class RollCall:
         self.world_size = self.group_size if collective else 1
         """Ranks that make this save or load together."""
         self.collective = collective
-        self.id = secrets.token_bytes(16)
-        """Of this save or load, the same on all ranks."""
+        self.id = secrets.token_bytes(8) + time.time_ns().to_bytes(8, "big")
+        """Of this save or load, the same on all ranks; the second half says when it began, by rank 0's clock."""
         self.refusal: BaseException | None = None
         """Sent to all ranks instead of the error that DCP makes of it."""
         self._what: Literal["save", "load"] = what

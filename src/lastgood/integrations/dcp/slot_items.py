@@ -1,12 +1,12 @@
 """One rank's items of a DCP plan in one slot file: device or host memory, pool, direct I/O, with a checksum per chunk.
 
-The stream holds the items one after another, byte items first, then a layout that names them (`lastgood inspect` shows
-it). A tensor is resolved when its turn comes, so that never more than a group of them is held beside the state.
+`RankStream` holds the items one after another, byte items first, then a layout that names them (`lastgood inspect`
+shows it). A tensor is resolved when its turn comes, so that never more than a group of them is held beside the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,11 +30,11 @@ from lastgood.storage import format as fmt
 from lastgood.storage.standalone_slot import ROOT, StandaloneSlot
 from lastgood.units import MIB
 
-__all__ = ["TRANSFORM", "Place", "SlotOptions", "write_slot_file"]
+__all__ = ["CHUNK_BYTES", "TRANSFORM", "Place", "RankStream", "SlotOptions", "write_slot_file"]
 
 TRANSFORM = "lastgood.slot"
 """Stands in DCP's metadata beside each item, so that torch's own reader refuses what it cannot read."""
-_CHUNK_BYTES = 4 * MIB
+CHUNK_BYTES = 4 * MIB
 _GROUP_BYTES = 32 * MIB
 """Host tensors that are handed over at once."""
 
@@ -73,30 +73,63 @@ class _Item:
     """Of a byte item."""
 
 
+class RankStream:
+    """All items of a rank's plan as one stream: the items that have bytes, each at a whole block, then the layout.
+
+    Raises StateError for what has no plain bytes, or is not what the plan says.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, options: SlotOptions) -> None:
+        ordered = sorted(plan.items, key=lambda one: one.type != WriteItemType.BYTE_IO)
+        self._planner = planner
+        self.items = [_planned(item, planner, options) for item in ordered]
+        self.held = [item for item in self.items if item.nbytes]
+        """Those that have bytes."""
+        self.layout = _layout(self.held)
+        self.meta = torch.frombuffer(bytearray(self.layout.to_json()), dtype=torch.uint8)
+        self.on_device = torch.cuda.is_available() and any(_on_device(item, planner) for item in self.held)
+        self.nbytes = self.layout.stream_bytes + self.meta.numel()
+
+    def buffers(self, seen: Callable[[torch.Tensor], object] | None = None) -> Iterator[torch.Tensor]:
+        """Its bytes, piece by piece, wherever they lie. `seen` is called with each tensor before it is read."""
+        for item in self.held:
+            tensor = _tensor(item, self._planner)
+            if seen is not None:
+                seen(tensor)
+            yield _bytes_of(tensor)
+            if item.nbytes % BLOCK_ALIGNMENT:
+                yield _PADDING[: BLOCK_ALIGNMENT - item.nbytes % BLOCK_ALIGNMENT]
+        yield self.meta
+
+    def results(self, file: str) -> list[WriteResult]:
+        """Where each item lies in a stream of that name."""
+        offsets = dict(zip(map(id, self.held), self.layout.block_offsets(), strict=True))
+        return [
+            WriteResult(
+                item.write.index,
+                item.nbytes,
+                Place(_StorageInfo(file, offsets.get(id(item), 0), item.nbytes, transform_descriptors=[TRANSFORM])),
+            )
+            for item in self.items
+        ]
+
+
 def write_slot_file(
     path: Path, plan: SavePlan, planner: SavePlanner, job: fmt.Job, options: SlotOptions
 ) -> list[WriteResult]:
     """Write all items of a plan into the file `path`, which appears when it is durable; says where each lies.
 
-    Raises StateError for what has no plain bytes, or is not what the plan says; CheckpointError.
+    Raises StateError as `RankStream`; CheckpointError.
     """
-    items = [
-        _planned(item, planner, options)
-        for item in sorted(plan.items, key=lambda one: one.type != WriteItemType.BYTE_IO)
-    ]
-    held = [item for item in items if item.nbytes]
-    layout = _layout(held)
-    meta = torch.frombuffer(bytearray(layout.to_json()), dtype=torch.uint8)
-    on_device = torch.cuda.is_available() and any(_on_device(item, planner) for item in held)
-    stream_bytes = layout.stream_bytes + meta.numel()
-    chunks = min(options.pool_bytes // _CHUNK_BYTES, -(-stream_bytes // _CHUNK_BYTES))
-    pool, pinned = make_pool(max(chunks, options.writer_threads + 1), _CHUNK_BYTES, pinned=on_device)
+    stream = RankStream(plan, planner, options)
+    chunks = min(options.pool_bytes // CHUNK_BYTES, -(-stream.nbytes // CHUNK_BYTES))
+    pool, pinned = make_pool(max(chunks, options.writer_threads + 1), CHUNK_BYTES, pinned=stream.on_device)
     try:
         slot = StandaloneSlot(
             path,
             job=job,
             step=0,
-            stream_bytes=stream_bytes,
+            stream_bytes=stream.nbytes,
             pool=pool,
             writer_threads=options.writer_threads,
             direct_io=files.direct_io_works(path.parent),
@@ -104,10 +137,11 @@ def write_slot_file(
         )
         try:
             if pinned is None:
-                _copy_from_host(slot, held, planner, meta, options.timeout_s)
+                _copy_from_host(slot, stream, options.timeout_s)
             else:
-                _copy_from_devices(slot, held, planner, meta, stream_bytes, pinned.tensor, options.timeout_s)
-            slot.write.commit(layout.stream_bytes, meta.numel(), layout.digest(), options.timeout_s)
+                _copy_from_devices(slot, stream, pinned.tensor, options.timeout_s)
+            layout = stream.layout
+            slot.write.commit(layout.stream_bytes, stream.meta.numel(), layout.digest(), options.timeout_s)
             slot.publish()
         except BaseException:
             slot.discard()
@@ -115,15 +149,7 @@ def write_slot_file(
     finally:
         if pinned is not None:
             pinned.release()
-    offsets = dict(zip(map(id, held), layout.block_offsets(), strict=True))
-    return [
-        WriteResult(
-            item.write.index,
-            item.nbytes,
-            Place(_StorageInfo(path.name, offsets.get(id(item), 0), item.nbytes, transform_descriptors=[TRANSFORM])),
-        )
-        for item in items
-    ]
+    return stream.results(path.name)
 
 
 def _planned(item: WriteItem, planner: SavePlanner, options: SlotOptions) -> _Item:
@@ -191,49 +217,31 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 _PADDING = torch.zeros(BLOCK_ALIGNMENT, dtype=torch.uint8, device="cpu")
 
 
-def _copy_from_host(
-    slot: StandaloneSlot, items: Sequence[_Item], planner: SavePlanner, meta: torch.Tensor, timeout_s: float
-) -> None:
+def _copy_from_host(slot: StandaloneSlot, stream: RankStream, timeout_s: float) -> None:
     ranges: list[tuple[int, int]] = []
     keep: list[torch.Tensor] = []
     waiting = 0
-    for item in items:
-        tensor = _bytes_of(_tensor(item, planner))
-        keep.append(tensor)
-        ranges.append((address_in(tensor, 0, item.nbytes), item.nbytes))
-        if item.nbytes % BLOCK_ALIGNMENT:
-            ranges.append((_PADDING.data_ptr(), BLOCK_ALIGNMENT - item.nbytes % BLOCK_ALIGNMENT))
-        waiting += item.nbytes
+    for buffer in stream.buffers():
+        keep.append(buffer)
+        ranges.append((address_in(buffer, 0, buffer.numel()), buffer.numel()))
+        waiting += buffer.numel()
         if waiting >= _GROUP_BYTES:
             slot.write.copy_host(ranges, timeout_s)
             ranges, keep, waiting = [], [], 0
-    slot.write.copy_host([*ranges, (address_in(meta, 0, meta.numel()), meta.numel())], timeout_s)
+    if ranges:
+        slot.write.copy_host(ranges, timeout_s)
 
 
-def _copy_from_devices(
-    slot: StandaloneSlot,
-    items: Sequence[_Item],
-    planner: SavePlanner,
-    meta: torch.Tensor,
-    stream_bytes: int,
-    pool_memory: torch.Tensor,
-    timeout_s: float,
-) -> None:
+def _copy_from_devices(slot: StandaloneSlot, stream: RankStream, pool_memory: torch.Tensor, timeout_s: float) -> None:
     streams = DeviceStreams([])
 
-    def buffers() -> Iterator[torch.Tensor]:
-        for item in items:
-            tensor = _tensor(item, planner)
-            if tensor.is_cuda:
-                streams.follow(tensor.device)  # behind what made it
-            yield _bytes_of(tensor)
-            if item.nbytes % BLOCK_ALIGNMENT:
-                yield _PADDING[: BLOCK_ALIGNMENT - item.nbytes % BLOCK_ALIGNMENT]
-        yield meta
+    def seen(tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            streams.follow(tensor.device)  # behind what made it
 
     lander = Lander(slot.write, timeout_s)
     try:
-        fill_chunks(slot.write, buffers(), stream_bytes, pool_memory, streams, lander, timeout_s)
+        fill_chunks(slot.write, stream.buffers(seen), stream.nbytes, pool_memory, streams, lander, timeout_s)
         lander.finish()
         if lander.failures:
             raise lander.failures[0]
