@@ -199,3 +199,24 @@ def test_a_state_that_is_larger_than_the_pool_is_not_copied_as_a_whole(tmp_path)
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_draft_that_another_save_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    from lastgood.integrations.dcp import folder
+
+    mine = folder.CheckpointFolder(tmp_path / "step-1", bytes(range(16)))
+    real, removed = folder.FileLock.acquire, []
+
+    def acquire(self, *arguments):
+        if len(removed) < 3:
+            removed.append(self.path)
+            folder._remove_unheld(mine.draft)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(folder.FileLock, "acquire", acquire)
+    lock = mine.make()
+    assert len(removed) == 3
+    assert mine.draft.is_dir()
+    folder._remove_unheld(mine.draft)
+    assert mine.draft.is_dir()
+    lock.release()

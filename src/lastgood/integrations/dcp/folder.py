@@ -44,6 +44,7 @@ METADATA = ".metadata"
 _OF_A_SAVE = re.compile(r"(?:__\d+_\d+-|lastgood-manifest-)([0-9a-f]{16})\.(?:lgs|distcp|json)")
 _OF_A_RANK = re.compile(r"__\d+\.metadata")
 _POLL_S = 0.05
+_TRIES = 10
 _APPEARS_S = 10.0
 """How long a shared file system may take to show another host's new folder."""
 
@@ -85,10 +86,21 @@ class CheckpointFolder:
             self.final.parent.mkdir(parents=True, exist_ok=True)
             for left in temporaries_beside(self.final):
                 _remove_unheld(left)
-            self.draft.mkdir(0o700)
-            self.draft.chmod(self.readable_by.directory_mode)
-        lock = FileLock(self.draft, "a checkpoint that is being written", shared_with_forks=False, on_directory=True)
-        lock.acquire()
+        for tried in range(1, _TRIES + 1):
+            lock = FileLock(
+                self.draft, "a checkpoint that is being written", shared_with_forks=False, on_directory=True
+            )
+            try:
+                with storage_errors(self.draft, "making the folder"):
+                    self.draft.mkdir(0o700)
+                    self.draft.chmod(self.readable_by.directory_mode)
+                lock.acquire(_APPEARS_S)
+            except (StorageError, LockHeld):
+                # Another save of this name may have taken it for a dead one's, before it was locked.
+                if tried == _TRIES or self.draft.exists():
+                    raise
+                continue
+            break
         return lock
 
     def wait_for_draft(self, timeout_s: float) -> None:

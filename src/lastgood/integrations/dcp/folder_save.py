@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -56,13 +56,13 @@ class Save(Protocol):
 class FolderSave:
     """A `Save` into a folder that all ranks share."""
 
-    def __init__(self, path: Path, roll: RollCall, layout: Literal["lastgood", "dcp"], options: SlotOptions) -> None:
+    def __init__(self, path: Path, roll: RollCall, options: SlotOptions, *, torch_files: bool) -> None:
         self.path = path
         self.folder = CheckpointFolder(path, roll.id, options.readable_by)
         self.rank = roll.rank
         self.together = True
         self._group_size = roll.group_size
-        self._layout = layout
+        self._torch_files = torch_files
         self._options = options
         self._lock: FileLock | None = None
         self._published = False
@@ -77,7 +77,7 @@ class FolderSave:
         folder.wait_for_draft(options.timeout_s)
         if not plan.items:
             return []
-        if self._layout == "dcp":
+        if self._torch_files:
             return write_torch_files(
                 folder.draft,
                 lambda number: file_name(self.rank, number, folder.save_id, "distcp"),

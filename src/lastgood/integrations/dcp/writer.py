@@ -196,7 +196,7 @@ class LastgoodWriter(StorageWriter):
     def _begin(self, roll: RollCall) -> Save:
         if self.place.scheme == "s3":
             return ObjectSave(self.place, self.s3, roll, self.options)
-        return FolderSave(folder_of(self.place), roll, self.layout, self.options)
+        return FolderSave(folder_of(self.place), roll, self.options, torch_files=self.layout == "dcp")
 
     def _storage_meta(self, save_id: bytes) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_text(save_id))
