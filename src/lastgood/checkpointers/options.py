@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from lastgood.errors import ConfigError
 from lastgood.files import local_path
+from lastgood.locations import Location
 from lastgood.models import FrozenModel
 
 __all__ = ["BaseOptions", "KeepOptions", "check_when_to_save", "made_options"]
@@ -19,6 +20,8 @@ class BaseOptions(FrozenModel):
 
     path_options: ClassVar[tuple[str, ...]] = ()
     """Names of those that are paths: a checkpointer takes relative ones from where the process is when it is made."""
+    place_options: ClassVar[tuple[str, ...]] = ()
+    """Names of those that are folders or URLs; folders are taken as paths are."""
     later_options: ClassVar[tuple[str, ...]] = ()
     """Names of those that came later. Records of runs are named by a hash of the options: older ones keep their names
     as long as such an option has its default."""
@@ -94,6 +97,8 @@ def made_options(system: _System, directory: object, options: BaseOptions | None
         raise ConfigError(f"{system.name}: options are {type(options).__name__}, not {system.Options.__name__}{meant}")
     paths = {name: getattr(options, name) for name in options.path_options}
     absolute = {name: str(local_path(path)) for name, path in paths.items() if path is not None}
+    places = {name: getattr(options, name) for name in options.place_options}
+    absolute |= {name: str(Location.parse(place)) for name, place in places.items() if place is not None}
     return options.model_copy(update=absolute) if absolute else options
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from lastgood.checkpointers.agreement.address import check_control
 from lastgood.checkpointers.attach.process_end import EXIT_DRAIN_S
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.ranks.directories import Buffers
 from lastgood.checkpointers.ranks.replicated import Declared
+from lastgood.errors import ConfigError
+from lastgood.storage.objects.format import SEGMENT_BYTES
+from lastgood.storage.objects.opening import ObjectPlace
 from lastgood.units import MIB
 
 __all__ = ["PCcheckOptions"]
@@ -20,9 +23,14 @@ __all__ = ["PCcheckOptions"]
 class PCcheckOptions(BaseOptions):
     """Options of PCcheck; N, p and b are the paper's names."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
+    place_options: ClassVar[tuple[str, ...]] = ("remote",)
     later_options: ClassVar[tuple[str, ...]] = (
         "control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated",
+        "remote", "remote_every", "remote_keep", "remote_mbps", "remote_region", "remote_endpoint_url",
+        "remote_profile",
     )  # fmt: skip
 
     max_in_flight: int = Field(default=2, ge=1, le=64)
@@ -65,6 +73,21 @@ class PCcheckOptions(BaseOptions):
     """M: every M-th checkpoint is exported to `archive_dir` in the background, and stays there; None: none is."""
     archive_dir: str | None = None
     """Directory of the archive (safetensors files), of this job and rank alone."""
+    remote: str | None = None
+    """Where checkpoints go in the background that outlive this machine: s3://BUCKET/PREFIX, or a folder of objects
+    (docs/s3.md). A place for one job. Keys come from the environment or from a profile."""
+    remote_every: int = Field(default=10, ge=1)
+    """M: every M-th checkpoint is sent there."""
+    remote_keep: int = Field(default=2, ge=1, le=1000)
+    """So many of the newest stay there, and the newest one that was not judged bad."""
+    remote_mbps: float | None = Field(default=None, gt=0, le=1e6)
+    """What each rank sends at most, in 10**6 bits per second; None: as much as goes."""
+    remote_region: str | None = None
+    """Of the bucket; None: as the environment says."""
+    remote_endpoint_url: str | None = None
+    """Of a server that is not AWS; None: as the environment says."""
+    remote_profile: str | None = None
+    """Of the AWS command line's files, for the keys; None: as the environment says."""
     max_failed_restarts: int | None = Field(default=3, ge=1)
     """F: after so many incarnations from one checkpoint without a newer one, the next older is taken; None: never."""
     exit_drain_s: float = Field(default=EXIT_DRAIN_S, ge=0)
@@ -91,15 +114,40 @@ class PCcheckOptions(BaseOptions):
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
         return self
 
+    @model_validator(mode="after")
+    def _remote_can_be(self) -> PCcheckOptions:
+        if self.remote is None:
+            fields = type(self).model_fields
+            alone = [
+                name
+                for name, field in fields.items()
+                if name.startswith("remote_") and getattr(self, name) != field.default
+            ]
+            if alone:
+                raise ValueError(f"{', '.join(alone)}: only with remote, a place for checkpoints")
+        try:
+            self.remote_place  # noqa: B018 - it refuses what cannot be
+        except ConfigError as error:
+            raise ValueError(f"remote: {error}") from None
+        return self
+
+    @property
+    def remote_place(self) -> ObjectPlace | None:
+        """`remote`, and how it is reached; None if there is none."""
+        if self.remote is None:
+            return None
+        return ObjectPlace(self.remote, self.remote_region, self.remote_endpoint_url, self.remote_profile)
+
     @property
     def slots(self) -> int:
-        """Slot files: one for each checkpoint in flight, for each that is kept, and for one that is being archived."""
-        return self.max_in_flight + self.keep + (self.archive_every is not None)
+        """Slot files: for each checkpoint in flight and each that is kept; one that is archived, one that is sent."""
+        return self.max_in_flight + self.keep + (self.archive_every is not None) + (self.remote is not None)
 
     def disk_bytes(self, state_bytes: int) -> int:
         """All slots."""
         return self.slots * state_bytes
 
     def host_bytes(self, state_bytes: int) -> int:
-        """The pool."""
-        return state_bytes if self.pool_bytes is None else self.pool_bytes
+        """The pool, and a segment on its way to `remote`."""
+        pool = state_bytes if self.pool_bytes is None else self.pool_bytes
+        return pool + (0 if self.remote is None else min(SEGMENT_BYTES, state_bytes))
