@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from lastgood import PCcheck
-from lastgood.checkpointers.export import archive as archive_module
 from lastgood.checkpointers.export.archive import Archive, archived_files
 from lastgood.checkpointers.export.formats import load_exported
-from lastgood.errors import ConfigError, LockHeld, WaitTimeout
+from lastgood.errors import ConfigError, LastgoodError, LockHeld, WaitTimeout
 from lastgood.state import state_digest
 from tests.checkpointers.support.archive_driver import state_of
 from tests.checkpointers.support.stored_helpers import open_store, put
@@ -48,14 +47,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.reached = threading.Semaphore(0)
         self.open = threading.Semaphore(0)
-        real = Archive._export
+        real = Archive._follow
 
         def export(archive, view, info):
             self.reached.release()
             assert self.open.acquire(timeout=WAIT_S), "the test did not go on"
             real(archive, view, info)
 
-        monkeypatch.setattr(Archive, "_export", export)
+        monkeypatch.setattr(Archive, "_follow", export)
 
 
 def test_every_mth_is_archived_over_all_lives(tmp_path):
@@ -110,7 +109,7 @@ def test_one_waits_at_most_and_newer_ones_replace_it(tmp_path, store, monkeypatc
     gate.open.release(2)
     archive.close(WAIT_S)
     # Step 1 left its slot to training while the gate was closed.
-    assert (archive.counts.archived, archive.counts.replaced, archive.counts.failed) == (1, 2, 1)
+    assert (archive.counts.done, archive.counts.replaced, archive.counts.failed) == (1, 2, 1)
     assert steps(tmp_path / "archive") == [4]
     messages = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert sum("was due before" in message for message in messages) == 1, "logged once"
@@ -141,7 +140,7 @@ def test_the_slot_is_not_reused_while_it_is_exported(tmp_path, store, monkeypatc
     assert info in store.committed()
     go_on.set()
     archive.close(WAIT_S)
-    assert archive.counts.archived == 1
+    assert archive.counts.done == 1
     assert state_digest(load_exported(archived_files(tmp_path / "archive")[0][2])) == state_digest(state)
     for step in range(9, 13):
         put(store, step, small(step))
@@ -166,7 +165,7 @@ def test_failures_are_counted_and_logged_once_per_kind(tmp_path, store, caplog):
     archive.drain(WAIT_S)
     archive.offer(store, put(store, 4, small(4)))
     archive.close(WAIT_S)
-    assert (archive.counts.archived, archive.counts.failed) == (1, 3)
+    assert (archive.counts.done, archive.counts.failed) == (1, 3)
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     assert "step 1 was not archived: StorageError" in errors[0]
@@ -197,7 +196,7 @@ def test_an_archive_that_cannot_be_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="at least 1"):
         Archive(tmp_path, 0)
     (tmp_path / "file").touch()
-    with pytest.raises(archive_module.LastgoodError, match="file"):
+    with pytest.raises(LastgoodError, match="file"):
         Archive(tmp_path / "file", 1)
 
 
@@ -213,7 +212,7 @@ def test_its_thread_is_polite_and_ends_when_there_is_nothing_to_do(tmp_path, sto
     seen = []
     monkeypatch.setattr(
         Archive,
-        "_export",
+        "_follow",
         lambda self, view, info: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
     )
     archive = Archive(tmp_path / "archive", 1)
