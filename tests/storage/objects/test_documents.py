@@ -48,6 +48,11 @@ def test_documents_come_back(manifest):
     assert Commit.decode(commit.encode(), "here", ONE.name) == commit
     note = UploadNote(ONE.name, 3, (CommitName(JOB, 1, 2),))
     assert UploadNote.decode(note.encode(), "here") == note
+    told = UploadNote(ONE.name, 3, (), Part(f"{ONE.name.tag}-{'0' * 64}", 77))
+    assert UploadNote.decode(told.encode(), "here") == told
+    assert b"part" not in note.encode()
+    with pytest.raises(CorruptCheckpoint, match="no manifest"):
+        UploadNote.decode(told.encode().replace(b",77]", b",0]"), "here")
 
 
 @pytest.mark.parametrize(

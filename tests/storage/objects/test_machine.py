@@ -19,7 +19,7 @@ from lastgood.errors import CheckpointError
 from lastgood.storage.objects.commits import commits_of, find_base, find_commits, read_commit, retire, spared
 from lastgood.storage.objects.format import MANIFESTS, SEGMENTS, UPLOADS, CommitName, object_key
 from lastgood.storage.objects.sweep import sweep
-from lastgood.storage.objects.upload import BEAT_S, commit_parts
+from lastgood.storage.objects.upload import BEAT_S, commit_parts, told_parts
 from lastgood.storage.objects.view import RemoteView
 from tests.storage.objects.support.actors import Actor, Clock, ListableFolder
 from tests.storage.objects.support.streams import Stream, read, send
@@ -111,9 +111,12 @@ class Machine(RuleBasedStateMachine):
                 upload, part = send(client, stream, base, hashed=hashed, clock=self.clock)
                 uploads.append(upload)
                 parts.append(part)
-            for upload in uploads:
+            for upload, part in zip(uploads, parts, strict=True):
                 upload.beat()
-            commit_parts(uploads[0], parts)
+                upload.tell(part)
+            told = told_parts(client, name)  # by this process, or by another one that sends the same
+            if len(told) == world_size:
+                commit_parts(uploads[0], [told[rank] for rank in range(world_size)])
             for upload in uploads:
                 upload.done()
 

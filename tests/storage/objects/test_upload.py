@@ -8,12 +8,20 @@ from dataclasses import replace
 import pytest
 
 from lastgood.addresses import memory_address
-from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError, WaitTimeout
+from lastgood.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    MismatchError,
+    NoCheckpoint,
+    StorageError,
+    WaitTimeout,
+)
 from lastgood.storage import SlotStore, SlotView
 from lastgood.storage.objects.commits import Base, find_base, find_commits, retire
 from lastgood.storage.objects.folder import FolderClient
 from lastgood.storage.objects.format import MANIFESTS, SEGMENTS, Manifest, object_key
-from lastgood.storage.objects.upload import PartUpload, commit_parts, upload_slot
+from lastgood.storage.objects.upload import PartUpload, commit_parts, told_parts, upload_slot
 from lastgood.storage.objects.view import RemoteView
 from tests.storage.objects.support.streams import CHUNK, JOB, SEGMENT, Stream, read, save, send
 
@@ -268,3 +276,32 @@ def test_an_empty_stream(client):
     save(client, empty)
     view = RemoteView(client)
     assert read(view, view.newest()) == b""
+
+
+def test_ranks_tell_their_parts_to_the_one_that_commits(client):
+    streams = [Stream((rank,), rank=rank, world_size=3) for rank in range(3)]
+    sent = [send(client, stream) for stream in streams]
+    for rank in (0, 2):
+        sent[rank][0].tell(sent[rank][1])
+    assert told_parts(client, streams[0].name) == {0: sent[0][1], 2: sent[2][1]}
+    again, part = send(client, streams[1])
+    again.tell(part)
+    again.beat()
+    told = told_parts(client, streams[0].name)
+    commit_parts(sent[0][0], [told[rank] for rank in range(3)])
+    for rank, stream in enumerate(streams):
+        view = RemoteView(client, rank)
+        assert read(view, view.newest()) == stream.content
+    for upload, _ in sent:
+        upload.done()
+    again.done()
+    assert told_parts(client, streams[0].name) == {}
+
+
+def test_a_part_that_took_more_than_a_week_is_not_told(client):
+    now = [0.0]
+    upload, part = send(client, Stream((1,)), clock=lambda: now[0])
+    now[0] = 8 * 86400.0
+    with pytest.raises(CheckpointError, match="more than a week ago"):
+        upload.tell(part)
+    assert told_parts(client, Stream((1,)).name) == {}

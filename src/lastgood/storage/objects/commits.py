@@ -16,6 +16,7 @@ __all__ = [
     "commits_of",
     "find_base",
     "find_commits",
+    "is_committed",
     "names_of_job",
     "read_commit",
     "read_manifest",
@@ -65,6 +66,12 @@ def names_of_job(found: Mapping[CommitName, ObjectInfo], place: str, job_id: byt
             f"{place}: has checkpoints of several jobs: {', '.join(jobs[:5])}; give each a prefix of its own"
         )
     return sorted(names, reverse=True)
+
+
+def is_committed(client: ObjectClient, name: CommitName) -> bool:
+    """Whether this checkpoint is there. Raises StorageError."""
+    info = client.head(name.key)
+    return info is not None and info.nbytes > 0
 
 
 def read_commit(client: ObjectClient, name: CommitName) -> Commit:

@@ -274,12 +274,13 @@ class UploadNote:
     name: CommitName
     rank: int
     bases: tuple[CommitName, ...] = ()
+    part: Part | None = None
+    """The manifest, once all is sent: for rank 0, which commits."""
 
     def encode(self) -> bytes:
         """The content of its object."""
-        return _document(
-            "upload", {"upload": str(self.name), "rank": self.rank, "bases": [str(base) for base in self.bases]}
-        )
+        fields = {"upload": str(self.name), "rank": self.rank, "bases": [str(base) for base in self.bases]}
+        return _document("upload", fields if self.part is None else {**fields, "part": list(self.part)})
 
     @classmethod
     def decode(cls, content: bytes, where: str) -> UploadNote:
@@ -287,10 +288,11 @@ class UploadNote:
         found = _Reader(content, where, "upload", MOST_UPLOAD_BYTES)
         name, rank = CommitName.parse(found.text("upload")), found.number("rank")
         bases = [CommitName.parse(text) if isinstance(text, str) else None for text in found.items("bases")]
+        part = found.part("part") if found.has("part") else None
         found.end()
         if name is None or None in bases or len(bases) > _MOST_BASES:
             raise found.wrong("names that are none of checkpoints")
-        return cls(name, rank, tuple(base for base in bases if base is not None))
+        return cls(name, rank, tuple(base for base in bases if base is not None), part)
 
 
 _NUMBERS = (
@@ -376,15 +378,22 @@ class _Reader:
         listed = self.items("manifests")
         if not 1 <= count <= fmt.MAX_WORLD_SIZE or len(listed) != count:
             raise self.wrong(f"{len(listed)} manifests for {count} ranks")
-        found = []
-        for item in listed:
-            name, nbytes = _two(item)
-            if not _is_name(name) or not is_whole(nbytes, 1, MOST_MANIFEST_BYTES):
-                raise self.wrong(f"{item!r:.120} is no manifest")
-            found.append(Part(name, nbytes))
+        found = [self._part(item) for item in listed]
         if len({part.name for part in found}) < count:
             raise self.wrong("a manifest stands in it twice")
         return found
+
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
+    def part(self, name: str) -> Part:
+        return self._part(self._take(name))
+
+    def _part(self, item: Any) -> Part:
+        name, nbytes = _two(item)
+        if not _is_name(name) or not is_whole(nbytes, 1, MOST_MANIFEST_BYTES):
+            raise self.wrong(f"{item!r:.120} is no manifest")
+        return Part(name, nbytes)
 
     def end(self) -> None:
         if self._fields:

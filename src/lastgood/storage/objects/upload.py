@@ -19,14 +19,14 @@ from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, Mis
 from lastgood.storage import format as fmt
 from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient, ObjectExists, ObjectInfo, ObjectMissing
-from lastgood.storage.objects.commits import Base, read_manifest
+from lastgood.storage.objects.commits import Base, is_committed, read_manifest
 from lastgood.storage.objects.format import Commit, CommitName, Manifest, Part, Segment, UploadNote, object_key
 from lastgood.storage.reader import SlotInfo, SlotView
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MOST_UPLOAD_S", "PartUpload", "commit_parts", "upload_slot"]
+__all__ = ["MOST_UPLOAD_S", "PartUpload", "commit_parts", "told_parts", "upload_slot"]
 
 BEAT_S = 3600.0
 """How often an upload says that it goes on: far more often than `sweep.GUARD_S`."""
@@ -95,6 +95,7 @@ class PartUpload:
         count = -(-record.stream_bytes // self.segment_bytes)
         self._segments: list[tuple[Segment, bytes] | None] = [None] * count
         self._note = f"{self.name.uploads}/{record.rank:07d}-{secrets.token_hex(_NONCE_BYTES)}"
+        self._part: Part | None = None
         self._again = False
         self._beaten_s = self._began_s[0]
         self._shift = _Reseeding(record.chunk_bytes)
@@ -113,7 +114,7 @@ class PartUpload:
         self._beat()
         # Only now: a sweep that did not see the note began before it, and what it takes for unneeded was unneeded.
         self._refuse_given_up()
-        if self._base is not None and not _is_there(self.client, self._base.name):
+        if self._base is not None and not is_committed(self.client, self._base.name):
             self._base = None
         rank = self._note.rpartition("/")[2].partition("-")[0]
         self._again = any(
@@ -160,6 +161,12 @@ class PartUpload:
         self._create(object_key(objects.MANIFESTS, part.name), content)
         return part
 
+    def tell(self, part: Part) -> None:
+        """Say what `finish` gave, for a rank 0 elsewhere that calls `told_parts`. Raises also CheckpointError."""
+        self.refuse_late()
+        self._part = part
+        self._beat()
+
     def beat(self) -> None:
         """Say that this upload goes on, if it is time to: called by `send`, and by whoever waits for other ranks."""
         with self._lock:
@@ -183,7 +190,8 @@ class PartUpload:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        note = UploadNote(self.name, self._record.rank, () if self._base is None else (self._base.name,))
+        bases = () if self._base is None else (self._base.name,)
+        note = UploadNote(self.name, self._record.rank, bases, self._part)
         with self._lock:
             self._beaten_s = self._clock()
         self.client.put(self._note, note.encode())
@@ -320,6 +328,24 @@ def upload_slot(
 # -- the commit --------------------------------------------------------------------------------------------------------
 
 
+def told_parts(client: ObjectClient, name: CommitName) -> dict[int, Part]:
+    """The parts of a checkpoint that ranks have said to be there (`PartUpload.tell`), by rank.
+
+    A rank that began several times may have left several; each of them is complete, and one is as good as another.
+    Raises StorageError, CorruptCheckpoint.
+    """
+    found: dict[int, Part] = {}
+    for info in client.list(name.uploads):
+        try:
+            content = client.get(info.key, objects.MOST_UPLOAD_BYTES)
+        except ObjectMissing:
+            continue
+        note = UploadNote.decode(content, client.where(info.key))
+        if note.name == name and note.part is not None:
+            found[note.rank] = note.part
+    return found
+
+
 def commit_parts(upload: PartUpload, parts: Sequence[Part]) -> Commit:
     """Called by rank 0 with its own upload, when all ranks have finished: make the checkpoint of their parts.
 
@@ -381,11 +407,6 @@ def _read_back(client: ObjectClient, name: CommitName, error: StorageError) -> b
         if isinstance(error, ObjectExists):
             raise
         raise error from None
-
-
-def _is_there(client: ObjectClient, name: CommitName) -> bool:
-    info = client.head(name.key)
-    return info is not None and info.nbytes > 0
 
 
 def _given_up(client: ObjectClient, name: CommitName) -> CheckpointError:
