@@ -39,10 +39,10 @@ WAIT_S = 60
 class Port:
     """A coordinator and where it is."""
 
-    def __init__(self, world):
+    def __init__(self, world, choose=None):
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        self.coordinator = Coordinator(listener, TOKEN, world, SILENCE_S)
+        self.coordinator = Coordinator(listener, TOKEN, world, SILENCE_S, choose)
         self.members = []
 
     def member(self, rank, world, token=TOKEN, port=None):
@@ -75,8 +75,8 @@ class Port:
 def port():
     made = []
 
-    def make(world):
-        made.append(Port(world))
+    def make(world, choose=None):
+        made.append(Port(world, choose))
         return made[-1]
 
     yield make
@@ -110,6 +110,24 @@ def test_a_step_is_global_once_all_have_committed_it(port):
             "rank 1 on host1: no place"
         )
         assert ((1, 10), False, "a spike", False) in heard
+
+
+def test_what_rank_0_chooses_all_hear_with_the_fate(port):
+    asked = []
+
+    def choose(step):
+        asked.append(step)
+        return step == 20
+
+    both = port(2, choose).running(2)
+    both[1][0].void(5, Fate.SKIPPED, "no place")
+    for step in (10, 20, 30):
+        for member, _ in both:
+            member.committed(step)
+    wait_until(lambda: all(len(heard) == 4 for _, heard in both), "four fates")
+    assert asked == [10, 20, 30], "of those that all hold, once each"
+    for _, heard in both:
+        assert [(one.step, one.chosen) for one in heard] == [(5, False), (10, False), (20, True), (30, False)]
 
 
 def test_a_missing_rank_is_named_in_bounded_time(port):

@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +68,17 @@ class Coordinator:
         token: what all ranks know and no foreign process does.
         world_size: ranks that must join.
         silence_s: a rank that says nothing for so long is missing; ranks are told something four times as often.
+        choose: asked once of every step that all ranks hold, in their order; what it says is told with the step's fate.
     """
 
-    def __init__(self, listener: socket.socket, token: bytes, world_size: int, silence_s: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        world_size: int,
+        silence_s: float,
+        choose: Callable[[int], bool] | None = None,
+    ) -> None:
         self._token = token
         self._world_size = world_size
         self._silence_s = silence_s
@@ -82,6 +91,9 @@ class Coordinator:
         self._round = 0
         self._incarnation_id = secrets.token_hex(16)
         self._tally = Tally(world_size)
+        self._choose = choose
+        self._chosen = -1
+        """The newest step that was chosen."""
         self._job_id = ""
         self._verdicts: dict[Identity, dict[str, Any]] = {}
         self._told_s = 0.0
@@ -379,7 +391,7 @@ class Coordinator:
         # What it may not have heard: what was decided against saves that it has yet to begin, and every verdict.
         for decided in list(self._tally.decided.values()):
             if decided.step > self._tally.newest:
-                self._send(guest, **_said(decided))
+                self._send(guest, **self._said(decided))
         for verdict in self._verdicts.values():
             self._send(guest, **verdict)
         opened = message.get("open")
@@ -387,7 +399,7 @@ class Coordinator:
             number = whole_number({"step": step}, "step")
             known = self._tally.fate(number)
             if known is not None:
-                self._send(guest, **_said(known))
+                self._send(guest, **self._said(known))
             else:
                 self._announce(self._tally.commit(rank, number))
         self._tell_all_is_well()
@@ -399,7 +411,14 @@ class Coordinator:
 
     def _announce(self, decided: list[Decided]) -> None:
         for one in decided:
-            self._send_all(**_said(one))
+            if one.fate is Fate.GLOBAL and self._choose is not None and self._choose(one.step):
+                self._chosen = one.step
+            self._send_all(**self._said(one))
+
+    def _said(self, decided: Decided) -> dict[str, Any]:
+        said = {"kind": "fate", "step": decided.step, "fate": decided.fate.value, "why": decided.why}
+        chosen = decided.fate is Fate.GLOBAL and decided.step == self._chosen
+        return {**said, "chosen": True} if chosen else said
 
     def _verdict(self, message: dict[str, Any]) -> None:
         identity = identity_of(message.get("of"))
@@ -415,7 +434,3 @@ class Coordinator:
         while len(self._verdicts) > _MOST_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]
         self._send_all(**said)
-
-
-def _said(decided: Decided) -> dict[str, Any]:
-    return {"kind": "fate", "step": decided.step, "fate": decided.fate.value, "why": decided.why}

@@ -279,6 +279,8 @@ class Decided:
     step: int
     fate: Fate
     why: str = ""
+    chosen: bool = False
+    """Whether rank 0 chose this one, which all ranks hold, to be followed on all of them (`JobOfRanks.begin`)."""
 
 
 class Tally:

@@ -96,6 +96,7 @@ class JobOfRanks:
         read: Callable[[SlotStore, SlotInfo], Callable[[], None]],
         wanted: Wanted,
         beside: Callable[[], str] = str,
+        choose: Callable[[SlotInfo], bool] | None = None,
     ) -> tuple[SlotStore, SlotInfo | None]:
         """Join, open the store under the job's id, and read what all ranks can read; returns what was restored.
 
@@ -109,7 +110,13 @@ class JobOfRanks:
             # The address first: all ranks take part in finding it, also one whose directory cannot be read.
             address, listener = find_address(self._settings.control, self._settings.rank, self._settings.join_timeout_s)
             if listener is not None:
-                self._coordinator = Coordinator(listener, address.token, self._settings.world_size, self._silence_s)
+                self._coordinator = Coordinator(
+                    listener,
+                    address.token,
+                    self._settings.world_size,
+                    self._silence_s,
+                    None if choose is None else lambda step: self._chooses(step, choose),
+                )
             try:
                 report = self._report(wanted, beside())
             except LastgoodError as error:
@@ -145,6 +152,12 @@ class JobOfRanks:
                 store.close()
             raise
         return store, info
+
+    def _chooses(self, step: int, choose: Callable[[SlotInfo], bool]) -> bool:
+        """On rank 0, in the coordinator's thread: a checkpoint that has left its slot meanwhile is not chosen."""
+        with self._changed:
+            info = self._landed.get(step)
+        return info is not None and choose(info)
 
     def _join(self, address: Address, report: Report) -> tuple[Member, Offer]:
         member = self._member = Member(address, report, self._silence_s, self._heard_fate, self._heard_verdict)

@@ -350,9 +350,10 @@ class Member:
     def _fate(self, message: dict[str, Any]) -> None:
         step = whole_number(message, "step")
         try:
-            decided = Decided(step, Fate(message.get("fate")), cut(message.get("why", ""), 700))
+            fate, why = Fate(message.get("fate")), cut(message.get("why", ""), 700)
         except ValueError as error:
             raise CorruptCheckpoint(f"the fate of step {step} is {message.get('fate')!r:.40}") from error
+        decided = Decided(step, fate, why, fate is Fate.GLOBAL and message.get("chosen") is True)
         with self._changed:
             self._open.pop(step, None)
             self._voids.pop(step, None)
