@@ -98,8 +98,14 @@ def made_options(system: _System, directory: object, options: BaseOptions | None
     paths = {name: getattr(options, name) for name in options.path_options}
     absolute = {name: str(local_path(path)) for name, path in paths.items() if path is not None}
     places = {name: getattr(options, name) for name in options.place_options}
-    absolute |= {name: str(Location.parse(place)) for name, place in places.items() if place is not None}
+    absolute |= {name: _place(place) for name, place in places.items() if place is not None}
     return options.model_copy(update=absolute) if absolute else options
+
+
+def _place(named: str) -> str:
+    """Raises ConfigError for a URL of another scheme."""
+    location = Location.parse(named)
+    return str(location if location.scheme == "s3" else location.path)
 
 
 def _validated(system: _System, given: dict[str, Any]) -> BaseOptions:

@@ -33,6 +33,9 @@ def test_a_place_is_a_bucket_or_a_folder(tmp_path, monkeypatch):
         None,
     )
     assert PCcheckOptions().remote_place is None
+    options = PCcheckOptions(resume_from="s3://bucket/old", remote_region="us-east-2")
+    assert (options.resume_place.place, options.resume_place.options.region) == ("s3://bucket/old", "us-east-2")
+    assert PCcheckOptions(resume_from="/old").resume_place is None
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,8 @@ def test_a_place_is_a_bucket_or_a_folder(tmp_path, monkeypatch):
         ({"remote": "s3://bucket", "remote_keep": 0}, "remote_keep"),
         ({"remote": "s3://bucket", "remote_mbps": 0}, "remote_mbps"),
         ({"remote_every": 3, "remote_region": "x"}, "remote_every, remote_region: only with remote"),
+        ({"resume_from": "s3://bucket", "remote_every": 3}, "remote_every: only with remote"),
+        ({"resume_from": "gs://bucket"}, "is a URL"),
         ({"remotes": "s3://bucket"}, "did you mean remote"),
     ],
 )
@@ -59,6 +64,7 @@ def test_keys_are_refused_and_never_repeated():
         {"remote": "s3://AKIAKEY:hunter2@bucket/job"},
         {"remote": "s3://bucket", "remote_endpoint_url": "https://AKIAKEY:hunter2@host"},
         {"remote": "s3://AKIAKEY:hunter2@bucket/job", "remote_every": -1},
+        {"resume_from": "s3://AKIAKEY:hunter2@bucket/job", "remote_region": "x"},
     ):
         told = refusal(**given)
         assert "hunter2" not in told and "AKIAKEY" not in told

@@ -35,6 +35,7 @@ from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, WaitTimeout
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, state_digest
+from lastgood.storage.objects.folder import FolderClient
 
 WAIT_S = 120.0
 
@@ -297,6 +298,54 @@ def two_dimensions(rank, world, job):
         "weight": summed(whole(model.weight)),
         "bias": summed(whole(model.bias)),
     }
+
+
+def wide(rank, world, seed):
+    """A model whose parts are many chunks long, and its optimizer with moments."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 4096, bias=False), torch.nn.Tanh(), torch.nn.Linear(4096, 256, bias=False)
+    )
+    if world > 1:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_wide(rank, world, job):
+    state = wide(rank, world, 0)
+    checkpointer = PCcheck(rank_directory(job, rank), rank=rank, world_size=world, control="off", chunk_bytes=4096)
+    checkpointer.start(state)
+    checkpointer.save(1)
+    checkpointer.drain(WAIT_S)
+    outcomes = [(event.outcome.value, event.error) for event in checkpointer.events]
+    checkpointer.close()
+    return {"outcomes": outcomes, "sums": sums_of(state["model"], state["optimizer"])}
+
+
+def load_wide(rank, world, job):
+    """What a rank fetches of a folder of objects, and the bytes of its own tensors."""
+    state = wide(rank, world, 7)
+    fetched = []
+    real = FolderClient.get_range
+
+    def get_range(self, key, begin, nbytes):
+        fetched.append(nbytes)
+        return real(self, key, begin, nbytes)
+
+    FolderClient.get_range = get_range
+    try:
+        step = restore_ranks(job, state, (rank, world), 4)
+    finally:
+        FolderClient.get_range = real
+    tensors = [*state["model"].state_dict().values()]
+    tensors += [value for entry in state["optimizer"].state_dict()["state"].values() for value in entry.values()]
+    needed = sum(local(value).nbytes for value in tensors)
+    sums = sums_of(state["model"], state["optimizer"])
+    return {"step": step, "fetched": sum(fetched), "needed": needed, "sums": sums}
 
 
 def two_layers():

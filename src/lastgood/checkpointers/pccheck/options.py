@@ -25,8 +25,8 @@ class PCcheckOptions(BaseOptions):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    path_options: ClassVar[tuple[str, ...]] = ("resume_from", "archive_dir")
-    place_options: ClassVar[tuple[str, ...]] = ("remote",)
+    path_options: ClassVar[tuple[str, ...]] = ("archive_dir",)
+    place_options: ClassVar[tuple[str, ...]] = ("resume_from", "remote")
     later_options: ClassVar[tuple[str, ...]] = (
         "control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated",
         "remote", "remote_every", "remote_keep", "remote_mbps", "remote_region", "remote_endpoint_url",
@@ -61,7 +61,8 @@ class PCcheckOptions(BaseOptions):
     agreement_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """So long out of touch with a rank, checkpoints that wait for it fail; one silent for half of it is missing."""
     resume_from: str | None = None
-    """Another job, of any number of ranks, that `attach` goes on from while this one has no checkpoint of its own."""
+    """Another job, of any number of ranks, that `attach` goes on from while this one has no checkpoint of its own: a
+    directory, or s3://BUCKET/PREFIX."""
     resume_buffers: Buffers = "equal"
     """Buffers of modules, where their number of ranks changes: equal on all ranks, or else refused; or rank 0's."""
     replicated: Declared = "none"
@@ -115,13 +116,22 @@ class PCcheckOptions(BaseOptions):
         return self
 
     @model_validator(mode="after")
+    def _bucket_can_be(self) -> PCcheckOptions:
+        try:
+            self.resume_place  # noqa: B018 - as above
+        except ConfigError as error:
+            raise ValueError(f"resume_from: {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _remote_can_be(self) -> PCcheckOptions:
         if self.remote is None:
             fields = type(self).model_fields
+            reach = {"remote_region", "remote_endpoint_url", "remote_profile"} if self.resume_place else set()
             alone = [
                 name
                 for name, field in fields.items()
-                if name.startswith("remote_") and getattr(self, name) != field.default
+                if name.startswith("remote_") and name not in reach and getattr(self, name) != field.default
             ]
             if alone:
                 raise ValueError(f"{', '.join(alone)}: only with remote, a place for checkpoints")
@@ -136,7 +146,17 @@ class PCcheckOptions(BaseOptions):
         """`remote`, and how it is reached; None if there is none."""
         if self.remote is None:
             return None
-        return ObjectPlace(self.remote, self.remote_region, self.remote_endpoint_url, self.remote_profile)
+        return self._place(self.remote)
+
+    @property
+    def resume_place(self) -> ObjectPlace | None:
+        """`resume_from`, if that is a bucket, and how it is reached: as `remote` is."""
+        if self.resume_from is None or not self.resume_from.lower().startswith("s3:"):
+            return None
+        return self._place(self.resume_from)
+
+    def _place(self, named: str) -> ObjectPlace:
+        return ObjectPlace(named, self.remote_region, self.remote_endpoint_url, self.remote_profile)
 
     @property
     def slots(self) -> int:

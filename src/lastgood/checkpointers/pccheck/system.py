@@ -41,6 +41,7 @@ from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.storage import SlotInfo, SlotStore
+from lastgood.storage.objects.view import RemotePath
 from lastgood.world import world_of_torch
 
 __all__ = ["PCcheck", "PCcheckOptions"]
@@ -211,7 +212,9 @@ class PCcheck(Checkpointer):
     def _place_of(self, step: int) -> Path:
         if self._began_at is not None:
             return self._began_at.path
-        return self.directory if step == 0 or self.options.resume_from is None else Path(self.options.resume_from)
+        if step == 0 or self.options.resume_from is None:
+            return self.directory
+        return RemotePath(self.options.resume_from)  # a folder as well
 
     def _begun(self) -> None:
         if self._began_at is not None and self._store is not None:
@@ -472,12 +475,14 @@ class PCcheck(Checkpointer):
         return Recovery(self._of_rank(self.directory), self._read_threads, self._world())
 
     def _ranked(self) -> RankedJob:
+        place = self.options.resume_place
         return RankedJob(
             self._of_rank(self.directory),
             *self._world(),
             self.options.resume_from,
             self.options.resume_buffers,
             self.readable_by,
+            None if place is None else place.options,
         )
 
     @property

@@ -16,6 +16,7 @@ from lastgood.errors import CheckpointError, ConfigError, NoCheckpoint
 from lastgood.files import ReadableBy
 from lastgood.state import FlatState
 from lastgood.storage import SlotStore, SlotView
+from lastgood.storage.objects.s3 import S3Options
 
 __all__ = ["Buffers", "RankedJob"]
 
@@ -31,10 +32,12 @@ class RankedJob:
     rank: int
     world_size: int
     other_job: str | None
-    """Where it goes on from while its own job has nothing."""
+    """Where it goes on from while its own job has nothing: a directory, or s3://BUCKET/PREFIX."""
     buffers: Buffers
     """What `restore_ranks` takes."""
     readable_by: ReadableBy
+    s3: S3Options | None = None
+    """How a bucket is reached."""
 
     @property
     def _job(self) -> Path | None:
@@ -69,7 +72,7 @@ class RankedJob:
         world = (self.rank, self.world_size)
         try:
             found = restore_ranks(
-                self.other_job, state, world, threads, step, good_only=good_only, buffers=self.buffers
+                self.other_job, state, world, threads, step, good_only=good_only, buffers=self.buffers, s3=self.s3
             )
         except NoCheckpoint as error:
             # Not as NoCheckpoint: a job that was told to go on must not begin again without a message.

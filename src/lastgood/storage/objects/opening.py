@@ -53,7 +53,7 @@ class ObjectPlace:
         location = Location.parse(self.place)
         if location.scheme == "s3":
             parse_s3(location)
-            self._options()
+            self.options  # noqa: B018 - it refuses what cannot be
         else:
             location.path  # noqa: B018 - it refuses other URLs
 
@@ -70,9 +70,11 @@ class ObjectPlace:
 
     def open(self) -> ObjectClient:
         """A client for this process, and no fork of it; the caller closes it. Raises as `open_objects` does."""
-        return open_objects(self.place, self._options())
+        return open_objects(self.place, self.options)
 
-    def _options(self) -> S3Options:
+    @property
+    def options(self) -> S3Options:
+        """How a bucket is reached."""
         return S3Options(region=self.region, endpoint_url=self.endpoint_url, profile=self.profile)
 
 
