@@ -34,7 +34,7 @@ FLOORS = [
         "checkpointers.recovery",
         "checkpointers.events checkpointers.options checkpointers.save_health",
         "checkpointers.base",
-        "checkpointers.directory_system checkpointers.export checkpointers.one_at_a_time",
+        "checkpointers.directory_system checkpointers.export checkpointers.one_at_a_time checkpointers.remote",
         "checkpointers.baselines checkpointers.checkfreq checkpointers.gpm checkpointers.gemini",
         "checkpointers.pccheck checkpointers.checkmate checkpointers.dcp checkpointers.third_party",
         "checkpointers.registry",
@@ -77,6 +77,7 @@ def loaded_after(statement):
         "import lastgood.gradients.protocol.client",
         "import lastgood.storage.objects.opening, lastgood.storage.objects.sweep",
         "import lastgood.experiments.services.object_store",
+        "import lastgood.checkpointers.remote.tier, lastgood.checkpointers.pccheck.system",
     ],
 )
 def test_needs_no_torch(statement):

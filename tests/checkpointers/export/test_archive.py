@@ -274,7 +274,9 @@ def test_a_training_fills_its_archive_and_keeps_its_places(tmp_path: Path) -> No
             step = checkpointer.step()
             digests[step] = model.weight.clone()
             checkpointer.drain()
-            checkpointer._archive.drain(WAIT_S)  # one that waits keeps no slot, and training may overtake its thread
+            checkpointer._beside.archive.drain(
+                WAIT_S
+            )  # one that waits keeps no slot, and training may overtake its thread
         assert len(list((tmp_path / "job").glob("slot-*"))) == 4
         checkpointer.close()
     archived = archived_files(tmp_path / "archive")

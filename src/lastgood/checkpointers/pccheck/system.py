@@ -21,8 +21,8 @@ from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.host import PinnedMemory, make_pool
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.checkpointers.export.archive import Archive
 from lastgood.checkpointers.options import BaseOptions
+from lastgood.checkpointers.pccheck.beside import Beside
 from lastgood.checkpointers.pccheck.flight import Flight, Flights
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
@@ -81,7 +81,7 @@ class PCcheck(Checkpointer):
         self._division: Division | None = None
         self._judging = Judging(self.directory, self.options.loss_spike, self._flights)
         self._how = ""
-        self._archive: Archive | None = None
+        self._beside: Beside | None = None
         self._began_at: SlotInfo | None = None
         self._still = StillWeights()
 
@@ -128,8 +128,9 @@ class PCcheck(Checkpointer):
             if self._agrees:
                 self._begin_together(None, Wanted(restore=False))
             else:
+                beside = self._make_beside(str)
                 self._store = self._make_store(self._ranked().job_id())
-            self._open_archive()
+                beside.open(self._store)
         return self._opened()
 
     def _make_store(self, job_id: bytes | None) -> SlotStore:
@@ -158,11 +159,11 @@ class PCcheck(Checkpointer):
         archives = [] if archive is None else [self._of_rank(archive)]
         return [self._of_rank(self.directory), *archives]
 
-    def _open_archive(self) -> None:
-        if self.options.archive_dir is not None and self.options.archive_every is not None and self._archive is None:
-            self._archive = Archive(
-                self._of_rank(self.options.archive_dir), self.options.archive_every, self.readable_by
-            )
+    def _make_beside(self, trouble: Callable[[], str]) -> Beside:
+        self._beside = Beside(
+            self._of_rank(self.directory), self.options, self._world(), self.readable_by, trouble, agrees=self._agrees
+        )
+        return self._beside
 
     def _begin_together(self, state: Mapping[str, Any] | None, wanted: Wanted) -> SlotInfo | None:
         """Join the other ranks, and restore into `state` what all of them restore, if there is something."""
@@ -173,12 +174,15 @@ class PCcheck(Checkpointer):
         options = self.options
         settings = Settings(*self._world(), options.control, options.join_timeout_s, options.agreement_timeout_s)
         job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
+        beside = self._make_beside(job.trouble)
 
         def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
             return self._recovery().read(store, info, {} if state is None else state)
 
-        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout)
+        choose = None if beside.tier is None else beside.tier.choose
+        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout, choose)
         self._job = job
+        beside.open(self._store)
         return info
 
     def _against_layout(self) -> str:
@@ -198,7 +202,6 @@ class PCcheck(Checkpointer):
             if step is not None and self._ranked().goes_on_from_another(None):
                 wanted = Wanted(restore=False)  # it is a step of the other job
             self._began_at = self._begin_together(state, wanted)
-            self._open_archive()
             if self._began_at is None and self.options.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
             elsewhere = self._began_at is None
@@ -251,21 +254,15 @@ class PCcheck(Checkpointer):
             job, self._job = self._job, None
             if job is not None:
                 job.close(self._close_s, "it ended by an error, or without close()" if failed else "")
-            self._close_archive()
+            beside, self._beside = self._beside, None
+            if beside is not None:
+                beside.close(self._close_s)
             self._store = None
             self._capacity = 0
             try:
                 store.close(min(_STORE_CLOSE_S, self._close_s))
             finally:
                 self._release_pool()
-
-    def _close_archive(self) -> None:
-        archive, self._archive = self._archive, None
-        if archive is not None:
-            try:
-                archive.close(self._close_s)
-            except WaitTimeout as error:
-                _log.warning("%s", error)
 
     def exit_drain_s(self) -> float:
         """As the option of that name says."""
@@ -290,6 +287,7 @@ class PCcheck(Checkpointer):
             "direct_io": direct,
             "written_by": self._how or None,
             "durability": "data, flush, commit record, flush",
+            **({} if self._beside is None else self._beside.facts()),
         }
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -358,7 +356,7 @@ class PCcheck(Checkpointer):
 
     def _land(self, event: CheckpointEvent, info: SlotInfo | None) -> None:
         """It is durable here, or superseded if None; of several ranks, all must have it."""
-        job = self._job
+        job, decided = self._job, None
         if info is not None and job is not None:
             asks_s = time.perf_counter()
             decided = job.landed(info, self._timeout_s())
@@ -370,8 +368,8 @@ class PCcheck(Checkpointer):
         event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
         if info is not None and self._store is not None:
             self._judging.tell_fall_back(self._store)
-            if self._archive is not None:
-                self._archive.offer(self._store, info)
+            if self._beside is not None:
+                self._beside.durable(self._store, info, decided)
 
     def _end_as(self, event: CheckpointEvent, decided: Decided) -> None:
         """End a checkpoint as the job decided."""
