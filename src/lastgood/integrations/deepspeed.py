@@ -27,6 +27,7 @@ from lastgood.integrations.deepspeed_live import import_deepspeed
 from lastgood.integrations.deepspeed_objects import build_records, decode_objects, listed_classes
 from lastgood.integrations.deepspeed_saves import SaveOptions, TagInfo, TagSaves, own_memory
 from lastgood.storage import SlotView
+from lastgood.storage.reader import READ_THREADS
 from lastgood.storage.standalone_slot import ROOT, is_standalone_slot, look_at_standalone_slot
 from lastgood.units import MIB
 
@@ -34,7 +35,6 @@ __all__ = ["LastgoodFiles", "check_interface", "export_torch", "use_lastgood"]
 
 _log = logging.getLogger("lastgood")
 
-_READ_THREADS = 4
 _KNOWN_VERSIONS = "0.17.1 to 0.19.8"
 _METHODS = {
     "create": ["self", "info"],
@@ -278,7 +278,7 @@ class LastgoodFiles:
     def _load_own(self, path: Path) -> Any:
         info = look_at_standalone_slot(path)
         self._check_one_save(path, info.record.job_id)
-        tree = read_tree(SlotView(path.parent), info, _READ_THREADS)
+        tree = read_tree(SlotView(path.parent), info, READ_THREADS)
         if list(tree) != [ROOT]:
             raise CorruptCheckpoint(f"{path}: holds {sorted(tree)} instead of one file of DeepSpeed's")
         return decode_objects(tree[ROOT], str(path))
@@ -324,7 +324,7 @@ def export_torch(tag_folder: Path | str, target: Path | str) -> list[Path]:
     for path in sorted(one for one in source.iterdir() if one.is_file()):
         copy = target / path.name
         if is_standalone_slot(path):
-            tree = read_tree(SlotView(source), look_at_standalone_slot(path), _READ_THREADS)
+            tree = read_tree(SlotView(source), look_at_standalone_slot(path), READ_THREADS)
             torch.save(decode_objects(own_memory(tree.get(ROOT)), str(path)), copy)
         else:
             shutil.copyfile(path, copy)

@@ -30,7 +30,7 @@ __all__ = ["READ_TIMEOUT_S", "SlotInfo", "SlotState", "SlotStatus", "SlotView", 
 log = logging.getLogger("lastgood.storage")
 
 READ_TIMEOUT_S = 600.0
-READ_THREADS = 4
+READ_THREADS = 8
 
 
 class SlotState(str, enum.Enum):

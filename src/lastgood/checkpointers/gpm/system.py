@@ -49,11 +49,11 @@ from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.storage import SlotInfo
 from lastgood.storage.mapped_areas import AreaStore, AreaWrite
+from lastgood.storage.reader import READ_THREADS
 from lastgood.units import MIB
 
 __all__ = ["GPM", "GPMOptions"]
 
-_READ_THREADS = 4
 _PINNED_CHUNKS = 16
 """Chunks that the pinned area holds."""
 
@@ -204,4 +204,4 @@ class GPM(Checkpointer):
         return info.step
 
     def _recovery(self) -> Recovery:
-        return Recovery(self.directory, _READ_THREADS, (0, 1))
+        return Recovery(self.directory, READ_THREADS, (0, 1))

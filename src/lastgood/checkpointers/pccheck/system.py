@@ -42,14 +42,13 @@ from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.storage import SlotInfo, SlotStore
 from lastgood.storage.objects.view import RemotePath
+from lastgood.storage.reader import READ_THREADS
 from lastgood.world import world_of_torch
 
 __all__ = ["PCcheck", "PCcheckOptions"]
 
 _log = logging.getLogger("lastgood")
 
-READ_THREADS = 4
-"""Reads in progress at once in a restore, at least."""
 _STORE_CLOSE_S = 60.0
 """For a disk to let go of what was given up."""
 
