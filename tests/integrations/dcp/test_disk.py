@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import resource
 import signal
 import threading
@@ -163,7 +164,8 @@ def test_a_flipped_bit_in_the_layout_dcp_is_seen(tmp_path):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    assert "checksum" in str(refused(lambda: load(tmp_path / "step-1")))
+    # Of the manifest, of a zip's entry, or of the entry's own head.
+    assert re.search("checksum|damaged", str(refused(lambda: load(tmp_path / "step-1"))))
 
 
 def test_drafts_of_a_dead_save_go_and_those_of_a_living_one_stay(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lastgood._lazy import torch
@@ -21,6 +22,7 @@ from lastgood.state import FlatState
 __all__ = [
     "CopyFence",
     "HostSnapshot",
+    "KeptPool",
     "PinnedMemory",
     "freeze",
     "host_buffer",
@@ -81,6 +83,41 @@ def make_pool(chunks: int, chunk_bytes: int, *, pinned: bool) -> tuple[ChunkPool
         return ChunkPool(0, chunks * chunk_bytes, chunk_bytes), None
     memory = PinnedMemory(chunks * chunk_bytes)
     return ChunkPool(memory.tensor.data_ptr(), chunks * chunk_bytes, chunk_bytes, memory.tensor), memory
+
+
+class KeptPool:
+    """A pool that a process uses again: making one and page-locking it takes as long as writing many chunks.
+
+    At most one is kept, of the newest size. Safe to use from several threads; a fork makes pools of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: tuple[tuple[int, int, int, bool], ChunkPool, PinnedMemory | None] | None = None
+
+    @contextlib.contextmanager
+    def use(self, chunks: int, chunk_bytes: int, *, pinned: bool) -> Iterator[tuple[ChunkPool, PinnedMemory | None]]:
+        """As `make_pool`. When the block has ended without an error, all buffers must be back; it is kept then."""
+        key = (os.getpid(), chunks, chunk_bytes, pinned)
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is None or kept[0] != key:
+            _drop(kept)
+            kept = (key, *make_pool(chunks, chunk_bytes, pinned=pinned))
+        try:
+            yield kept[1:]
+        except BaseException:
+            _drop(kept)
+            raise
+        with self._lock:
+            kept, self._kept = self._kept, kept
+        _drop(kept)
+
+
+def _drop(kept: tuple[tuple[int, int, int, bool], ChunkPool, PinnedMemory | None] | None) -> None:
+    """Pages that the parent of a fork has locked are its own."""
+    if kept is not None and kept[2] is not None and kept[0][0] == os.getpid():
+        kept[2].release()
 
 
 class CopyFence:

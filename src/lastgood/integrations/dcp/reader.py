@@ -25,6 +25,7 @@ from lastgood.integrations.dcp.roll_call import RollCall, join
 from lastgood.integrations.dcp.slot_items import TRANSFORM
 from lastgood.integrations.dcp.sources import FolderSource, ObjectSource, Source
 from lastgood.storage.objects.s3 import S3Options
+from lastgood.storage.reader import READ_THREADS
 
 __all__ = ["LastgoodReader"]
 
@@ -51,7 +52,7 @@ class LastgoodReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        threads: int = 4,
+        threads: int = READ_THREADS,
         timeout_s: float = 600.0,
         cast: bool = False,
         strict: bool = False,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lastgood.addresses import address_in
 from lastgood.checkpointers.copies.chunks import Lander, fill_chunks
 from lastgood.checkpointers.copies.device_streams import DeviceStreams
-from lastgood.checkpointers.copies.host import make_pool
+from lastgood.checkpointers.copies.host import KeptPool
 from lastgood.errors import StateError
 from lastgood.files import ReadableBy
 from lastgood.integrations.dcp.byte_items import check_readable
@@ -35,6 +35,7 @@ __all__ = ["CHUNK_BYTES", "TRANSFORM", "Place", "RankStream", "SlotOptions", "wr
 TRANSFORM = "lastgood.slot"
 """Stands in DCP's metadata beside each item, so that torch's own reader refuses what it cannot read."""
 CHUNK_BYTES = 4 * MIB
+_pool = KeptPool()
 _GROUP_BYTES = 32 * MIB
 """Host tensors that are handed over at once."""
 
@@ -123,8 +124,8 @@ def write_slot_file(
     """
     stream = RankStream(plan, planner, options)
     chunks = min(options.pool_bytes // CHUNK_BYTES, -(-stream.nbytes // CHUNK_BYTES))
-    pool, pinned = make_pool(max(chunks, options.writer_threads + 1), CHUNK_BYTES, pinned=stream.on_device)
-    try:
+    chunks = max(chunks, options.writer_threads + 1)
+    with _pool.use(chunks, CHUNK_BYTES, pinned=stream.on_device) as (pool, pinned):
         slot = StandaloneSlot(
             path,
             job=job,
@@ -146,9 +147,6 @@ def write_slot_file(
         except BaseException:
             slot.discard()
             raise
-    finally:
-        if pinned is not None:
-            pinned.release()
     return stream.results(path.name)
 
 

@@ -24,13 +24,13 @@ from lastgood.integrations.dcp.roll_call import RollCall, join
 from lastgood.integrations.dcp.slot_items import SlotOptions
 from lastgood.storage.objects.format import SEGMENT_BYTES
 from lastgood.storage.objects.s3 import S3Options
-from lastgood.storage.objects.upload import UPLOAD_THREADS
 from lastgood.units import MIB
 
 __all__ = ["LastgoodWriter"]
 
 Files = Literal["lastgood", "dcp"]
-_THREADS, _THREADS_OF_OBJECTS = 2, UPLOAD_THREADS
+_THREADS = 4
+"""One thread waits for its disk or server for most of its time."""
 _POOL_BYTES = 64 * MIB
 # No process group means one process, which is what was asked for.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -58,7 +58,7 @@ class LastgoodWriter(StorageWriter):
             complete until the new one takes its place.
         layout: "lastgood" writes one slot file for each rank, which `LastgoodReader` reads; "dcp" writes files that
             torch's own `FileSystemReader` reads too.
-        writer_threads: threads of each rank that write, 2; or that send segments, 4.
+        writer_threads: threads of each rank that write, or that send segments.
         pool_bytes: host memory of each rank for data on its way, page-locked for a state on CUDA: 64 MiB. For a bucket
             it holds at least two segments of up to 32 MiB; by default one for each thread, and one more.
         timeout_s: how long a rank waits for its own disk or bucket, and for a rank that shows no sign of life.
@@ -78,7 +78,7 @@ class LastgoodWriter(StorageWriter):
         path: str | os.PathLike[str],
         *,
         layout: Files = "lastgood",
-        writer_threads: int | None = None,
+        writer_threads: int = _THREADS,
         pool_bytes: int | None = None,
         timeout_s: float = 600.0,
         readable_by: str = "owner",
@@ -93,12 +93,13 @@ class LastgoodWriter(StorageWriter):
         self.layout = layout
         self.s3 = s3
         in_bucket = self.place.scheme == "s3"
-        threads = writer_threads if writer_threads is not None else _THREADS_OF_OBJECTS if in_bucket else _THREADS
-        most = pool_bytes if pool_bytes is not None else (threads + 1) * SEGMENT_BYTES if in_bucket else _POOL_BYTES
-        if threads < 1 or most < 1 or timeout_s <= 0:
+        most = (
+            pool_bytes if pool_bytes is not None else (writer_threads + 1) * SEGMENT_BYTES if in_bucket else _POOL_BYTES
+        )
+        if writer_threads < 1 or most < 1 or timeout_s <= 0:
             raise ConfigError("LastgoodWriter: writer_threads, pool_bytes and timeout_s must be positive")
         readers = readers_of(readable_by, "LastgoodWriter")
-        self.options = SlotOptions(threads, most, timeout_s, readers, allowed_names(allow))
+        self.options = SlotOptions(writer_threads, most, timeout_s, readers, allowed_names(allow))
         self._check_bucket()
         self._saving: _Saving | None = None
 
