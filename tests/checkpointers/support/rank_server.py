@@ -153,6 +153,32 @@ class Rank:
     def mend_disk(self):
         self.faults.close()
 
+    def remote(self, timeout_s=60.0):
+        """What the remote tier has done, once it has nothing more to do."""
+        tier = self.checkpointer._beside.tier
+        tier.drain(timeout_s)
+        facts = tier.facts()
+        return facts["sent"], facts["replaced"], facts["failed"], tier._status.last_error
+
+    def lose_remote_patience(self, seconds):
+        self.checkpointer._beside.tier._patience_s = seconds
+
+    def hold_remote(self, where, release):
+        """From here on uploads wait before `where`, a method of PartUpload, until the file `release` is there."""
+        from lastgood.storage.objects.upload import PartUpload
+
+        real = getattr(PartUpload, where)
+
+        def held(upload, *arguments):
+            Path(f"{release}.reached").touch()
+            deadline = time.monotonic() + 60.0
+            while not Path(release).exists():
+                assert time.monotonic() < deadline, f"{release} did not come"
+                time.sleep(0.01)
+            return real(upload, *arguments)
+
+        setattr(PartUpload, where, held)
+
     def wrong_clock(self, seconds):
         true = time.time
         time.time = lambda: true() + seconds
