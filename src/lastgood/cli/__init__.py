@@ -26,6 +26,7 @@ from lastgood.cli import (
     plan,
     plot,
     provision,
+    push,
     report,
     run,
     shadow,
@@ -63,6 +64,7 @@ app.command()(launch.launch)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
+app.command()(push.push)
 app.command()(doctor.doctor)
 app.add_typer(advise.app, name="advise")
 app.add_typer(config.app, name="config")

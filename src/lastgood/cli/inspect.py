@@ -84,6 +84,8 @@ def inspect(
             _show_slots(
                 f"{job.where(rank)}{' (in use)' if one['in_use'] else ''}{held_by_all(one)}{_age(one)}", one["slots"]
             )
+            if "remote" in one:
+                _show_remote(one["remote"])
             if contents is not None:
                 _show_contents(contents)
         if ranks and (slots or not others):
@@ -205,9 +207,48 @@ def _look(job: OpenedJob, rank: int, layout: bool, step: int | None) -> tuple[di
     }
     if commit is not None:
         found["global"] = commit._asdict()
+    status = next((one for one in statuses if newest is not None and one.info == newest), None)
+    sent = _remote(view.directory, status) if job.remote is None else None
+    if sent is not None:
+        found["remote"] = sent
     if layout or step is not None:
         found["layout"] = contents
     return {**found, "trouble": troubles}, contents
+
+
+def _remote(directory: Path, newest: SlotStatus | None) -> dict[str, Any] | None:
+    """What a training has sent from here to a place that outlives the machine; None if it has none."""
+    from lastgood.checkpointers.remote.status import Which, read_status
+
+    status = read_status(directory)
+    if status is None:
+        return None
+    age_s = None if newest is None else _age_s(newest)
+    info = None if newest is None else newest.info
+    lag = None if info is None or age_s is None else status.lag(Which.of(info, time.time() - age_s))
+    return {
+        "place": status.place,
+        "step": None if status.committed is None else status.committed.step,
+        "sending": None if status.sending is None else status.sending.step,
+        "lag_steps": None if lag is None else lag[0],
+        "lag_s": None if lag is None else lag[1],
+        **{name: getattr(status, name) for name in ("sent", "replaced", "failed", "sent_bytes", "kept_bytes")},
+        "last_error": status.last_error,
+    }
+
+
+def _show_remote(sent: Mapping[str, Any]) -> None:
+    holds = "holds nothing of this yet" if sent["step"] is None else f"holds step {sent['step']}"
+    behind = ""
+    if sent["lag_steps"]:
+        behind = f", {sent['lag_steps']} steps and {format_seconds(sent['lag_s'])} behind the newest here"
+    counts = f"{sent['sent']} sent, {sent['replaced']} replaced, {sent['failed']} failed"
+    nbytes = f"{format_bytes(sent['sent_bytes'])} sent, {format_bytes(sent['kept_bytes'])} were there"
+    sys.stdout.write(f"remote: {sent['place']} {holds}{behind}; {counts}; {nbytes}\n")
+    if sent["sending"] is not None:
+        sys.stdout.write(f"remote: step {sent['sending']} is being sent, or was when the training ended\n")
+    if sent["last_error"]:
+        sys.stdout.write(f"remote: the last one failed: {sent['last_error']}\n")
 
 
 def _age(described: Mapping[str, Any]) -> str:
