@@ -13,64 +13,15 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError, CorruptCheckpoint, HostError, LaunchError, NoCheckpoint
 from lastgood.experiments.dcp.storages import STORAGES
-from lastgood.experiments.machine import lock as lock_module
 from lastgood.experiments.records.dcp import DcpRecord
 from lastgood.experiments.services import place
-from lastgood.locks import FileLock
 from lastgood.ports import free_ports
-from tests.support.warm import WarmProcess
+from tests.cli.support.dcp_command import SMALL, dcp, own_lock, record_of, warm_ranks
 
-SMALL = ("--model", "L7b-2MB", "--iterations", "1", "--warmup", "0")
-
-
-class WarmRank(WarmProcess):
-    """A rank that begins with torch and the models imported, which takes longer than all that it does."""
-
-    preloaded = (
-        *WarmProcess.preloaded,
-        "lastgood.experiments.dcp_runs.bench",
-        "transformers.models.llama.modeling_llama",
-    )
+__all__ = ["own_lock", "warm_ranks"]
 
 
-_RANK = "import sys; from lastgood.experiments.dcp_runs.bench import main; sys.exit(main(sys.argv[1:]))"
-
-
-@pytest.fixture(autouse=True)
-def _warm_ranks(monkeypatch):
-    """Ranks are forked; `torchrun` below starts real ones."""
-
-    def start(program, env, log):
-        assert program[1:3] == ["-m", "lastgood.experiments.dcp_runs.bench"]
-        # It ends with the process that forks it, which is not this one.
-        order = json.dumps({**json.loads(program[3]), "parent": None})
-        return WarmRank(["-c", _RANK, order], stdout=log, env=env)
-
-    monkeypatch.setattr(place, "_start", start)
-
-
-@pytest.fixture(autouse=True)
-def _own_lock(tmp_path, monkeypatch):
-    """Tests must neither wait for a measurement on this machine nor hold one up."""
-    path = tmp_path / "machine.lock"
-    monkeypatch.setattr(lock_module, "machine_lock", lambda: FileLock(path, "the test's turn"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def dcp(tmp_path, command, *arguments, code=0):
-    own = () if command == "wait" else ("--uri", tmp_path / "at", "--scratch", tmp_path / "s", "--logs", tmp_path / "l")
-    words = ["dcp", command, *map(str, own), *map(str, arguments)]
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
-
-
-def record_of(tmp_path):
-    return DcpRecord.load(tmp_path / "record.json")
-
-
-@pytest.mark.parametrize("storage", [storage.name for storage in STORAGES])
+@pytest.mark.parametrize("storage", [storage.name for storage in STORAGES if storage.disk is not None])
 def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, storage):
     given = ("--storage", storage, *SMALL, "--record", tmp_path / "record.json")
     suffix = dcp(tmp_path, "save-and-load", *given, "--world-size", 2).stdout.splitlines()[-1]
@@ -176,7 +127,7 @@ def test_old_checkpoints_go_and_all_stay_if_asked(tmp_path):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (("--storage", "floppy"), ConfigError, r"--storage floppy: unknown; known: disk, fsspec, hf, lastgood"),
+        (("--storage", "floppy"), ConfigError, r"--storage floppy: unknown; known: disk, fsspec, hf, lastgood, s3"),
         (("--storage", "hf", "--sync-files"), ConfigError, r"does not use --sync-files; it uses: --thread-count"),
         (("--storage", "hf", "--state", "full"), ConfigError, r"--state full: storage hf keeps tensors only"),
         (("--thread-count", "0"), ConfigError, r"--thread-count 0: from 1"),
@@ -189,7 +140,16 @@ def test_old_checkpoints_go_and_all_stay_if_asked(tmp_path):
         (("--async", "later"), ConfigError, r"--async: .*'thread' or 'process'"),
         (("--iterations", "0"), ConfigError, r"--iterations: .*greater than or equal to 1"),
         (("--suffix", "../up"), ConfigError, r"--suffix '\.\./up': a name of"),
-        (("--uri", "s3://bucket/x"), ConfigError, r"--uri s3://bucket/x"),
+        (("--uri", "gs://bucket/x"), ConfigError, r"--uri gs://bucket/x"),
+        (("--uri", "s3://bucket"), ConfigError, r"--uri s3://bucket: has a bucket and no prefix"),
+        (("--uri", "s3://bucket/x", "--storage", "hf"), ConfigError, r"storage hf does not write buckets; these do: "),
+        (("--storage", "s3torchconnector"), ConfigError, r"s3torchconnector does not write folders; these do: disk"),
+        (("--uri", "s3://bkt/x", "--sync-files"), ConfigError, r"lastgood does not use --sync-files in a bucket"),
+        (("--region", "eu-west-1"), ConfigError, r"--region beside the folder .*: a folder has none"),
+        (("--endpoint-url", "http://h"), ConfigError, r"--endpoint-url beside the folder"),
+        (("--server", "server"), ConfigError, r"--server beside the folder"),
+        (("--uri", "s3://bkt/x", "--server", "s", "--region", "r"), ConfigError, r"--server beside --region or"),
+        (("--part-size", "8"), ConfigError, r"storage disk does not use --part-size"),
         (("--model", "L70b"), HostError, r"needs at least .* of memory for its rank, and .* are available"),
     ],
 )

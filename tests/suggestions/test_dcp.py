@@ -89,7 +89,7 @@ def test_what_save_prints_is_a_suffix() -> None:
 
 @follows("storage {} needs {}, which is not installed: pip install {}")
 def test_a_storage_is_there_once_its_package_is(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = dataclasses.replace(storage_named("fsspec"), needs="a_package_that_is_new")
+    absent = dataclasses.replace(storage_named("fsspec"), needs=("a_package_that_is_new",))
     name = advice(hear(absent.missing() or ""), r"pip install (\w+)")
     # In place of an index that has it.
     (tmp_path / f"{name}.py").write_text("")

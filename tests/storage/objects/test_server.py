@@ -23,7 +23,7 @@ WAIT_S = 60.0 * PATIENCE
 def test_it_listens_on_the_loopback_only_and_keeps_to_its_folder(server):
     process = psutil.Process(server.pid)
     listening = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
-    assert len(listening) == 8
+    assert len(listening) == 9
     assert {address.ip for address in listening} == {"127.0.0.1"}
     opened = {Path(one.path) for one in process.open_files()}
     own = {path for path in opened if server.folder in path.parents}

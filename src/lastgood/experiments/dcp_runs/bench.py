@@ -25,18 +25,23 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.ceilings.bucket import bucket_burst
 from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.dcp.clocks import TimedReader, TimedWriter
 from lastgood.experiments.dcp.contents import Digest, digest_of, fill, nbytes_of
 from lastgood.experiments.dcp.models import build_on_meta
+from lastgood.experiments.dcp.places import BucketPlace, FolderPlace, open_place
 from lastgood.experiments.dcp.spread import make_optimizer, spread, state_of
-from lastgood.experiments.dcp.storages import forget, storage_named
-from lastgood.experiments.dcp_runs.order import DcpOrder, DcpResult, Saved, newest_saved, saved_folder, write_saved
-from lastgood.experiments.records.dcp import DcpIteration, RankTimes
+from lastgood.experiments.dcp.storages import storage_named
+from lastgood.experiments.dcp.watch import difference, read_work
+from lastgood.experiments.dcp_runs.order import DcpOrder, DcpResult, Saved, newest_saved, saved_name, write_saved
+from lastgood.experiments.records.dcp import DcpIteration, RankTimes, ServerWork
 from lastgood.experiments.runs.measure import forget_cached_pages
 from lastgood.files import PRIVATE, write_result
 from lastgood.mounts import lies_in_memory
 from lastgood.processes import die_with_parent
+from lastgood.storage.objects.format import SEGMENT_BYTES
+from lastgood.storage.objects.upload import UPLOAD_THREADS
 from lastgood.text import parse_model
 from lastgood.units import MIB
 
@@ -44,6 +49,9 @@ __all__ = ["main", "run_rank"]
 
 COLLECTIVE_S: Final = 900.0
 """A rank that waits for the others for this long fails."""
+_LEAST_OBJECT_BYTES: Final = 8 * MIB
+_MOST_THREADS: Final = 16
+"""Of a burst of puts and gets."""
 _SCRAMBLE: Final = 1 << 40
 """Added to the seed of what lies in memory before a load."""
 
@@ -72,16 +80,18 @@ class _Bench:
         self.spec = order.spec
         # Ranks that a user's own launcher started each have a new suffix; the first one's is everybody's.
         self.suffix: str = _from_first(order.suffix)
-        self.folder = Path(order.place) / self.suffix
+        self.root: FolderPlace | BucketPlace = open_place(order.place, order.access)
+        self.place: FolderPlace | BucketPlace = self.root.below(self.suffix)
+        self.watch = order.watch
         self.keep = order.keep
-        self.storage = storage_named(order.spec.storage)
+        self.storage = storage_named(order.spec.storage, order.spec.medium)
         self.first = dist.get_rank() == 0
         self.report = report if self.first else lambda _: None
         self.state: Mapping[str, Any] = {}
         self.planner: Any = None
-        self.burst: Callable[[], float] | None = None
-        """Measures what the disk takes; of the first rank only, if there is a disk and something is saved."""
-        self.raw: list[float] = []
+        self.burst: Callable[[], tuple[float, float | None]] | None = None
+        """Measures what the disk takes, or what a bucket takes and gives; of the first rank only."""
+        self.raw: list[tuple[float, float | None]] = []
 
     def run(self, began: float) -> DcpResult | None:
         """All iterations, and what they come to."""
@@ -104,25 +114,41 @@ class _Bench:
             hosts=hosts,
             state_bytes=state_bytes,
             setup_s=setup_s,
-            raw_write_bytes_per_s=self.raw,
+            raw_write_bytes_per_s=[written for written, _ in self.raw],
+            raw_read_bytes_per_s=[read for _, read in self.raw if read is not None],
             iterations=found,
         )
 
     @contextmanager
     def _bursts(self) -> Iterator[None]:
-        if not self.first or self.spec.operation == "load":
+        spec, place = self.spec, self.place
+        if isinstance(place, BucketPlace):
+            nbytes = _complete_bytes(self.state)  # as many objects as each rank has segments
+            share = max(_LEAST_OBJECT_BYTES, nbytes // spec.ranks // UPLOAD_THREADS)
+            threads = min(_MOST_THREADS, UPLOAD_THREADS * spec.ranks)
+            size = min(share, SEGMENT_BYTES)
+            self.burst = lambda: bucket_burst(str(place), place.access.options(), nbytes, size, threads)
             yield
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if lies_in_memory(self.folder):
+        if not self.first or spec.operation == "load":
             yield
             return
-        with disk_bursts(self.folder) as self.burst:
+        place.path.mkdir(parents=True, exist_ok=True)
+        if lies_in_memory(place.path):
+            yield
+            return
+        with disk_bursts(place.path) as burst:
+            self.burst = lambda: (burst(), None)
             yield
 
     def _iteration(self, number: int) -> list[DcpIteration]:
         warmup = number < self.spec.warmup
         made = []
+        if self.first:
+            # What earlier iterations left to be written is no part of this one.
+            os.sync()
+            if self.burst is not None and not warmup:
+                self.raw.append(self.burst())
         if self.spec.operation != "load":
             made.append(self._save(number, warmup))
         if self.spec.operation != "save":
@@ -139,49 +165,74 @@ class _Bench:
         spec = self.spec
         fill(self.state, spec.seed + number)
         digest = _joined(_everybody(digest_of(self.state)))
-        folder = saved_folder(self.folder, number)
+        place = self.place.below(saved_name(number))
         if self.first:
-            # What earlier iterations left to be written is no part of this one.
             os.sync()
-            if self.burst is not None and not warmup:
-                self.raw.append(self.burst())
-        dist.barrier()
-        times = self._timed_save(folder)
-        dist.barrier()
+        with self._watched() as work:
+            times = self._timed_save(place)
         if self.first:
-            write_saved(self.folder, Saved(spec=spec, number=number, digest=digest))
+            write_saved(self.place, Saved(spec=spec, number=number, digest=digest))
             if number > 0 and not self.keep:
-                forget(saved_folder(self.folder, number - 1))
-        return DcpIteration(operation="save", warmup=warmup, ranks=_everybody(times), digest=digest)
+                self.place.below(saved_name(number - 1)).remove()
+        return DcpIteration(
+            operation="save", warmup=warmup, ranks=_everybody(times), digest=digest, server=work[0] if work else None
+        )
 
-    def _timed_save(self, folder: Path) -> RankTimes:
-        writer = self.storage.writer(str(folder), self.spec.storage_options)
+    @contextmanager
+    def _watched(self) -> Iterator[list[ServerWork]]:
+        """All ranks begin together inside; afterwards, on the first rank, what the server has done meanwhile."""
+        found: list[ServerWork] = []
+        before = read_work(self.watch) if self.watch is not None and self.first else None
+        dist.barrier()
+        yield found
+        dist.barrier()
+        if self.watch is not None and before is not None:
+            found.append(difference(before, read_work(self.watch)))
+
+    def _timed_save(self, place: FolderPlace | BucketPlace) -> RankTimes:
+        writer = self.storage.writer(place, self.spec.storage_options)
         gc.collect()
+        worked = time.process_time()
         if self.spec.saving == "sync":
             timed = TimedWriter(writer)
             save(dict(self.state), storage_writer=timed, planner=self.planner)
-            return timed.steps.times(time.perf_counter(), timed.nbytes)
-        kind = AsyncCheckpointerType.THREAD if self.spec.saving == "thread" else AsyncCheckpointerType.PROCESS
+            times = timed.steps.times(time.perf_counter(), timed.nbytes)
+            return times.model_copy(update={"cpu_s": time.process_time() - worked})
+        thread = self.spec.saving == "thread"
+        kind = AsyncCheckpointerType.THREAD if thread else AsyncCheckpointerType.PROCESS
         began = time.perf_counter()
         future = async_save(dict(self.state), storage_writer=writer, planner=self.planner, async_checkpointer_type=kind)
         stall = time.perf_counter() - began
         future.result(timeout=COLLECTIVE_S)  # type: ignore[union-attr]
-        return RankTimes(nbytes=nbytes_of(self.state), total_s=time.perf_counter() - began, stall_s=stall)
+        return RankTimes(
+            nbytes=nbytes_of(self.state),
+            total_s=time.perf_counter() - began,
+            stall_s=stall,
+            cpu_s=time.process_time() - worked if thread else None,
+        )
 
     def _load(self, number: int, warmup: bool) -> DcpIteration:
-        saved: Saved = _from_first(newest_saved(self.folder) if self.first else None)
+        saved: Saved = _from_first(newest_saved(self.root, self.suffix) if self.first else None)
         fill(self.state, self.spec.seed + number + _SCRAMBLE)
-        folder = saved_folder(self.folder, saved.number)
-        if folder.is_dir():
-            forget_cached_pages(folder)
-        dist.barrier()
-        timed = TimedReader(self.storage.reader(str(folder), self.spec.storage_options))
-        load(dict(self.state), storage_reader=timed)
-        times = timed.steps.times(time.perf_counter(), nbytes_of(self.state))
-        dist.barrier()
+        place = self.place.below(saved_name(saved.number))
+        if isinstance(place, FolderPlace) and place.path.is_dir():
+            forget_cached_pages(place.path)
+        elif self.watch is not None and self.first:
+            forget_cached_pages(Path(self.watch.folder))
+        with self._watched() as work:
+            timed = TimedReader(self.storage.reader(place, self.spec.storage_options))
+            worked = time.process_time()
+            load(dict(self.state), storage_reader=timed)
+            times = timed.steps.times(time.perf_counter(), nbytes_of(self.state))
+            times = times.model_copy(update={"cpu_s": time.process_time() - worked})
         digest = _joined(_everybody(digest_of(self.state)))
         return DcpIteration(
-            operation="load", warmup=warmup, ranks=_everybody(times), digest=digest, equal=digest == saved.digest
+            operation="load",
+            warmup=warmup,
+            ranks=_everybody(times),
+            digest=digest,
+            equal=digest == saved.digest,
+            server=work[0] if work else None,
         )
 
 

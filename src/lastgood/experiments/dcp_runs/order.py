@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import Field
 
 from lastgood.errors import ConfigError, NoCheckpoint
+from lastgood.experiments.dcp.places import S3Access, SuitePlace
+from lastgood.experiments.dcp.watch import ServerWatch
 from lastgood.experiments.records.dcp import DcpIteration, DcpSpec
-from lastgood.files import entries_of, write_result
 from lastgood.models import FrozenModel
-from lastgood.text import read_model
+from lastgood.text import parse_model
 from lastgood.units import MIB
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Saved",
     "check_suffix",
     "newest_saved",
-    "saved_folder",
+    "saved_name",
     "suffixes_in",
     "write_saved",
 ]
@@ -35,7 +35,11 @@ class DcpOrder(FrozenModel):
 
     spec: DcpSpec
     place: str
-    """Absolute, and the same on every host."""
+    """A folder, absolute and the same on every host, or a URL."""
+    access: S3Access | None = None
+    """Of a URL."""
+    watch: ServerWatch | None = None
+    """The server that the command runs itself."""
     suffix: str
     keep: bool = False
     """Whether the checkpoints of all iterations stay."""
@@ -53,6 +57,7 @@ class DcpResult(FrozenModel):
     state_bytes: int
     setup_s: float
     raw_write_bytes_per_s: list[float]
+    raw_read_bytes_per_s: list[float]
     iterations: list[DcpIteration]
 
 
@@ -76,31 +81,31 @@ def check_suffix(suffix: str) -> str:
     return suffix
 
 
-def saved_folder(folder: Path, number: int) -> Path:
-    """Of one iteration, in the folder of a suffix."""
-    return folder / f"iteration-{number}"
+def saved_name(number: int) -> str:
+    """Of one iteration's checkpoint, in the place of a suffix."""
+    return f"iteration-{number}"
 
 
-def write_saved(folder: Path, saved: Saved) -> None:
-    """Say what the newest checkpoint in the folder of a suffix is; it is complete."""
-    write_result(folder / _SAVED, (saved.model_dump_json(indent=1) + "\n").encode())
+def write_saved(place: SuitePlace, saved: Saved) -> None:
+    """Say what the newest checkpoint of a suffix is; it is complete."""
+    place.write(_SAVED, (saved.model_dump_json(indent=1) + "\n").encode())
 
 
-def newest_saved(folder: Path) -> Saved:
-    """The newest complete checkpoint in the folder of a suffix.
+def newest_saved(place: SuitePlace, suffix: str) -> Saved:
+    """The newest complete checkpoint of a suffix.
 
     Raises NoCheckpoint, which names the suffixes that are there, if there is none.
     """
-    if not (folder / _SAVED).is_file():
-        known = suffixes_in(folder.parent)
-        there = ", ".join(known[-10:]) if known else "none"
-        raise NoCheckpoint(f"{folder}: no checkpoint of `lastgood dcp save`; suffixes in {folder.parent}: {there}")
-    return read_model(Saved, folder / _SAVED, "what a DCP checkpoint holds", most_bytes=MIB, error=NoCheckpoint)
+    there = place.below(suffix)
+    content = there.read(_SAVED, MIB)
+    if content is None:
+        known = suffixes_in(place)
+        others = ", ".join(known[-10:]) if known else "none"
+        raise NoCheckpoint(f"{there}: no checkpoint of `lastgood dcp save`; suffixes in {place}: {others}")
+    what = f"{there}/{_SAVED}: not what a DCP checkpoint holds"
+    return parse_model(Saved, content, what, most_bytes=MIB, error=NoCheckpoint)
 
 
-def suffixes_in(place: Path) -> list[str]:
+def suffixes_in(place: SuitePlace) -> list[str]:
     """The suffixes with a complete checkpoint in `place`, the oldest first."""
-    if not place.is_dir():
-        return []
-    found = [entry / _SAVED for entry in entries_of(place) if (entry / _SAVED).is_file()]
-    return [path.parent.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+    return place.holding(_SAVED)

@@ -203,7 +203,7 @@ def plan_dcp(config: Config) -> list[DcpSpec]:
     specs = []
     for repetition in range(section.repetitions):
         for storage in (one for one in STORAGES if one.name in section.storages):
-            threads = section.thread_counts if "thread_count" in storage.defaults else [None]
+            threads = section.thread_counts if "thread_count" in storage.defaults("disk") else [None]
             for count in threads:
                 specs += [
                     DcpSpec(

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
 from lastgood.models import FrozenModel
-from lastgood.units import MIB, format_seconds
+from lastgood.units import GIB, MIB, format_seconds
 
 __all__ = [
     "DCP_METHOD",
@@ -19,9 +19,11 @@ __all__ = [
     "DcpIteration",
     "DcpRecord",
     "DcpSpec",
+    "Medium",
     "Operation",
     "RankTimes",
     "Saving",
+    "ServerWork",
     "Sharding",
     "Spread",
     "StateKind",
@@ -31,6 +33,8 @@ DCP_METHOD = 1
 """Version of how saves and loads are timed, part of every run's identity."""
 DCP_PANEL = "dcp"
 Operation = Literal["save", "load", "save-and-load"]
+Medium = Literal["disk", "s3"]
+"""Where checkpoints are: a folder, or a bucket."""
 Spread = Literal["fsdp2", "fsdp1", "ddp"]
 """How the model lies on the ranks: each parameter's shards (torch's fully_shard, or its FullyShardedDataParallel), or a
 complete copy on each."""
@@ -46,6 +50,7 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 class DcpSpec(Spec):
     """One run: one state saved, loaded, or both, some times over, by all ranks together."""
 
+    CAME_LATER: ClassVar = ("medium",)
     NOT_IN_CELL: ClassVar = {"repetition": True}
 
     spec_version: Literal[1] = 1
@@ -60,6 +65,7 @@ class DcpSpec(Spec):
     replicas: int = Field(default=2, ge=2, le=4096)
     """Groups of ranks that hold the same shards, if sharding is ``hybrid``."""
     backend: Literal["gloo", "nccl"] = "gloo"
+    medium: Medium = "disk"
     storage: _Name
     storage_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Of the storage, all resolved."""
@@ -116,13 +122,15 @@ class DcpSpec(Spec):
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""
-        cell = f"w{self.ranks}-{self.spread}-{self.saving}-c{self.cell_hash}"
+        where = "" if self.medium == "disk" else f"-{self.medium}"
+        cell = f"w{self.ranks}-{self.spread}-{self.saving}{where}-c{self.cell_hash}"
         name = f"r{self.repetition}.json"
         return PurePosixPath(self.machine, self.scale, DCP_PANEL, self.model, self.storage, cell, name)
 
     def title(self) -> str:
         """A short name for logs."""
-        return f"dcp {self.operation} of {self.model} by {self.storage}, {self.spread} {self.ranks} r{self.repetition}"
+        by = self.storage if self.medium == "disk" else f"{self.storage} on {self.medium}"
+        return f"dcp {self.operation} of {self.model} by {by}, {self.spread} {self.ranks} r{self.repetition}"
 
 
 class RankTimes(FrozenModel):
@@ -142,6 +150,24 @@ class RankTimes(FrozenModel):
     """Writing or reading its items."""
     finish_s: _Seconds | None = None
     """From its last item to the end: the other ranks, and the metadata."""
+    cpu_s: _Seconds | None = None
+    """Of its process, all threads, from begin to end."""
+
+
+class ServerWork(FrozenModel):
+    """What an S3 server did in one save or load, by its own counters."""
+
+    cpu_s: _Seconds
+    requests: dict[str, int]
+    """By operation and status, as ``PUT 200``."""
+    received_bytes: int = Field(ge=0)
+    """Bodies of requests."""
+    sent_bytes: int = Field(ge=0)
+
+    @property
+    def failed(self) -> int:
+        """Requests that the server could not do (status 500 and above): their clients repeat them, or give up."""
+        return sum(count for name, count in self.requests.items() if name.rpartition(" ")[2] >= "500")
 
 
 class DcpIteration(FrozenModel):
@@ -154,6 +180,8 @@ class DcpIteration(FrozenModel):
     """Of the complete state, 16 hexadecimal digits; the same for any number of ranks."""
     equal: bool | None = None
     """Whether a load gave what was saved."""
+    server: ServerWork | None = None
+    """What a server of the command's own did for it."""
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +197,17 @@ class DcpIteration(FrozenModel):
     def mib_per_s(self) -> float:
         """All bytes over the slowest rank's time."""
         return self.nbytes / MIB / self.slowest_s
+
+    @property
+    def cpu_s_per_gib(self) -> float | None:
+        """Of the ranks' processes together."""
+        found = [rank.cpu_s for rank in self.ranks if rank.cpu_s is not None]
+        return sum(found) / (self.nbytes / GIB) if len(found) == len(self.ranks) and self.nbytes else None
+
+    @property
+    def server_cpu_s_per_gib(self) -> float | None:
+        """Of the server."""
+        return self.server.cpu_s / (self.nbytes / GIB) if self.server is not None and self.nbytes else None
 
     @property
     def skew_s(self) -> float | None:
@@ -201,7 +240,11 @@ class DcpRecord(Record[DcpSpec]):
     durable: bool
     """Whether a save that has ended is on the disk, so far as its storage can promise it."""
     raw_write_bytes_per_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
-    """Plain writes to the same disk by the first rank, before each save that counts."""
+    """Plain writes to the same disk, or puts into the same bucket, by the first rank, before each save that counts."""
+    raw_read_bytes_per_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
+    """Gets of what was put, beside them."""
+    server: str | None = None
+    """The S3 server that the command itself ran."""
     iterations: list[DcpIteration] = Field(min_length=1)
     invalid: list[str] = Field(default_factory=list)
     """Why its numbers must not be compared with others; empty if they may."""

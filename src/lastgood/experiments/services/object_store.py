@@ -99,6 +99,24 @@ class ObjectServer:
         return f"http://{HOST}:{self._ports['s3.port']}"
 
     @property
+    def metrics_url(self) -> str:
+        """Where it says what it has done, in Prometheus' words."""
+        return f"http://{HOST}:{self._ports['metricsPort']}/metrics"
+
+    @property
+    def data(self) -> Path:
+        """The folder of what it was given."""
+        return self.folder / "data"
+
+    @property
+    def version(self) -> str:
+        """Its name and number; without the number if it does not tell."""
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+            told = subprocess.run([self._program, "version"], capture_output=True, timeout=_REQUEST_S, check=False)
+            return f"SeaweedFS {told.stdout.decode(errors='replace').split()[2]}"
+        return "SeaweedFS"
+
+    @property
     def pid(self) -> int:
         """Its one process."""
         return 0 if self._process is None else self._process.pid
@@ -189,13 +207,14 @@ class ObjectServer:
         return Credentials(found["accessKey"], found["secretKey"])
 
     def _command(self) -> list[str]:
-        data = self.folder / "data"
+        data = self.data
         data.mkdir(mode=0o700, exist_ok=True)
         options = {
             **self._ports,
             "dir": data,
             "ip": HOST,
             "ip.bind": HOST,
+            "metricsIp": HOST,
             "idleTimeout": 60,
             "master.telemetry": "false",
             "master.volumeSizeLimitMB": self._volume_mb,
@@ -281,6 +300,7 @@ _PORTS = (
     "filer.port.grpc",
     "s3.port",
     "s3.port.grpc",
+    "metricsPort",
 )
 
 
