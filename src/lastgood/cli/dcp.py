@@ -11,6 +11,7 @@ import typer
 
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_table, reporter
+from lastgood.cli.dcp_clean import clean
 from lastgood.cli.dcp_flags import (
     LOGS,
     SCRATCH,
@@ -57,6 +58,7 @@ __all__ = ["app"]
 
 app = App(help="The suite for torch.distributed.checkpoint: save, load, compare.", no_args_is_help=True)
 app.command()(mlperf)
+app.command()(clean)
 
 
 @app.command()

@@ -83,7 +83,7 @@ class FolderClient:
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
         """As `ObjectClient.list`."""
-        top = self._path(folder)
+        top = self._path(folder) if folder else self.root
         names = sorted(
             path.relative_to(self.root).as_posix()
             for path in top.rglob("*")

@@ -209,7 +209,7 @@ class S3Client:
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
         """As `ObjectClient.list`."""
-        top, last = self._key(folder), self._key(after) if after else ""
+        top, last = self._key(folder) if folder else self.prefix, self._key(after) if after else ""
         while True:
             page = self._run(folder, "list", partial(self._page, top, last))
             for meta in page:
@@ -251,7 +251,7 @@ class S3Client:
 
     def _page(self, top: str, last: str, store: Any) -> Sequence[Any]:
         """Up to `_PAGE` objects: one request, as long as a page of the server has as many."""
-        stream = self._obstore.list(store, top, offset=last or None, chunk_size=_PAGE)
+        stream = self._obstore.list(store, top or None, offset=last or None, chunk_size=_PAGE)
         return next(iter(stream), [])
 
     def _run(self, key: str, operation: str, one: Callable[[Any], _T]) -> _T:

@@ -25,7 +25,7 @@ from lastgood.storage.objects.client import ObjectClient, ObjectExists, ObjectIn
 from lastgood.storage.objects.commits import commits_of, read_manifest
 from lastgood.storage.objects.format import Commit, CommitName, UploadNote, object_key
 
-__all__ = ["GRACE_S", "GUARD_S", "SweepReport", "sweep"]
+__all__ = ["GRACE_S", "GUARD_S", "SweepReport", "server_time", "sweep"]
 
 GUARD_S = 86400.0
 """Younger than this is spared, and an upload that gave a sign of life since then goes on."""
@@ -45,6 +45,8 @@ class SweepReport:
     segments: int = 0
     manifests: int = 0
     freed_bytes: int = 0
+    oldest_s: float = 0.0
+    """Age of the oldest of them."""
     given_up: list[CommitName] = field(default_factory=list)
     """Uploads that nobody went on with."""
     spared_bytes: int = 0
@@ -65,7 +67,7 @@ def sweep(
     and CorruptCheckpoint or MismatchError if a commit or manifest cannot be read: then nothing is removed, since what
     it needs is not known.
     """
-    now_s = _server_time(client)
+    now_s = server_time(client)
     notes = _notes(client)
     commits = commits_of(client)
     removed = _retired(client)
@@ -111,7 +113,7 @@ def sweep(
         doomed = _unnamed(client, needed, unneeded, tags, now_s - guard_s - _CLOCK_STEP_S, report)
     else:
         doomed = _looked_up(client, unneeded)
-    _remove(client, doomed, report, dry_run=dry_run)
+    _remove(client, doomed, report, now_s, dry_run=dry_run)
     if not dry_run:
         # What says that something is unneeded goes last, so that a sweep that is killed can be repeated.
         _delete(client, [*over, *(name.retired_key for name in expired)])
@@ -120,8 +122,8 @@ def sweep(
     return report
 
 
-def _server_time(client: ObjectClient) -> float:
-    """Now, by the clock that objects' ages are measured with."""
+def server_time(client: ObjectClient) -> float:
+    """Now, by the clock that objects' ages are measured with; an object is put and taken away. Raises StorageError."""
     key = f"{objects.SWEEPS}/{secrets.token_hex(8)}"
     client.put(key, b"")
     info = client.head(key)
@@ -220,13 +222,16 @@ def _looked_up(client: ObjectClient, keys: set[str]) -> Iterator[ObjectInfo]:
             yield info
 
 
-def _remove(client: ObjectClient, doomed: Iterable[ObjectInfo], report: SweepReport, *, dry_run: bool) -> None:
+def _remove(
+    client: ObjectClient, doomed: Iterable[ObjectInfo], report: SweepReport, now_s: float, *, dry_run: bool
+) -> None:
     rest = iter(doomed)
     while batch := list(islice(rest, _BATCH)):
         if not dry_run:
             client.delete([info.key for info in batch])
         for info in batch:
             report.freed_bytes += info.nbytes
+            report.oldest_s = max(report.oldest_s, now_s - info.modified_s)
             if info.key.startswith(f"{objects.SEGMENTS}/"):
                 report.segments += 1
             else:
