@@ -56,6 +56,7 @@ class SlotStore(Retention):
         writer_cpus: CPUs that writer threads stay on, in turn; none: wherever the kernel likes.
         crc32c_variant: how checksums are computed; by default the fastest way that this CPU has.
         readable_by: who may read what is made here; slot files that are there get that mode too.
+        taken: incarnation and sequence that are taken elsewhere: those of this store are higher.
 
     Raises:
         LockHeld: another process has the directory open; names it.
@@ -82,6 +83,7 @@ class SlotStore(Retention):
         writer_cpus: Sequence[int] = (),
         crc32c_variant: str = "",
         readable_by: ReadableBy = ReadableBy.OWNER,
+        taken: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(directory, keep, readable_by)
         if keep < 1 or slots < keep + 1:
@@ -118,6 +120,8 @@ class SlotStore(Retention):
         with storage_errors(self.directory, "opening the directory"):
             try:
                 self._open(job_id, rank, world_size, agrees)
+                self.incarnation = max(self.incarnation, taken[0] + 1)
+                self._next_sequence = max(self._next_sequence, taken[1] + 1)
             except BaseException:
                 self._lock.release()
                 raise

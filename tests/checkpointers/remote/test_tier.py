@@ -130,10 +130,10 @@ def test_a_place_that_is_away_is_told_once_and_gets_the_newest_when_it_is_back(
 
 
 def test_training_goes_on_beside_a_place_that_is_away(tmp_path, place, monkeypatch):
-    away = Away(monkeypatch)
     model = torch.nn.Linear(8, 8)
     ckpt = PCcheck(tmp_path / "job", interval_steps=1, remote=str(place), remote_every=1)
     ckpt.attach(model=model)
+    away = Away(monkeypatch)
     for _ in range(20):
         ckpt.step()
         ckpt.drain()

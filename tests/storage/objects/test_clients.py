@@ -194,3 +194,14 @@ def test_threads_share_a_client(client):
     for thread in threads:
         thread.join(60)
     assert failures == []
+
+
+def test_a_folder_that_is_none_or_has_gone_does_not_look_empty(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="is no folder"):
+        FolderClient(tmp_path / "file")
+    client = FolderClient(tmp_path / "objects")
+    assert list(client.list("commits")) == []
+    client.root.rmdir()
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        list(client.list("commits"))

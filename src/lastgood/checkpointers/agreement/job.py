@@ -9,25 +9,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from lastgood.checkpointers.agreement.address import Address, find_address
 from lastgood.checkpointers.agreement.coordinator import Coordinator
-from lastgood.checkpointers.agreement.decide import Decided, Fate, Held, Identity, Report, Wanted
+from lastgood.checkpointers.agreement.decide import Decided, Fate, Identity, Report, Wanted
+from lastgood.checkpointers.agreement.holdings import on_disk, with_place
 from lastgood.checkpointers.agreement.member import Member, Offer
 from lastgood.errors import (
     CheckpointError,
     CorruptCheckpoint,
     LastgoodError,
-    LockHeld,
+    MismatchError,
     StorageError,
     WaitTimeout,
 )
-from lastgood.storage import SlotInfo, SlotStore, Verdict
-from lastgood.storage.format import RecordKind
-from lastgood.storage.reader import SlotState, job_of_slots, newest_first, read_job, refuse_foreign
+from lastgood.storage import SlotInfo, SlotStore, SlotView, Verdict
+from lastgood.storage.objects.reachable import Reachable
 
 __all__ = ["JobOfRanks", "Settings"]
 
@@ -85,6 +85,9 @@ class JobOfRanks:
         self._own: dict[Identity, str] = {}
         """What this rank itself has against checkpoints: it stands when another takes its own verdict back."""
         self._last_step = -1
+        self._on_disk: set[Identity] = set()
+        """What the disk held when the ranks joined."""
+        self._place: Reachable | None = None
         self._work: queue.SimpleQueue[Callable[[SlotStore], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
@@ -93,17 +96,19 @@ class JobOfRanks:
     def begin(
         self,
         make_store: Callable[[bytes], SlotStore],
-        read: Callable[[SlotStore, SlotInfo], Callable[[], None]],
+        read: Callable[[SlotView, SlotInfo], Callable[[], None]],
         wanted: Wanted,
         beside: Callable[[], str] = str,
         choose: Callable[[SlotInfo], bool] | None = None,
+        look: Callable[[bytes | None], Reachable | None] | None = None,
     ) -> tuple[SlotStore, SlotInfo | None]:
         """Join, open the store under the job's id, and read what all ranks can read; returns what was restored.
 
         `read` reads a checkpoint and returns what loads it, which is called once all ranks have read theirs; `beside`
-        says what in the job's directory is against this rank's beginning there. All ranks raise that, and why one
-        cannot look at its directory. Raises WaitTimeout (naming ranks that did not come), what `decide.begin` raises,
-        and what opening a store does.
+        says what in the job's directory is against this rank's beginning there; `look` is told the job whose
+        checkpoints the disk holds, and says which ones the job's place has. All ranks raise that, and why one cannot
+        look. Raises WaitTimeout (naming ranks that did not come), what `decide.begin` raises, and what opening a store
+        does.
         """
         store: SlotStore | None = None
         try:
@@ -118,19 +123,19 @@ class JobOfRanks:
                     None if choose is None else lambda step: self._chooses(step, choose),
                 )
             try:
-                report = self._report(wanted, beside())
+                report = self._report(wanted, beside(), look)
             except LastgoodError as error:
                 with contextlib.suppress(LastgoodError):  # all others raise it, instead of waiting for this rank
                     self._join(address, self._without_content(wanted, f"{type(error).__name__}: {error}"))
                 raise
             member, offer = self._join(address, report)
             store = make_store(offer.job_id)
-            self._check_unchanged(store, report)
+            self._check_unchanged(store)
             while True:
-                info = None if offer.choice is None else self._find(store, offer.choice)
-                load, why = None, None
+                info, load, why = None, None, None
                 try:
-                    load = None if info is None else read(store, info)
+                    if offer.choice is not None:
+                        info, load = self._read(store, offer.choice, read)
                 except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
                     why = str(error)
                 member.answer(offer, why)
@@ -177,52 +182,46 @@ class JobOfRanks:
             beside=beside,
         )
 
-    def _report(self, wanted: Wanted, beside: str) -> Report:
-        report = self._without_content(wanted, beside)
-        if not self.directory.is_dir():
-            return report
-        view = SlotStore.peek(self.directory)
-        if view.held:
-            raise LockHeld(f"{self.directory}: another process writes here; it must end first")
-        statuses = view.statuses()
-        job = read_job(self.directory) or job_of_slots(statuses)
-        refuse_foreign(statuses)
-        book = view.book()
-        held = tuple(
-            Held(
-                info.incarnation,
-                info.step,
-                book.is_bad(info.sequence),
-                book.verdicts[info.sequence].reason if book.is_bad(info.sequence) else "",
-                book.failed_restarts(info.sequence, info.step),
-            )
-            for info in newest_first(statuses)
+    def _report(self, wanted: Wanted, beside: str, look: Callable[[bytes | None], Reachable | None] | None) -> Report:
+        report, book = on_disk(self._without_content(wanted, beside), self.directory)
+        self._on_disk = {one.identity for one in report.held}
+        self._place = (
+            None if look is None else look(bytes.fromhex(report.job_id) if report.held and report.job_id else None)
         )
-        records = [status.record for status in statuses if status.record is not None]
-        torn = [
-            status
-            for status in statuses
-            if status.state is SlotState.TORN and (status.record is None or status.record.kind is RecordKind.COMMITTED)
-        ]
-        found = view.global_commit()
-        return replace(
-            report,
-            job_id=None if job is None else job.job_id.hex(),
-            highest=max([(0, 0), *((record.incarnation, record.step) for record in records)]),
-            held=held,
-            damaged=tuple(f"{status.path.name}: {status.detail}" for status in torn),
-            mark=None if found is None else (found.incarnation, found.step),
-            reached=max(book.reached, -1 if found is None else found.step),
-            wrote=None if job is None else (job.rank, job.world_size),
-        )
+        return report if self._place is None else with_place(report, self._place, book)
 
-    def _check_unchanged(self, store: SlotStore, report: Report) -> None:
-        found = {(info.incarnation, info.step) for info in store.committed()}
-        if found != {one.identity for one in report.held}:
+    def _check_unchanged(self, store: SlotStore) -> None:
+        if {(info.incarnation, info.step) for info in store.committed()} != self._on_disk:
             raise CheckpointError(f"{self.directory}: another process wrote here while the ranks joined; begin again")
 
-    def _find(self, store: SlotStore, identity: Identity) -> SlotInfo:
-        return next(info for info in store.committed() if (info.incarnation, info.step) == identity)
+    def _read(
+        self, store: SlotStore, identity: Identity, read: Callable[[SlotView, SlotInfo], Callable[[], None]]
+    ) -> tuple[SlotInfo, Callable[[], None]]:
+        """Read a checkpoint from the disk; from the job's place, if the disk does not have it, or not complete.
+
+        Raises CorruptCheckpoint, StorageError, WaitTimeout, MismatchError.
+        """
+        errors: list[CheckpointError] = []
+        for info in store.committed():
+            if (info.incarnation, info.step) == identity:
+                try:
+                    return info, read(store, info)
+                except (CorruptCheckpoint, MismatchError, StorageError, WaitTimeout) as error:
+                    errors.append(error)
+        place = self._place
+        name = None if place is None else place.name_of(identity)
+        if place is not None and place.view is not None and name is not None:
+            for earlier in errors:
+                _log.warning("%s; trying its copy in %s", earlier, place.place)
+            try:
+                info = place.view.look(name)
+                return info, read(place.view, info)
+            except (CorruptCheckpoint, MismatchError, StorageError, WaitTimeout) as error:
+                errors.append(error)
+        if len(errors) == 1 or (errors and isinstance(errors[0], MismatchError)):
+            raise errors[0]
+        why = "; ".join(map(str, errors)) or "it is not there any more"
+        raise CorruptCheckpoint(f"{self.directory}: step {identity[1]}: {why}")
 
     def _share(self, store: SlotStore, offer: Offer) -> None:
         """What all ranks hold stays; of that, what could not be read is no longer among it."""

@@ -40,7 +40,8 @@ from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
 from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
-from lastgood.storage import SlotInfo, SlotStore
+from lastgood.storage import SlotInfo, SlotStore, SlotView
+from lastgood.storage.objects.reachable import Reachable, look_at_place
 from lastgood.storage.objects.view import RemotePath
 from lastgood.storage.reader import READ_THREADS
 from lastgood.world import world_of_torch
@@ -82,6 +83,7 @@ class PCcheck(Checkpointer):
         self._how = ""
         self._beside: Beside | None = None
         self._began_at: SlotInfo | None = None
+        self._reached: Reachable | None = None
         self._still = StillWeights()
 
     @classmethod
@@ -128,12 +130,22 @@ class PCcheck(Checkpointer):
                 self._begin_together(None, Wanted(restore=False))
             else:
                 beside = self._make_beside(str)
-                self._store = self._make_store(self._ranked().job_id())
+                found = self._look()
+                self._store = self._make_store(None if found is None else found.job_id)
                 beside.open(self._store)
         return self._opened()
 
+    def _look(self, disk: bytes | None = None) -> Reachable | None:
+        """What an incarnation that begins now can come back from beside its disk. Raises as `look_at_place`."""
+        place, own = self.options.remote_place, self._of_rank(self.directory)
+        if place is not None and disk is None and own.is_dir():
+            disk = next((info.record.job_id for info in SlotStore.peek(own).committed()), None)
+        self._reached = None if place is None else look_at_place(place, self._world(), disk)
+        return self._reached
+
     def _make_store(self, job_id: bytes | None) -> SlotStore:
         rank, world_size = self._world()
+        reached = self._reached
         if self._agrees:
             with storage_errors(self.directory, "making the job's directory"):
                 make_directory(self.directory, self.readable_by.directory_mode)
@@ -144,13 +156,14 @@ class PCcheck(Checkpointer):
             chunk_bytes=self.options.chunk_bytes,
             writer_threads=self.options.writer_threads,
             pool_bytes=self.options.chunk_bytes,  # a stand-in until the size of the state is known
-            job_id=job_id,
+            job_id=job_id or self._ranked().job_id(),
             rank=rank,
             world_size=world_size,
             agrees=self._agrees if world_size > 1 else None,
             medium=self.options.medium,
             writer_cpus=self.options.writer_cpus,
             readable_by=self.readable_by,
+            taken=(0, 0) if reached is None else (reached.highest[0], reached.sequence),
         )
 
     def _folders(self) -> list[Path]:
@@ -175,11 +188,11 @@ class PCcheck(Checkpointer):
         job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
         beside = self._make_beside(job.trouble)
 
-        def read(store: SlotStore, info: SlotInfo) -> Callable[[], None]:
-            return self._recovery().read(store, info, {} if state is None else state)
+        def read(view: SlotView, info: SlotInfo) -> Callable[[], None]:
+            return self._recovery().read(view, info, {} if state is None else state)
 
         choose = None if beside.tier is None else beside.tier.choose
-        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout, choose)
+        self._store, info = job.begin(self._make_store, read, wanted, self._against_layout, choose, self._look)
         self._job = job
         beside.open(self._store)
         return info
@@ -198,18 +211,25 @@ class PCcheck(Checkpointer):
         limit = self.options.max_failed_restarts
         if self._agrees:
             wanted = Wanted(step=step, max_failed_restarts=limit)
-            if step is not None and self._ranked().goes_on_from_another(None):
+            if step is not None and self._goes_on_from_another(None):
                 wanted = Wanted(restore=False)  # it is a step of the other job
             self._began_at = self._begin_together(state, wanted)
             if self._began_at is None and self.options.resume_from is None:
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
             elsewhere = self._began_at is None
         else:
-            elsewhere = self._ranked().goes_on_from_another(self._open())
+            elsewhere = self._goes_on_from_another(self._open())
         if elsewhere:
             self._ranked().restore(state, self._read_threads, step)
         elif not self._agrees:
-            self._began_at = self._recovery().restore(self._open(), state, step, max_failed_restarts=limit)
+            self._began_at = self._recovery(self._reached).restore(self._open(), state, step, max_failed_restarts=limit)
+
+    def _goes_on_from_another(self, store: SlotStore | None) -> bool:
+        """As `RankedJob.goes_on_from_another`; what this job has sent away is its own as well."""
+        if not self._ranked().goes_on_from_another(store):
+            return False
+        found = self._look() if store is None else self._reached
+        return found is None or not found.names
 
     def _place_of(self, step: int) -> Path:
         if self._began_at is not None:
@@ -464,12 +484,13 @@ class PCcheck(Checkpointer):
                 raise NoCheckpoint(f"{self.directory}: no rank holds a checkpoint")
             if info is not None:
                 return info.step
-        if self._agrees or self._ranked().goes_on_from_another(self._store):
+        if self._agrees or self._goes_on_from_another(self._store):
             return self._ranked().restore(state, self._read_threads, step, good_only=good_only)
-        return self._recovery().restore(self._store, state, step, good_only=good_only).step
+        found = self._look() if self._store is None else self._reached
+        return self._recovery(found).restore(self._store, state, step, good_only=good_only).step
 
-    def _recovery(self) -> Recovery:
-        return Recovery(self._of_rank(self.directory), self._read_threads, self._world())
+    def _recovery(self, place: Reachable | None = None) -> Recovery:
+        return Recovery(self._of_rank(self.directory), self._read_threads, self._world(), place)
 
     def _ranked(self) -> RankedJob:
         place = self.options.resume_place

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from lastgood.errors import (
     StorageError,
     WaitTimeout,
 )
-from lastgood.storage import SlotInfo, SlotState, SlotStore, SlotView
+from lastgood.storage import SlotInfo, SlotState, SlotStore, SlotView, Verdict, VerdictBook
+from lastgood.storage.objects.reachable import Reachable
 
 __all__ = ["Recovery"]
 
@@ -29,13 +31,38 @@ _log = logging.getLogger("lastgood")
 
 
 @dataclass(frozen=True)
+class _Candidate:
+    """A checkpoint that may be restored."""
+
+    key: tuple[int, int]
+    """Incarnation and step."""
+    view: SlotView
+    look: Callable[[], SlotInfo]
+    sequence: int
+    bad: Verdict | None
+
+    @property
+    def step(self) -> int:
+        return self.key[1]
+
+
+def _itself(info: SlotInfo) -> SlotInfo:
+    return info
+
+
+@dataclass(frozen=True)
 class Recovery:
-    """Chooses among the checkpoints of one directory and reads one. Needs no lock; works beside an open store."""
+    """Chooses among the checkpoints of one directory (and of its job's place) and reads one.
+
+    Needs no lock; works beside an open store.
+    """
 
     directory: Path
     threads: int
     world: tuple[int, int]
     """(rank, number of ranks) of the training that restores."""
+    place: Reachable | None = None
+    """What the place that the job sends checkpoints to has, beside the directory."""
 
     def latest(self, store: SlotStore | None, *, of_all_ranks: bool = False) -> int | None:
         """Step of the newest complete checkpoint that was not judged bad (and is one of all ranks), or None."""
@@ -79,32 +106,39 @@ class Recovery:
         NoGoodCheckpoint, CorruptCheckpoint, MismatchError.
         """
         view = self._view(store)
-        if view is None:
+        if view is None and self.place is None:
             raise NoCheckpoint(f"{self.directory}: there is no such directory")
-        known = view.committed()
-        book = view.book()
+        known = [] if view is None else view.committed()
+        book = VerdictBook(self.directory, kept=False) if view is None else view.book()
+        candidates = self._candidates(view, known, book)
         refused: list[str] = []
+        passed: set[tuple[int, int]] = set()
         unread: list[str] = []
         touched = False
-        for info in known:
-            if step is not None and info.step != step:
+        for number, candidate in enumerate(candidates):
+            if (step is not None and candidate.step != step) or candidate.key in passed:
                 continue
-            if step is None and good_only and book.is_bad(info.sequence):
-                refused.append(f"step {info.step} is judged bad ({book.verdicts[info.sequence].reason or 'no reason'})")
+            if step is None and good_only and candidate.bad is not None:
+                refused.append(f"step {candidate.step} is judged bad ({candidate.bad.reason or 'no reason'})")
+                passed.add(candidate.key)
                 continue
-            failed = book.failed_restarts(info.sequence, info.step)
+            failed = book.failed_restarts(candidate.sequence, candidate.step)
             if step is None and max_failed_restarts is not None and failed >= max_failed_restarts:
-                refused.append(f"{failed} restarts from step {info.step} failed")
+                refused.append(f"{failed} restarts from step {candidate.step} failed")
+                passed.add(candidate.key)
                 _log.warning("%s: %s; taking the checkpoint before it", self.directory, refused[-1])
                 continue
-            self._check_world(info)
             try:
-                with view.hold(info):
-                    reading = self._reading(view, info, state)
+                info = candidate.look()
+                self._check_world(info)
+                with candidate.view.hold(info):
+                    reading = self._reading(candidate.view, info, state)
                     touched |= reading.touches_live
                     reading.read(self.threads)
             except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
-                _log.warning("%s; trying the checkpoint before it", error)
+                following = candidates[number + 1 : number + 2]
+                again = [one.view.directory for one in following if one.key == candidate.key]
+                _log.warning("%s; trying %s", error, f"its copy in {again[0]}" if again else "the checkpoint before it")
                 unread.append(str(error))
                 continue
             reading.load()
@@ -118,10 +152,32 @@ class Recovery:
                 f"{self.directory}: {'; '.join(refused)}; name a step, restore with good_only=False, or move the "
                 "directory away to begin again"
             )
-        if step is None:
+        if step is None and view is not None:
             self._refuse_damage(view)
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {[info.step for info in known] or 'none'}")
+        steps = [one for _, one in dict.fromkeys(candidate.key for candidate in candidates)]
+        raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {steps or 'none'}")
+
+    def _candidates(self, view: SlotView | None, known: Sequence[SlotInfo], book: VerdictBook) -> list[_Candidate]:
+        """What may be restored, newest first; of one that is on the disk and in the job's place, first that here."""
+        found = [
+            _Candidate(
+                (info.incarnation, info.step),
+                view,
+                partial(_itself, info),
+                info.sequence,
+                book.verdicts[info.sequence] if book.is_bad(info.sequence) else None,
+            )
+            for info in known
+            if view is not None
+        ]
+        place = self.place
+        if place is not None and place.view is not None:
+            for name in place.names:
+                key, look = (name.incarnation, name.step), partial(place.view.look, name)
+                found.append(_Candidate(key, place.view, look, -1, place.bad(book, name)))
+            found.sort(key=lambda one: one.key, reverse=True)  # stable: what is on the disk stays first
+        return found
 
     def _view(self, store: SlotView | None) -> SlotView | None:
         if store is not None:

@@ -43,6 +43,7 @@ class FolderClient:
             make_directory(self.root)
         except OSError as error:
             raise storage_error(error, self.root, "making the folder") from error
+        self._refuse_missing()
 
     @property
     def place(self) -> str:
@@ -83,11 +84,10 @@ class FolderClient:
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
         """As `ObjectClient.list`."""
-        top = self._path(folder) if folder else self.root
         names = sorted(
             path.relative_to(self.root).as_posix()
-            for path in top.rglob("*")
-            if path.is_file() and not path.name.endswith(TEMPORARY_SUFFIX)
+            for path in self._below(self._path(folder) if folder else self.root)
+            if not path.name.endswith(TEMPORARY_SUFFIX)
         )
         for key in names:
             info = self.head(key) if key > after else None
@@ -112,6 +112,22 @@ class FolderClient:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _refuse_missing(self) -> None:
+        """What is not there, or not mounted any more, must not look like an empty folder."""
+        if not self.root.is_dir():
+            raise StorageError(f"{self.root}: is no folder, or is not there any more; is its disk mounted?")
+
+    def _below(self, top: Path) -> Iterator[Path]:
+        """All files in a folder, which need not be there. Raises StorageError for what cannot be read."""
+        self._refuse_missing()
+
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # removed meanwhile, or never made
+                raise storage_error(error, error.filename, "listing") from error
+
+        for folder, _, names in os.walk(top, onerror=refuse):
+            yield from (path for path in (Path(folder, name) for name in names) if path.is_file())
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key, self.place)
