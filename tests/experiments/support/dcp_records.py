@@ -11,13 +11,14 @@ from tests.experiments.support.records import make_record
 
 
 def spec_of(storage: str = "disk", ranks: int = 2, repetition: int = 0, **changes: Any) -> DcpSpec:
+    medium = changes.get("medium", "disk")
     values = {
         "machine": "testbox",
         "scale": "laptop",
         "operation": "save-and-load",
         "model": "L7b-64MB",
         "storage": storage,
-        "storage_options": storage_named(storage).resolved({}),
+        "storage_options": storage_named(storage, medium).resolved({}, medium),
         "ranks": ranks,
         "iterations": 3,
         "repetition": repetition,
@@ -53,7 +54,7 @@ def record_of(spec: DcpSpec, seconds: float = 1.0, *, equal: bool = True, **chan
         "hosts": ["box"] * spec.ranks,
         "state_bytes": 10 * MIB * spec.ranks,
         "setup_s": 5.0,
-        "durable": storage_named(spec.storage).durable(spec.storage_options),
+        "durable": storage_named(spec.storage, spec.medium).durable(spec.storage_options),
         "raw_write_bytes_per_s": [40.0 * MIB, 60.0 * MIB, 50.0 * MIB],
         "iterations": iterations,
         **changes,

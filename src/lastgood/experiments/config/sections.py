@@ -75,9 +75,19 @@ def _dcp_model(name: str) -> str:
     return name
 
 
+_ON_DISK = [storage.name for storage in STORAGES if storage.disk is not None]
+_ON_S3 = [storage.name for storage in STORAGES if storage.s3 is not None]
+
+
 def _storage(name: str) -> str:
-    if name not in {storage.name for storage in STORAGES}:
+    if name not in _ON_DISK:
         raise ValueError("no such storage")
+    return name
+
+
+def _s3_storage(name: str) -> str:
+    if name not in _ON_S3:
+        raise ValueError("no such storage of buckets")
     return name
 
 
@@ -257,11 +267,21 @@ class DcpSection(FrozenModel):
         default=[1, 2, 4], description="a list of whole numbers from 1 to 1024: processes of this machine"
     )
     storages: Listed[Annotated[str, AfterValidator(_storage)]] = Field(
-        default=["disk", "hf", "lastgood"], description=f"a list of {', '.join(storage.name for storage in STORAGES)}"
+        default=["disk", "hf", "lastgood"], description=f"a list of {', '.join(_ON_DISK)}"
     )
     thread_counts: Listed[_UpTo64] = Field(
         default=[1, 4],
         description="a list of whole numbers from 1 to 64: threads of each rank, of storages that have them",
+    )
+    s3_storages: list[Annotated[str, AfterValidator(_s3_storage)]] = Field(
+        default=["lastgood", "s3torchconnector"],
+        description=f"a list of {', '.join(_ON_S3)}, on an S3 server of each run's own; empty: none",
+    )
+    s3_ranks: Listed[Annotated[Count, Field(le=1024)]] = Field(
+        default=[1, 2], description="a list of whole numbers from 1 to 1024: as `ranks`, on S3"
+    )
+    s3_thread_counts: Listed[_UpTo64] = Field(
+        default=[4], description="a list of whole numbers from 1 to 64: as `thread_counts`, on S3"
     )
     iterations: Count = Field(default=3, description="a whole number from 1: timed saves, and as many loads")
     warmup: CountOrZero = Field(default=1, description="a whole number from 0: untimed ones before them")

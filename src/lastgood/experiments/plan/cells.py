@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lastgood.checkpointers.registry import checkpointer_class, system_traits
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.values import BASELINE
-from lastgood.experiments.dcp.storages import STORAGES
+from lastgood.experiments.dcp.storages import STORAGES, Storage
 from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.plan.grid import find_root
 from lastgood.experiments.plan.variants import (
@@ -23,10 +24,11 @@ from lastgood.experiments.plan.variants import (
     variant,
 )
 from lastgood.experiments.records.base import Spec
-from lastgood.experiments.records.dcp import DcpSpec
+from lastgood.experiments.records.dcp import DcpSpec, Medium
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import Parallel, RunSpec
+from lastgood.experiments.services.object_store import NOT_INSTALLED, find_server_program
 from lastgood.experiments.traces.trace import load_trace
 from lastgood.workloads.registry import workload_options_class
 
@@ -56,6 +58,11 @@ __all__ = [
     "plan_throughput",
 ]
 
+_log = logging.getLogger("lastgood")
+_SERVER_S = 8.0
+"""An S3 server's start and end."""
+_said: set[str] = set()
+"""What was told to be left out."""
 _PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 
 
@@ -198,33 +205,56 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
 
 
 def plan_dcp(config: Config) -> list[DcpSpec]:
-    """The figure of torch's distributed checkpoint: every storage on every number of ranks."""
+    """The figure of torch's distributed checkpoint: every storage on every number of ranks, on disk and on S3.
+
+    What needs the S3 server, or a package, that is not installed is left out, and a line says so.
+    """
     section = config.dcp
+    places: list[tuple[Medium, list[str], list[int], list[int]]] = [
+        ("disk", section.storages, section.thread_counts, section.ranks),
+        ("s3", section.s3_storages, section.s3_thread_counts, section.s3_ranks),
+    ]
     specs = []
     for repetition in range(section.repetitions):
-        for storage in (one for one in STORAGES if one.name in section.storages):
-            threads = section.thread_counts if "thread_count" in storage.defaults("disk") else [None]
-            for count in threads:
-                specs += [
-                    DcpSpec(
-                        machine=config.machine or machine_label(),
-                        scale=config.scale,
-                        operation="save-and-load",
-                        model=section.model,
-                        state="model" if storage.tensors_only else section.state,
-                        spread=section.spread,
-                        backend="nccl" if config.device == "cuda" else "gloo",
-                        storage=storage.name,
-                        storage_options=storage.resolved({} if count is None else {"thread_count": count}),
-                        ranks=ranks,
-                        iterations=section.iterations,
-                        warmup=section.warmup,
-                        seed=config.seed,
-                        repetition=repetition,
-                    )
-                    for ranks in section.ranks
-                ]
+        for medium, names, counts, all_ranks in places:
+            for storage in (one for one in STORAGES if one.name in names):
+                if medium == "s3" and not _can_on_s3(storage):
+                    continue
+                threads = counts if "thread_count" in storage.defaults(medium) else [None]
+                for count in threads:
+                    options = {} if count is None else {"thread_count": count}
+                    specs += [
+                        DcpSpec(
+                            machine=config.machine or machine_label(),
+                            scale=config.scale,
+                            operation="save-and-load",
+                            model=section.model,
+                            state="model" if storage.tensors_only else section.state,
+                            spread=section.spread,
+                            backend="nccl" if config.device == "cuda" else "gloo",
+                            medium=medium,
+                            storage=storage.name,
+                            storage_options=storage.resolved(options, medium),
+                            ranks=ranks,
+                            iterations=section.iterations,
+                            warmup=section.warmup,
+                            seed=config.seed,
+                            repetition=repetition,
+                        )
+                        for ranks in all_ranks
+                    ]
     return in_batches(specs, config)
+
+
+def _can_on_s3(storage: Storage) -> bool:
+    """Whether all is installed; says once what is not."""
+    reason = storage.missing("s3")
+    if reason is None and find_server_program() is None:
+        reason = NOT_INSTALLED
+    if reason is not None and reason not in _said:
+        _said.add(reason)
+        _log.warning("dcp on S3 is left out: %s", reason)
+    return reason is None
 
 
 def _optimizer_spec(config: Config, repetition: int) -> OptimizerSpec:
@@ -344,6 +374,9 @@ def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
 
 
 def dcp_modelled_s(spec: DcpSpec, prediction: Prediction) -> float:
-    """Start-up of each rank, and each save or load as long as a step."""
+    """Start-up of each rank, and each save or load as long as a step; on S3 the server starts, and its bound is met."""
     step_s = prediction.step_s.get(spec.model, prediction.other_step_s)
-    return prediction.startup_s * (1 + spec.ranks / 2) + (spec.warmup + spec.iterations) * 2 * step_s
+    on_s3 = spec.medium == "s3"
+    iteration_s = (4 if on_s3 else 2) * step_s
+    server_s = _SERVER_S if on_s3 else 0.0
+    return server_s + prediction.startup_s * (1 + spec.ranks / 2) + (spec.warmup + spec.iterations) * iteration_s

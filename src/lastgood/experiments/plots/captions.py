@@ -119,10 +119,27 @@ def dcp_caption(frame: pd.DataFrame) -> str:
         "whisker slowest to fastest; all bytes over the slowest rank's time.",
         f"Bound: {'; '.join(values)}." if values else "No bound was measured.",
         f"Not to be compared: {'; '.join(reasons)}." if reasons else "",
+        _on_s3(frame[frame["medium"] == "s3"]),
         f"torch {_joined(frame['torch'])}.",
         _revision(frame),
     ]
     return _joined_sentences(sentences)
+
+
+def _on_s3(frame: pd.DataFrame) -> str:
+    """Whose server it is, and what CPU time both sides of it take."""
+    if frame.empty:
+        return ""
+    parts = []
+    for operation, rows in frame.groupby("operation", sort=False):
+        own, server = (rows[name].dropna() for name in ("cpu_s_per_gib", "server_cpu_s_per_gib"))
+        if len(own) and len(server):
+            parts.append(
+                f"a {operation} takes {own.min():.1f} to {own.max():.1f} CPU seconds of its ranks a GiB, and "
+                f"{server.min():.1f} to {server.max():.1f} of the server"
+            )
+    told = f": {'; '.join(parts)}" if parts else ""
+    return f"S3: an S3 server (SeaweedFS) of each run's own on the same machine{told}."
 
 
 def sweep_caption(frame: pd.DataFrame) -> str:

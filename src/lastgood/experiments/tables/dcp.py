@@ -34,6 +34,8 @@ class DcpRow:
     model: str
     state: str
     spread: str
+    medium: str
+    """disk or s3."""
     storage: str
     label: str
     """For the legend."""
@@ -52,6 +54,13 @@ class DcpRow:
     stall_s: float
     skew_s: float | None
     coordination_s: float | None
+    cpu_s_per_gib: float | None
+    """CPU seconds of all ranks."""
+    server_cpu_s_per_gib: float | None
+    """Of the S3 server of the run's own; so are the next two."""
+    requests: float | None
+    failed_requests: float | None
+    """With status 500 and above: clients repeat them."""
     bound_mib_per_s: float | None
     bound_of: str | None
     """What the bound was measured by."""
@@ -113,7 +122,8 @@ def collect_dcp(
     if others:
         raise LastgoodError(f"{figure} {panel}: records of {others}, and ceilings of {ceilings.machine}")
     # A disk that was seen faster than its ceiling says can do that.
-    loads = [one.mib_per_s for record in records for one in record.counted("load")]
+    on_disk = [record for record in records if record.spec.medium == "disk"]
+    loads = [one.mib_per_s for record in on_disk for one in record.counted("load")]
     read_mib_per_s = max([ceilings.disk.read_bytes_per_s / MIB, *loads])
     rows = []
     for record in sorted(records, key=_order):
@@ -127,10 +137,10 @@ def collect_dcp(
     return Collected(rows, DCP_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
 
 
-def _order(record: DcpRecord) -> tuple[int, int, int, int]:
-    names = [storage.name for storage in STORAGES]
-    threads = int(record.spec.storage_options.get("thread_count", 0))
-    return names.index(record.spec.storage), threads, record.spec.ranks, record.spec.repetition
+def _order(record: DcpRecord) -> tuple[bool, int, int, int, int]:
+    spec, names = record.spec, [storage.name for storage in STORAGES]
+    threads = int(spec.storage_options.get("thread_count", 0))
+    return spec.medium == "s3", names.index(spec.storage), threads, spec.ranks, spec.repetition
 
 
 def _row(
@@ -146,6 +156,8 @@ def _row(
     rates = [one.mib_per_s for one in counted]
     threads = spec.storage_options.get("thread_count")
     label = next(storage.label for storage in STORAGES if storage.name == spec.storage)
+    label += " on S3" if spec.medium == "s3" and _is_on_disk_too(spec.storage) else ""
+    work = [one.server for one in counted if one.server is not None]
     loads = [one.equal for one in record.iterations if one.operation == "load"]
     bound, bound_of = _bound(record, operation, read_mib_per_s)
     return DcpRow(
@@ -166,6 +178,10 @@ def _row(
             "stall_s": statistics.median(max(rank.stall_s for rank in one.ranks) for one in counted),
             "skew_s": _median([one.skew_s for one in counted]),
             "coordination_s": _median([one.coordination_s for one in counted]),
+            "cpu_s_per_gib": _median([one.cpu_s_per_gib for one in counted]),
+            "server_cpu_s_per_gib": _median([one.server_cpu_s_per_gib for one in counted]),
+            "requests": _median([float(sum(one.requests.values())) for one in work]),
+            "failed_requests": _median([float(one.failed) for one in work]),
             "bound_mib_per_s": bound,
             "bound_of": bound_of,
             "durable": record.durable,
@@ -180,10 +196,21 @@ def _row(
     )
 
 
+def _is_on_disk_too(name: str) -> bool:
+    return any(storage.name == name and storage.disk is not None for storage in STORAGES)
+
+
 def _bound(
     record: DcpRecord, operation: Literal["save", "load"], read_mib_per_s: float
 ) -> tuple[float | None, str | None]:
-    """What the disk takes beside the saves themselves, and what it gives; at least as much as was seen."""
+    """What disk or bucket take beside the saves themselves, and what they give; at least as much as was seen."""
+    if record.spec.medium == "s3":
+        raw = record.raw_write_bytes_per_s if operation == "save" else record.raw_read_bytes_per_s
+        if not raw:
+            return None, None
+        fastest = max(one.mib_per_s for one in record.counted(operation))
+        bound = max(statistics.median(raw) / MIB, fastest)
+        return bound, "plain puts on S3" if operation == "save" else "plain gets on S3"
     if operation == "load":
         return read_mib_per_s, "the disk's read ceiling or the fastest load"
     if not record.raw_write_bytes_per_s:
