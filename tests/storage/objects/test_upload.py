@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lastgood.addresses import memory_address
 from lastgood.errors import (
@@ -269,6 +272,26 @@ def test_segments_of_a_wrong_size_are_refused(client):
     upload.send(0, bytes(SEGMENT))
     with pytest.raises(Exception, match=r"segments \[1\] were not sent"):
         upload.finish(0, 0, bytes(32))
+
+
+@given(cuts=st.lists(st.integers(0, 3 * SEGMENT), max_size=12), hashed=st.booleans())
+@settings(max_examples=60)
+def test_a_segment_may_be_sent_in_any_pieces(tmp_path_factory, cuts, hashed):
+    stream = Stream((1, 2, 3))
+    names = []
+    for pieces in (sorted(cuts), []):
+        client = FolderClient(tmp_path_factory.mktemp("pieces"))
+        upload = PartUpload(client, stream.record, segment_bytes=SEGMENT, hashed=hashed)
+        upload.begin()
+        for index in range(upload.segments):
+            begin = index * SEGMENT
+            end = begin + upload.size_of(index)
+            edges = [begin, *(cut for cut in pieces if begin < cut < end), end]
+            upload.send(index, *(stream.content[a:b] for a, b in pairwise(edges)))
+        commit_parts(upload, [upload.finish(0, 0, bytes(32))])
+        assert read(RemoteView(client), RemoteView(client).newest()) == stream.content
+        names.append(sorted(info.key for info in client.list(SEGMENTS)))
+    assert names[0] == names[1]
 
 
 def test_an_empty_stream(client):

@@ -1,10 +1,9 @@
-"""A rank's stream in segments of objects: copied, segment by segment, into a few buffers that threads send."""
+"""A rank's stream in segments of objects, which threads send: from where it lies in host memory, or through buffers."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -19,6 +18,7 @@ from lastgood.units import MIB
 
 __all__ = ["send_bytes", "send_stream"]
 
+_SMALL_BYTES = 256 * 1024
 _LEAST_SEGMENT_BYTES = 8 * MIB
 """Of a small stream, which is cut so that all threads have something to send."""
 
@@ -31,7 +31,7 @@ def send_stream(
     Raises StateError as `RankStream`; StorageError, WaitTimeout; no thread of it runs then.
     """
     upload = _upload(client, name, rank, world_size, stream.nbytes, options.writer_threads)
-    _send(upload, stream.buffers(), options, pinned=stream.on_device)
+    _send(upload, stream, options)
     layout = stream.layout
     return upload, upload.finish(layout.stream_bytes, stream.meta.numel(), layout.digest())
 
@@ -75,60 +75,83 @@ def _upload(
     return PartUpload(client, record, segment_bytes=min(whole_chunks, segment_bytes_for(CHUNK_BYTES)))
 
 
-def _send(upload: PartUpload, buffers: Iterator[torch.Tensor], options: SlotOptions, *, pinned: bool) -> None:
-    """Fill one buffer while the others are sent. At most `pool_bytes` of memory, but two segments."""
-    count = min(upload.segments, options.writer_threads + 1, max(2, options.pool_bytes // upload.segment_bytes))
-    free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-    for _ in range(count):
-        free.put(torch.empty(upload.size_of(0), dtype=torch.uint8, device="cpu", pin_memory=pinned))
+def _send(upload: PartUpload, stream: RankStream, options: SlotOptions) -> None:
+    """Send a segment in each of `writer_threads` threads, while the next one is gathered."""
+    under_way: dict[Future[bool], torch.Tensor | None] = {}
+    free: list[torch.Tensor] = []
+    most = options.writer_threads + 1
+    if stream.on_device:
+        most = min(upload.segments, most, max(2, options.pool_bytes // upload.segment_bytes))
+        size = upload.size_of(0)
+        free = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(most)]
 
-    def send(index: int, memory: torch.Tensor) -> None:
-        try:
-            upload.send(index, memory.numpy()[: upload.size_of(index)].data)
-        finally:
-            free.put(memory)
-
-    under_way: list[Future[None]] = []
-
-    def buffer() -> torch.Tensor:
-        """One that is free. Raises what a thread has met, and WaitTimeout."""
-        try:
-            memory = free.get(timeout=options.timeout_s)
-        except queue.Empty:
-            raise WaitTimeout(
-                f"{upload.client.place}: waited {options.timeout_s:.0f} s for a segment to be taken; see whether the "
-                "store is up, and what other work it has"
-            ) from None
-        for one in [one for one in under_way if one.done()]:
-            under_way.remove(one)
-            one.result()
-        return memory
+    def settle(left: int) -> None:
+        """Wait until at most `left` are under way. Raises what a thread has met, and WaitTimeout."""
+        while len(under_way) > left:
+            done, _ = wait(under_way, options.timeout_s, FIRST_COMPLETED)
+            if not done:
+                raise WaitTimeout(
+                    f"{upload.client.place}: waited {options.timeout_s:.0f} s for a segment to be taken; see whether "
+                    "the store is up, and what other work it has"
+                )
+            for one in done:
+                memory = under_way.pop(one)
+                one.result()
+                if memory is not None:
+                    free.append(memory)
 
     with ThreadPoolExecutor(options.writer_threads, thread_name_prefix="lastgood-dcp-send") as pool:
         try:
-            for index, memory in enumerate(_filled(upload, buffers, buffer)):
-                under_way.append(pool.submit(send, index, memory))
-            for one in under_way:
-                one.result()
+            for index, pieces in enumerate(_cut(upload, stream.buffers())):
+                settle(most - 1)
+                memory = None
+                if stream.on_device:
+                    memory = free.pop()
+                    pieces = [_landed(pieces, memory)]
+                under_way[pool.submit(upload.send, index, *_buffers(pieces))] = memory
+            settle(0)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _filled(
-    upload: PartUpload, buffers: Iterator[torch.Tensor], buffer: Callable[[], torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """The stream, in buffers that hold a segment each."""
-    index, at, memory = 0, 0, buffer()
-    for piece in buffers:
+def _cut(upload: PartUpload, buffers: Iterator[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The stream in segments, each as views of the tensors that it consists of."""
+    index, held = 0, 0
+    pieces: list[torch.Tensor] = []
+    for buffer in buffers:
         begin = 0
-        while begin < piece.numel():
-            if at == upload.size_of(index):
-                yield memory
-                index, at, memory = index + 1, 0, buffer()
-            count = min(piece.numel() - begin, upload.size_of(index) - at)
-            memory[at : at + count].copy_(piece[begin : begin + count])
-            begin, at = begin + count, at + count
-    if index != upload.segments - 1 or at != upload.size_of(index):
+        while begin < buffer.numel():
+            if held == upload.size_of(index):
+                yield pieces
+                index, held, pieces = index + 1, 0, []
+            count = min(buffer.numel() - begin, upload.size_of(index) - held)
+            pieces.append(buffer[begin : begin + count])
+            begin, held = begin + count, held + count
+    if index != upload.segments - 1 or held != upload.size_of(index):
         raise CheckpointError(f"{upload.client.place}: a stream that ends in segment {index} of {upload.segments}")
-    yield memory
+    yield pieces
+
+
+def _landed(pieces: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
+    """Pieces of a device, one after another in host memory."""
+    at = 0
+    for piece in pieces:
+        memory[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
+    return memory[:at]
+
+
+def _buffers(pieces: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    """Large pieces in their places; small ones joined, since each is a write to the connection of its own."""
+    small: list[torch.Tensor] = []
+    for piece in pieces:
+        if piece.numel() < _SMALL_BYTES:
+            small.append(piece)
+            continue
+        if small:
+            yield torch.cat(small).numpy().data
+            small = []
+        yield piece.numpy().data
+    if small:
+        yield torch.cat(small).numpy().data

@@ -52,8 +52,10 @@ class ObjectClient(Protocol):
     def where(self, key: str) -> str:
         """One object, for messages."""
 
-    def create(self, key: str, content: Buffer) -> None:
-        """Make an object that must not be there yet. Raises ObjectExists, StorageError.
+    def create(self, key: str, *content: Buffer) -> None:
+        """Make an object that must not be there yet, of the bytes of `content` one after another.
+
+        Raises ObjectExists, StorageError.
 
         After any other error the object may be there or not: `create` again, or read it back.
         """

@@ -54,13 +54,13 @@ class FolderClient:
         """The file."""
         return str(self.root / key)
 
-    def create(self, key: str, content: Buffer) -> None:
+    def create(self, key: str, *content: Buffer) -> None:
         """As `ObjectClient.create`."""
         self._write(key, content, create=True)
 
     def put(self, key: str, content: Buffer) -> None:
         """As `ObjectClient.put`."""
-        self._write(key, content, create=False)
+        self._write(key, (content,), create=False)
 
     def get(self, key: str, most_bytes: int) -> bytes:
         """As `ObjectClient.get`."""
@@ -132,14 +132,14 @@ class FolderClient:
     def _path(self, key: str) -> Path:
         return self.root / check_key(key, self.place)
 
-    def _write(self, key: str, content: Buffer, *, create: bool) -> None:
+    def _write(self, key: str, content: Sequence[Buffer], *, create: bool) -> None:
         path = self._path(key)
-        view = memoryview(content).cast("B")
+        views = [memoryview(piece).cast("B") for piece in content]
         temporary = temporary_beside(path)
         try:
             make_directory(path.parent)
             with os.fdopen(open_new(temporary), "wb") as file:
-                file.write(view)
+                file.writelines(views)
                 file.flush()
                 now = int(self._clock())
                 os.utime(file.fileno(), (now, now))
@@ -153,7 +153,7 @@ class FolderClient:
         except FileExistsError as error:
             raise ObjectExists(f"{path}: is there already") from error
         except OSError as error:
-            raise storage_error(error, path, "writing", view.nbytes) from error
+            raise storage_error(error, path, "writing", sum(view.nbytes for view in views)) from error
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

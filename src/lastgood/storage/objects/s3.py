@@ -162,13 +162,13 @@ class S3Client:
         """The URL of an object."""
         return f"{self.place}/{key}"
 
-    def create(self, key: str, content: Buffer) -> None:
+    def create(self, key: str, *content: Buffer) -> None:
         """As `ObjectClient.create`."""
         self._put(key, content, "create")
 
     def put(self, key: str, content: Buffer) -> None:
         """As `ObjectClient.put`."""
-        self._put(key, content, "overwrite")
+        self._put(key, (content,), "overwrite")
 
     def get(self, key: str, most_bytes: int) -> bytes:
         """As `ObjectClient.get`."""
@@ -238,12 +238,13 @@ class S3Client:
     def _key(self, key: str) -> str:
         return check_key(f"{self.prefix}/{key}" if self.prefix else key, self.place)
 
-    def _put(self, key: str, content: Buffer, mode: str) -> None:
-        view = memoryview(content).cast("B")
+    def _put(self, key: str, content: Sequence[Buffer], mode: str) -> None:
+        views = [memoryview(piece).cast("B") for piece in content]
+        body = views[0] if len(views) == 1 else views
         self._run(
             key,
-            f"put of {view.nbytes} bytes",
-            lambda store: self._obstore.put(store, self._key(key), view, mode=mode, use_multipart=False),
+            f"put of {sum(view.nbytes for view in views)} bytes",
+            lambda store: self._obstore.put(store, self._key(key), body, mode=mode, use_multipart=False),
         )
 
     def _delete(self, some: Sequence[str], store: Any) -> None:

@@ -122,21 +122,25 @@ class PartUpload:
             for info in self.client.list(self.name.uploads)
         )
 
-    def send(self, index: int, content: Buffer) -> bool:
-        """Make sure that a segment is there; False if it did not need to be sent. Its memory is free afterwards."""
-        view = memoryview(content).cast("B")
-        if view.nbytes != self.size_of(index):
-            raise ConfigError(f"segment {index} has {self.size_of(index)} bytes, not {view.nbytes}")
+    def send(self, index: int, *pieces: Buffer) -> bool:
+        """Make sure that a segment is there, whose bytes are those of `pieces` one after another.
+
+        False if it did not need to be sent. Its memory is free afterwards.
+        """
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes != self.size_of(index):
+            raise ConfigError(f"segment {index} has {self.size_of(index)} bytes, not {nbytes}")
         self.beat()
-        checksums = self._checksums(index, view)
+        checksums = self._checksums(index, views)
         known = self._unchanged(index, checksums)
-        sha256 = hashlib.sha256(view).hexdigest() if self._hashed or known is not None else None
+        sha256 = _sha256(views) if self._hashed or known is not None else None
         if known is not None and known.sha256 == sha256:
             self._note_segment(index, known, checksums, 0)
             return False
         segment = Segment(objects.segment_name(self.name.tag, self._record, index, checksums), sha256)
-        sent = self._create(object_key(objects.SEGMENTS, segment.name), view)
-        self._note_segment(index, segment, checksums, view.nbytes if sent else 0)
+        sent = self._create(object_key(objects.SEGMENTS, segment.name), *views)
+        self._note_segment(index, segment, checksums, nbytes if sent else 0)
         return sent
 
     def finish(self, meta_offset: int, meta_bytes: int, layout_digest: bytes) -> Part:
@@ -201,12 +205,21 @@ class PartUpload:
         if info is not None and not info.nbytes:
             raise _given_up(self.client, self.name)
 
-    def _checksums(self, index: int, view: memoryview) -> bytes:
+    def _checksums(self, index: int, views: Sequence[memoryview]) -> bytes:
         chunk_bytes, first = self._record.chunk_bytes, index * (self.segment_bytes // self._record.chunk_bytes)
-        sums = []
-        for number, begin in enumerate(range(0, view.nbytes, chunk_bytes)):
-            seed = _native.chunk_seed(self._record.sequence, first + number)
-            sums.append(chunk_checksum(view[begin : begin + chunk_bytes], seed))
+        sums: list[int] = []
+        held = chunk_bytes  # of the last chunk
+        for view in views:
+            begin = 0
+            while begin < view.nbytes:
+                if held == chunk_bytes:
+                    sums.append(_native.chunk_seed(self._record.sequence, first + len(sums)))
+                    held = 0
+                count = min(view.nbytes - begin, chunk_bytes - held)
+                sums[-1] = _native.crc32c(view[begin : begin + count], sums[-1])
+                begin, held = begin + count, held + count
+        if sums:
+            sums[-1] = _padded(sums[-1], held)
         return struct.pack(f"<{len(sums)}I", *sums)
 
     def _unchanged(self, index: int, checksums: bytes) -> Segment | None:
@@ -229,14 +242,14 @@ class PartUpload:
                 return None
         return old.segments[index]
 
-    def _create(self, key: str, content: Buffer) -> bool:
+    def _create(self, key: str, *content: Buffer) -> bool:
         """Whether it had to be sent; nothing is ever overwritten, and its name says what is in it."""
         if self._again:
             info = self.client.head(key)
-            if info is not None and info.nbytes == memoryview(content).nbytes:
+            if info is not None and info.nbytes == sum(memoryview(piece).nbytes for piece in content):
                 return False
         try:
-            self.client.create(key, content)
+            self.client.create(key, *content)
         except ObjectExists:
             return False
         return True
@@ -250,8 +263,19 @@ class PartUpload:
 
 def chunk_checksum(chunk: memoryview, seed: int) -> int:
     """The checksum of a chunk, as a slot has it: with zeros up to a whole block."""
-    found = _native.crc32c(chunk, seed)
-    return _native.crc32c(_ZEROS[: -chunk.nbytes % fmt.BLOCK], found)
+    return _padded(_native.crc32c(chunk, seed), chunk.nbytes)
+
+
+def _padded(checksum: int, nbytes: int) -> int:
+    """That of `nbytes` bytes, which is `checksum`, with the zeros behind them up to a whole block."""
+    return _native.crc32c(_ZEROS[: -nbytes % fmt.BLOCK], checksum)
+
+
+def _sha256(views: Sequence[memoryview]) -> str:
+    found = hashlib.sha256()
+    for view in views:
+        found.update(view)
+    return found.hexdigest()
 
 
 class _Reseeding:
