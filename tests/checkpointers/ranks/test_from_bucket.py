@@ -78,6 +78,28 @@ def test_a_rank_fetches_what_it_needs_and_hardly_more(pool, tmp_path, after):
         assert answer["needed"] <= answer["fetched"] <= 1.05 * answer["needed"]
 
 
+@pytest.mark.parametrize(("kind", "replicated"), [("fsdp", "none"), ("plain", "ddp")])
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_what_one_rank_wrote_for_all_comes_back_too(pool, tmp_path, kind, replicated, lost):
+    given = {"job": str(tmp_path / "job"), "remote": str(tmp_path / "remote"), "kind": kind, "replicated": replicated}
+    first = pool.run(2, "agreed", steps=1, **given)
+    assert [rank["outcomes"] for rank in first] == [[["durable", None]]] * 2
+    for rank in lost:
+        shutil.rmtree(tmp_path / "job" / f"rank-0000{rank}")
+    again = pool.run(2, "agreed", steps=1, **given)
+    for rank in again:
+        assert (rank["began"], rank["restored"]) == (1, first[0]["sums"])
+        assert rank["outcomes"] == [["durable", None]]
+    shutil.rmtree(tmp_path / "job")
+    third = pool.run(2, "agreed", steps=0, **given)
+    assert [(rank["began"], rank["restored"]) for rank in third] == [(2, again[0]["sums"])] * 2
+    # And on another number of ranks, as a new job that has a place of its own.
+    moved = {**given, "job": str(tmp_path / "new"), "remote": str(tmp_path / "new-remote")}
+    for _ in range(2):
+        more = pool.run(3, "agreed", steps=0, resume_from=given["remote"], **moved)
+        assert [(rank["began"], rank["restored"]) for rank in more] == [(2, again[0]["sums"])] * 3
+
+
 def test_equal_ranks_restore_as_from_their_directories(client, kept):
     for rank, world in ((0, 1), (1, 3), (1, 2)):
         found = []

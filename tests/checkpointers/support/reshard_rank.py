@@ -251,10 +251,12 @@ def start(rank, world, directories, made_equal=False, **given):
     return said
 
 
-def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="fsdp", resume_step=None):
+def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="fsdp", resume_step=None, remote=None):
     """One life of a job whose ranks agree on their checkpoints."""
     training = made(rank, world, 7, kind)
     knobs = {"rank": rank, "world_size": world, "resume_from": resume_from, "replicated": replicated}
+    if remote is not None:
+        knobs |= {"remote": remote, "remote_every": 1}
     checkpointer = PCcheck(job, interval_steps=1, chunk_bytes=4096, exit_drain_s=10, **knobs)
     parts = {name: part for name, part in training.state.items() if name != "rng"}
     answer = {"began": checkpointer.attach(resume_step=resume_step, **parts), "restored": training.whole_sums()}
