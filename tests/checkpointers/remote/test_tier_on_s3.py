@@ -19,6 +19,7 @@ from lastgood.storage.objects.opening import ObjectPlace
 from lastgood.storage.objects.s3 import S3Client, S3Options
 from lastgood.storage.objects.view import RemoteView
 from tests.checkpointers.support.stored_helpers import open_store, put
+from tests.suggestions.following import advice, follows, refusal
 
 WAIT_S = 120
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,6 +95,22 @@ def test_a_server_that_is_away_for_twenty_checkpoints(server, url, tmp_path, cap
     info = view.newest()
     assert model.weight.detach().numpy().tobytes() in view.read_bytes(info, 0, info.stream_bytes)
     client.close()
+
+
+@follows("a place for checkpoints holds a user or a key")
+def test_keys_in_a_place_are_refused_and_taken_from_where_it_says(server, url, tmp_path, monkeypatch, keys):
+    both = (keys.access_key_id, keys.secret_access_key)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    told = refusal(lambda: PCcheck(tmp_path / "job", remote=url.replace("s3://", f"s3://{both[0]}:{both[1]}@")))
+    assert both[0] not in told and both[1] not in told
+    for name, value in zip(advice(told, r"environment \((\w+, \w+)\)").split(", "), both, strict=True):
+        monkeypatch.setenv(name, value)
+    with open_store(tmp_path / "job") as store:
+        tier = RemoteTier(place_of(server, url), store.directory, every=1, keep=2)
+        tier.offer(store, put(store, 1, {"x": torch.ones(100)}))
+        tier.close(WAIT_S)
+    assert steps(server, url) == [1]
 
 
 @pytest.mark.parametrize(
@@ -173,3 +190,28 @@ def test_a_fork_of_the_training_makes_no_use_of_its_connections(server, url, tmp
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["8"]
     assert steps(server, url) == [8, 7]
+
+
+def test_a_process_that_ends_while_it_sends_ends_in_order_and_the_next_one_goes_on(server, proxy, url, tmp_path):
+    def script(lines: str, endpoint_url: str) -> subprocess.CompletedProcess:
+        text = (
+            "import sys, torch\n"
+            "from lastgood import PCcheck\n"
+            f"ckpt = PCcheck({str(tmp_path / 'job')!r}, interval_steps=1, remote={url!r}, remote_every=1,\n"
+            f"    remote_region='us-east-1', remote_endpoint_url={endpoint_url!r}, exit_drain_s=1.0)\n"
+            "print(ckpt.attach(model=torch.nn.Linear(4, 4)))\n"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", text + lines], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+
+    proxy.fail("wait", "PUT", "/segments/", seconds=8.0)
+    done = script(
+        "ckpt.step(); ckpt.drain()\nwhile not ckpt._beside.tier._current: pass\nraise SystemExit(3)", proxy.url
+    )
+    assert done.returncode == 3, done.stderr
+    assert "panicked" not in done.stderr and "Fatal" not in done.stderr
+    assert steps(server, url) == []
+    done = script("ckpt.close()", server.endpoint_url)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert steps(server, url) == [1]

@@ -109,6 +109,7 @@ def _commit(thing: Any, folder: Path) -> Prepared:
             "upload": f"{JOB}/{1:020d}-{2:020d}",
             "rank": 3,
             "bases": [f"{JOB}/{1:020d}-{1:020d}"],
+            "part": [name_of(1), 500],
         }
     ],
     change=or_bits,

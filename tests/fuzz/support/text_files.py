@@ -104,6 +104,35 @@ def _mark(thing: Any, folder: Path) -> Prepared:
 
 
 @decoder(
+    "status of a remote place",
+    lambda: [
+        {
+            "format": "lastgood-remote",
+            "version": 1,
+            "place": "s3://bucket/job",
+            "job_id": "ab" * 16,
+            "sending": [1, 20, 2, 1e9],
+            "committed": [1, 10, 1, 9e8],
+            **dict.fromkeys(("sent", "replaced", "failed", "sent_bytes", "kept_bytes"), 3),
+            "last_error": "away",
+        }
+    ],
+    change=tree_or_bits,
+)
+def _remote(thing: Any, folder: Path) -> Prepared:
+    from lastgood.checkpointers.remote.status import REMOTE_FILE, Which, read_status, write_status
+
+    def read() -> None:
+        status = read_status(folder)
+        if status is not None:
+            status.lag(Which(2, 30, 9, 1e9))
+            write_status(folder, status)
+            assert read_status(folder) == status
+
+    return put(folder / REMOTE_FILE, sealed(thing)), read
+
+
+@decoder(
     "manifest of a directory",
     lambda: [{"format": "lastgood-directory", "step": 3, "files": {"a": [5, _native.crc32c(b"hello")]}}],
     change=tree_or_bits,

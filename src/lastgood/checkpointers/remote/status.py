@@ -27,6 +27,7 @@ _FORMAT = "lastgood-remote"
 _MAX_BYTES = 1 << 16
 _MOST_TEXT = 2000
 _U64_MAX = (1 << 64) - 1
+_MOST_S = 1e12
 
 
 class Which(NamedTuple):
@@ -125,6 +126,7 @@ def _status(described: Mapping[str, Any]) -> RemoteStatus:
 
 def _which(value: Any) -> Which:
     incarnation, step, sequence, at_s = value
-    if not all(is_whole(number, 0, _U64_MAX) for number in (incarnation, step, sequence)):
+    numbers = all(is_whole(number, 0, _U64_MAX) for number in (incarnation, step, sequence))
+    if not numbers or isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < _MOST_S:
         raise fmt.RecordError(f"{value!r:.80} names no checkpoint")
     return Which(incarnation, step, sequence, float(at_s))

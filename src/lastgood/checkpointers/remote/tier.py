@@ -244,7 +244,15 @@ class RemoteTier(Follower):
                     wait_s = self._patience_s + _SLOWER * sent.seconds
                     commit(sent, await_parts(client, sent, wait_s, self._sleep, self.trouble), self._sleep)
                 else:
-                    await_commit(client, sent, _COMMIT_S, self._stopped_sleep, self._gone_on)
+                    ends_s = time.monotonic() + self._patience_s + _SLOWER * sent.seconds
+                    await_commit(
+                        client,
+                        sent,
+                        _COMMIT_S,
+                        self._stopped_sleep,
+                        # At its end rank 0 goes on to nothing else.
+                        lambda: self._gone_on() or (self._closed and time.monotonic() > ends_s),
+                    )
                 done(sent)
             if self._rank == 0:
                 self._tidy(client, view, sent.name.job_id)
