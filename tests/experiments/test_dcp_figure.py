@@ -207,7 +207,9 @@ def test_s3_is_beside_disk_with_its_own_bound(tmp_path: Path) -> None:
     figure: Any = draw_dcp(frame)
     names = [text.get_text() for text in figure.axes[0].get_xticklabels()]
     assert [name for name in names if name] == ["save\n1", "save S3\n1", "load\n1", "load S3\n1"]
-    assert "S3: an S3 server (SeaweedFS) of each run's own" in dcp_caption(frame)
+    caption = dcp_caption(frame)
+    assert "S3: an S3 server (SeaweedFS) of each run's own" in caption
+    assert "a save takes 51.2 CPU seconds of its ranks a GiB, and 204.8 of the server" in caption
     # A CSV from before S3 is drawn as well.
     del frame["medium"], frame["requests"], frame["cpu_s_per_gib"]
     frame.to_csv(tmp_path / "old.csv", index=False)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lastgood.integrations.dcp import Credentials, LastgoodReader, LastgoodWriter, S3Options, bucket
+from lastgood.integrations.dcp import Credentials, LastgoodReader, LastgoodWriter, S3Options, bucket, sources
 from tests.integrations.dcp.dcp_rank import (
     WORKS,
     Dying,
@@ -101,6 +101,22 @@ def bad_day_in_bucket(rank, asked):
     yield found
 
 
+def saved_anew_meanwhile(rank, asked):
+    """One rank looks before a second save takes the name, the other after it."""
+    options, url = options_of(asked), asked["url"]
+    retire, found = bucket.retire, sources.find_commits
+    bucket.retire = lambda *_: None
+    for seed in (1, 2):
+        save(make_state(seed), LastgoodWriter(url, s3=options, timeout_s=20))
+    bucket.retire = retire
+    if rank == 1:
+        sources.find_commits = lambda *given: found(*given)[::-1]
+    reader = LastgoodReader(url, s3=options, timeout_s=20)
+    told = refused(lambda: dcp.load(emptied(make_state(0)), storage_reader=reader))
+    sources.find_commits = found
+    yield {**told, "again": loaded(make_state(2), LastgoodReader(url, s3=options, timeout_s=20))}
+
+
 def saves_until_killed(rank, asked):
     """Saves of one name, one after another, until a signal comes."""
     del rank
@@ -118,7 +134,17 @@ def what_is_left(rank, asked):
 
 
 WORKS.update(
-    {one.__name__: one for one in (in_bucket, loads_from_bucket, bad_day_in_bucket, saves_until_killed, what_is_left)}
+    {
+        one.__name__: one
+        for one in (
+            in_bucket,
+            loads_from_bucket,
+            bad_day_in_bucket,
+            saved_anew_meanwhile,
+            saves_until_killed,
+            what_is_left,
+        )
+    }
 )
 
 if __name__ == "__main__":

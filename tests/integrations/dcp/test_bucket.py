@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from typer.testing import CliRunner
 
+from lastgood.cli import app
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint, StateError, StorageError
 from lastgood.integrations.dcp import Credentials, LastgoodReader, LastgoodWriter, S3Options
 from lastgood.integrations.dcp.bucket import job_id_of
 from lastgood.storage.objects.commits import commits_of, find_commits
-from lastgood.storage.objects.s3 import S3Client
 from lastgood.storage.objects.sweep import sweep
-from lastgood.storage.objects.view import RemoteView
 from lastgood.units import MIB
 from tests.integrations.dcp.states import emptied, example, refused, same
 from tests.storage.objects.support.plain_reader import newest, streams
@@ -318,12 +318,21 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(url, options, server, b
     assert comes_back(newer, url, options)
 
 
-def test_inspect_names_the_ranks_parts_and_the_metadata(url, options, bucket):
+def test_inspect_and_verify_know_the_ranks_parts_and_the_metadata(url, server, options, bucket, monkeypatch):
     save({"w": torch.ones(5)}, url, options)
-    view = RemoteView(bucket, 0)
-    info = view.newest()
-    assert info.record.world_size == 2
-    assert b'"w"' in view.read_meta(info)
-    last = RemoteView(bucket, 1)
-    assert b".metadata" in last.read_meta(last.newest())
-    assert isinstance(bucket, S3Client)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.credentials.access_key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.credentials.secret_access_key)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    shown = CliRunner().invoke(app, ["inspect", url, "--layout"], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert "file.w" in shown.output
+    assert ".metadata" in shown.output
+    verified = CliRunner().invoke(app, ["verify", url], catch_exceptions=False)
+    assert verified.exit_code == 0, verified.output
+    assert verified.output.count("whole") >= 2
+    largest = max(bucket.list("segments"), key=lambda info: info.nbytes)
+    content = bytearray(bucket.get(largest.key, MIB))
+    content[1] ^= 1
+    bucket.put(largest.key, content)
+    assert CliRunner().invoke(app, ["verify", url]).exit_code != 0

@@ -79,6 +79,13 @@ def test_an_error_of_a_rank_is_an_error_on_all_at_once(ranks, where, stage, vict
         assert answer["again"] == []
 
 
+def test_ranks_that_find_different_saves_load_neither(ranks, where):
+    for answer in ranks.run("saved_anew_meanwhile", 2, **where):
+        assert answer["kind"] == "MismatchError"
+        assert "different saves: it was saved anew while they looked" in answer["text"]
+        assert answer["again"] == []
+
+
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
 def test_a_kill_at_any_moment_leaves_one_checkpoint_that_is_whole(ranks, where, bucket, victims):
     after_s = random.uniform(0.0, 0.4)

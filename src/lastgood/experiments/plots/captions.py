@@ -135,8 +135,8 @@ def _on_s3(frame: pd.DataFrame) -> str:
         own, server = (rows[name].dropna() for name in ("cpu_s_per_gib", "server_cpu_s_per_gib"))
         if len(own) and len(server):
             parts.append(
-                f"a {operation} takes {own.min():.1f} to {own.max():.1f} CPU seconds of its ranks a GiB, and "
-                f"{server.min():.1f} to {server.max():.1f} of the server"
+                f"a {operation} takes {_tenths(own)} CPU seconds of its ranks a GiB, and {_tenths(server)} of the "
+                "server"
             )
     told = f": {'; '.join(parts)}" if parts else ""
     return f"S3: an S3 server (SeaweedFS) of each run's own on the same machine{told}."
@@ -411,6 +411,11 @@ def _revision(frame: pd.DataFrame) -> str:
 
 def _joined(column: pd.Series) -> str:
     return ", ".join(str(value) for value in sorted(set(column)))
+
+
+def _tenths(column: pd.Series) -> str:
+    low, high = f"{column.min():.1f}", f"{column.max():.1f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _joined_range(column: pd.Series) -> str:

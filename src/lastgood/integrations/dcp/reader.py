@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from collections.abc import Sequence
@@ -74,6 +75,8 @@ class LastgoodReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self._save_id: bytes | None = None
+        self._of_all: bytes | None = None
+        """The save, if it was one of all ranks."""
         self._roll: RollCall | None = None
 
     @classmethod
@@ -106,6 +109,7 @@ class LastgoodReader(StorageReader):
             self._roll = join("load", str(self.place), self._timeout_s, lambda: None)
         try:
             metadata = self._read_metadata(rank)
+            self._of_all = self._save_id if rank is None else None
         except BaseException as error:
             if self._roll is not None and (rank is None or self._roll.refusal is None):
                 self._roll.refusal = error
@@ -120,11 +124,20 @@ class LastgoodReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by DCP on each rank: nothing to add."""
-        return plan
+        """Called by DCP on each rank: adds which save this rank has found, for `prepare_global_plan`."""
+        return dataclasses.replace(plan, storage_data=self._of_all)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by DCP on rank 0. Raises MismatchError for entries that nobody asks for, if they are to be refused."""
+        """Called by DCP on rank 0.
+
+        Raises MismatchError if ranks have found different saves, and for entries that nobody asks for, if they are to
+        be refused.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise MismatchError(
+                f"{self.place}: the ranks have found checkpoints of different saves: it was saved anew while they "
+                "looked; load again"
+            )
         if self._strict:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
             known = self._known().state_dict_metadata
