@@ -48,8 +48,6 @@ _REQUEST_S = 5.0
 _TAIL_BYTES = 2000
 _BUFFER_MB = 128
 """Of uploads, in each of its three layers."""
-_MOST_SOCKET_BYTES = 100
-"""Of the path of a unix socket: the kernel takes 107."""
 
 
 def find_server_program() -> Path | None:
@@ -227,8 +225,9 @@ class ObjectServer:
             "s3.autoCreateBucket": "false",
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
-            "s3.localSocket": self._socket("s3"),
-            "filer.localSocket": self._socket("filer"),
+            # In its folder, from where it is started: a path of a socket has at most 107 bytes.
+            "s3.localSocket": "s3.sock",
+            "filer.localSocket": "filer.sock",
             "s3.concurrentUploadLimitMB": _BUFFER_MB,
             "filer.concurrentUploadLimitMB": _BUFFER_MB,
             "volume.concurrentUploadLimitMB": _BUFFER_MB,
@@ -240,14 +239,6 @@ class ObjectServer:
             "server",
             *(f"-{key}={value}" for key, value in options.items()),
         ]
-
-    def _socket(self, name: str) -> Path:
-        path = self.folder / f"{name}.sock"
-        if len(os.fsencode(path)) > _MOST_SOCKET_BYTES:
-            raise ConfigError(
-                f"{self.folder}: a path of a socket has at most {_MOST_SOCKET_BYTES} bytes; use a shorter one"
-            )
-        return path
 
     def _remove_sockets(self) -> None:
         """Those that it makes beside its folder, whatever it is told: their names have its ports."""
