@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import email.utils
 import http.server
+import subprocess
 import sys
 import threading
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 KEPT_BYTES = 1 << 20
@@ -142,6 +145,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         return None
+
+
+@contextmanager
+def running_sink() -> Iterator[str]:
+    """One in a process of its own; its URL."""
+    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.stdin.close()
+        process.wait(20)
 
 
 def main() -> None:

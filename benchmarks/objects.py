@@ -11,12 +11,9 @@ import argparse
 import importlib.util
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import Comparison, Report, cannot, command_line, interleaved, main, say, sizes
+from object_sink import running_sink
 
 from lastgood.experiments.dcp.places import BucketPlace, S3Access
 from lastgood.experiments.dcp.storages import storage_named
@@ -51,26 +49,14 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     if not connector:
         report.notes.append("s3torchconnector is not installed, so nothing is compared with it")
     for size in options.sizes:
-        with _sink() as url:
+        with running_sink() as url:
+            os.environ.update(AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="nothing")
             _compare(options, size, report, "sink", url, connector=connector, loads=False)
         with ObjectServer(folder / f"server-{size}") as server:
             keys = server.options().credentials
             os.environ.update(AWS_ACCESS_KEY_ID=keys.access_key_id, AWS_SECRET_ACCESS_KEY=keys.secret_access_key)
             _compare(options, size, report, "server", server.endpoint_url, connector=connector, loads=True)
     return report
-
-
-@contextmanager
-def _sink() -> Iterator[str]:
-    program = [sys.executable, str(Path(__file__).parent / "object_sink.py")]
-    os.environ.update(AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="nothing")
-    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-    finally:
-        process.stdin.close()
-        process.wait(20)
 
 
 def _compare(

