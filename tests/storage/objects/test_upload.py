@@ -307,6 +307,7 @@ def test_ranks_tell_their_parts_to_the_one_that_commits(client):
     for rank in (0, 2):
         sent[rank][0].tell(sent[rank][1])
     assert told_parts(client, streams[0].name) == {0: sent[0][1], 2: sent[2][1]}
+    assert told_parts(client, streams[0].name, {0}) == {2: sent[2][1]}
     again, part = send(client, streams[1])
     again.tell(part)
     again.beat()

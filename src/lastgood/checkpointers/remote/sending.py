@@ -90,8 +90,10 @@ def await_parts(
     upload, part = sent.upload, sent.part
     assert upload is not None and part is not None
     deadline, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
+    found = {0: part}
     while True:
-        found = {**told_parts(client, sent.name), 0: part} if upload.world_size > 1 else {0: part}
+        if upload.world_size > 1:
+            found |= told_parts(client, sent.name, found)
         missing = [rank for rank in range(upload.world_size) if rank not in found]
         if not missing:
             return [found[rank] for rank in range(upload.world_size)]

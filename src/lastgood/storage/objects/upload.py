@@ -8,7 +8,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -352,14 +352,17 @@ def upload_slot(
 # -- the commit --------------------------------------------------------------------------------------------------------
 
 
-def told_parts(client: ObjectClient, name: CommitName) -> dict[int, Part]:
-    """The parts of a checkpoint that ranks have said to be there (`PartUpload.tell`), by rank.
+def told_parts(client: ObjectClient, name: CommitName, known: Collection[int] = ()) -> dict[int, Part]:
+    """The parts of a checkpoint that ranks have said to be there (`PartUpload.tell`), by rank; but for those `known`.
 
     A rank that began several times may have left several; each of them is complete, and one is as good as another.
     Raises StorageError, CorruptCheckpoint.
     """
     found: dict[int, Part] = {}
     for info in client.list(name.uploads):
+        rank = info.key.rpartition("/")[2].partition("-")[0]
+        if rank.isdecimal() and int(rank) in known:
+            continue
         try:
             content = client.get(info.key, objects.MOST_UPLOAD_BYTES)
         except ObjectMissing:
