@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from lastgood.cli import app
 from lastgood.errors import ConfigError, CorruptCheckpoint, LaunchError, NoCheckpoint
 from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.dcp_runs import server as own
+from lastgood.experiments.records.dcp import DcpRecord
 from lastgood.experiments.services import object_store
+from lastgood.ports import free_ports
 from lastgood.storage.objects.s3 import S3Client
 from tests.cli.support.dcp_command import SMALL, dcp, own_lock, record_of, warm_ranks
 from tests.support.s3_server import bucket, server, url
@@ -19,6 +25,22 @@ from tests.support.s3_server import bucket, server, url
 __all__ = ["bucket", "own_lock", "server", "url", "warm_ranks"]
 
 pytestmark = pytest.mark.timeout(150)
+
+SAVE = """
+s3:
+  region: ???
+  uri: ???
+epochs: 1
+hydra:
+  sweeper:
+    params:
+      +model: L7b-2MB
+      +backend: gloo
+      +world_size: 1
+      +thread_count: 1, 2
+      +checkpoint.storage: s3
+      +checkpoint.sharding_strategy: full
+"""
 
 
 @pytest.fixture
@@ -75,6 +97,41 @@ def test_the_connectors_options_are_used(tmp_path, reach, url, bucket):
     keys = [info.key for info in bucket.list("range")]
     assert any("/0000000000/" in key for key in keys), keys
     dcp(tmp_path, "newload", "--uri", url, *reach, *SMALL[2:], "--record", tmp_path / "record.json")
+
+
+def test_what_the_connector_wrote_is_read_by_lastgood(tmp_path, reach, url):
+    pytest.importorskip("s3torchconnector")
+    given = ("--uri", url, *reach, "--suffix", "theirs", "--record", tmp_path / "record.json")
+    dcp(tmp_path, "save", *given, "--storage", "s3torchconnector", *SMALL, "--world-size", 2)
+    dcp(tmp_path, "load", *given, "--storage", "lastgood", *SMALL[2:], "--world-size", 1)
+    record = record_of(tmp_path)
+    assert (record.spec.storage, record.iterations[0].equal) == ("lastgood", True)
+
+
+def test_a_configuration_of_the_s3_connector_is_measured_as_it_is(tmp_path, reach, url):
+    pytest.importorskip("s3torchconnector")
+    configuration = tmp_path / "dcp_fsdp_save.yaml"
+    configuration.write_text(SAVE)
+    where = ("--scratch", tmp_path / "s", "--logs", tmp_path / "l", "--warmup", 0, "--records", tmp_path / "records")
+    given = (f"s3.uri={url}", "s3.region=us-east-1", *reach[2:])
+    done = CliRunner().invoke(app, list(map(str, ["dcp", "benchmark", configuration, *given, *where])))
+    assert done.exit_code == 0, done.output
+    found = [DcpRecord.load(path) for path in sorted((tmp_path / "records").iterdir())]
+    options = [(one.spec.storage, one.spec.medium, one.spec.storage_options["thread_count"]) for one in found]
+    assert options == [("s3torchconnector", "s3", 1), ("s3torchconnector", "s3", 2)]
+
+
+def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path, reach, url):
+    (port,) = free_ports()
+    launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]
+    command = ["-m", "lastgood", "dcp", "save-and-load", "--backend", "gloo", "--uri", url, *reach]
+    record = tmp_path / "record.json"
+    words = [sys.executable, *launcher, *command, *SMALL, "--record", str(record)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = DcpRecord.load(record)
+    assert (found.spec.ranks, found.suffix, found.place) == (2, done.stdout.splitlines()[-1], url)
+    assert [one.equal for one in found.iterations] == [None, True]
 
 
 def test_a_connector_that_is_not_there_is_said(tmp_path, url, monkeypatch):
