@@ -78,6 +78,38 @@ def test_a_rank_fetches_what_it_needs_and_hardly_more(pool, tmp_path, after):
         assert answer["needed"] <= answer["fetched"] <= 1.05 * answer["needed"]
 
 
+@pytest.fixture(scope="module")
+def wide(pool, tmp_path_factory):
+    """A job of two ranks with parts of many chunks, as objects; and what its tensors hold."""
+    folder = tmp_path_factory.mktemp("wide")
+    ranks = pool.run(2, "save_wide", job=str(folder / "job"))
+    push_job(FolderClient(folder / "objects"), folder / "job", segment_chunks=64)
+    return folder / "objects", ranks[0]["sums"]
+
+
+def test_ranks_that_need_the_same_fetch_it_once(pool, wide):
+    job, sums = wide
+    ranks = pool.run(3, "load_wide", job=str(job), plain=True, together=True)
+    assert [rank["sums"] for rank in ranks] == [sums] * 3
+    assert sum(rank["fetched"] for rank in ranks) <= 1.1 * ranks[0]["needed"]
+    assert max(rank["fetched"] for rank in ranks) < 0.5 * ranks[0]["needed"], "each fetches its share"
+    # Parts that overlap in nothing but their ends: nothing is passed on that only one needs.
+    for rank in pool.run(3, "load_wide", job=str(job), together=True):
+        assert rank["sums"] == sums and rank["fetched"] <= 1.05 * rank["needed"]
+
+
+@pytest.mark.parametrize("fault", ["store", "lost", "late", "absent"])
+def test_no_rank_depends_on_another_that_fetches_for_it(pool, wide, fault):
+    job, sums = wide
+    ranks = pool.run(3, "load_wide", job=str(job), plain=True, together=True, fault=fault)
+    assert [rank["sums"] for rank in ranks] == [sums] * 3
+    assert all(rank["took_s"] < 40 for rank in ranks)
+    if fault == "absent":
+        assert all(not rank["taken"] for rank in ranks)
+    else:
+        assert all(rank["taken"] for rank in ranks)
+
+
 @pytest.mark.parametrize(("kind", "replicated"), [("fsdp", "none"), ("plain", "ddp")])
 @pytest.mark.parametrize("lost", [[1], [0, 1]])
 def test_what_one_rank_wrote_for_all_comes_back_too(pool, tmp_path, kind, replicated, lost):
@@ -93,6 +125,12 @@ def test_what_one_rank_wrote_for_all_comes_back_too(pool, tmp_path, kind, replic
     shutil.rmtree(tmp_path / "job")
     third = pool.run(2, "agreed", steps=0, **given)
     assert [(rank["began"], rank["restored"]) for rank in third] == [(2, again[0]["sums"])] * 2
+    for rank in third:  # where each needs its own part alone, nothing is passed on
+        if replicated == "none":
+            assert rank["passed_on"] == []
+        else:
+            ((wanted, left),) = rank["passed_on"]
+            assert left < wanted
     # And on another number of ranks, as a new job that has a place of its own.
     moved = {**given, "job": str(tmp_path / "new"), "remote": str(tmp_path / "new-remote")}
     for _ in range(2):

@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections import OrderedDict
@@ -27,12 +29,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lastgood import PCcheck
 from lastgood.checkpointers.rank_directory import rank_directory
+from lastgood.checkpointers.ranks import sharing
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.replicated import StoreExchange
 from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.checkpointers.recovery import recovery
 from lastgood.checkpointers.registry import checkpointer_class
-from lastgood.errors import LastgoodError, WaitTimeout
+from lastgood.errors import LastgoodError, StorageError, WaitTimeout
 from lastgood.processes import die_with_parent
 from lastgood.state import RngState, state_digest
 from lastgood.storage.objects.folder import FolderClient
@@ -259,7 +262,20 @@ def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="f
         knobs |= {"remote": remote, "remote_every": 1}
     checkpointer = PCcheck(job, interval_steps=1, chunk_bytes=4096, exit_drain_s=10, **knobs)
     parts = {name: part for name, part in training.state.items() if name != "rng"}
-    answer = {"began": checkpointer.attach(resume_step=resume_step, **parts), "restored": training.whole_sums()}
+    passed_on, real = [], sharing.Sharing.pass_on
+
+    def pass_on(self, reads, threads):
+        wanted = sum(len(read.left) for read in reads)
+        real(self, reads, threads)
+        passed_on.append([wanted, sum(len(read.left) for read in reads)])
+
+    sharing.Sharing.pass_on = pass_on
+    try:
+        began = checkpointer.attach(resume_step=resume_step, **parts)
+    finally:
+        sharing.Sharing.pass_on = real
+    answer = {"began": began, "restored": training.whole_sums()}
+    answer["passed_on"] = passed_on
     for _ in range(steps):
         training.step()
         checkpointer.step()
@@ -328,26 +344,47 @@ def save_wide(rank, world, job):
     return {"outcomes": outcomes, "sums": sums_of(state["model"], state["optimizer"])}
 
 
-def load_wide(rank, world, job):
-    """What a rank fetches of a folder of objects, and the bytes of its own tensors."""
-    state = wide(rank, world, 7)
-    fetched = []
-    real = FolderClient.get_range
+def load_wide(rank, world, job, plain=False, together=False, fault=None):
+    """What a rank fetches of a folder of objects, and the bytes of its own tensors. `fault` befalls the last rank."""
+    state = wide(rank, 1 if plain else world, 7)
+    fetched, taken = [], []
+    real_get, real_take, real_wait = FolderClient.get_range, sharing.Sharing._take, sharing.WAIT_S
+    last = rank == world - 1
 
     def get_range(self, key, begin, nbytes):
         fetched.append(nbytes)
-        return real(self, key, begin, nbytes)
+        if last and fault == "store" and threading.current_thread().name.startswith("lastgood-share"):
+            raise StorageError("no request of those that are for others succeeds")
+        return real_get(self, key, begin, nbytes)
 
-    FolderClient.get_range = get_range
+    def take(self, *arguments):
+        taken.append(arguments)
+        if last and fault == "lost" and len(taken) == 3:
+            raise RuntimeError("as if the process had died")
+        if last and fault == "late" and len(taken) == 3:
+            time.sleep(2 * sharing.WAIT_S)
+        real_take(self, *arguments)
+
+    FolderClient.get_range, sharing.Sharing._take, sharing.WAIT_S = get_range, take, 3.0 if fault else real_wait
+    began_s = time.monotonic()
     try:
-        step = restore_ranks(job, state, (rank, world), 4)
+        given = together and not (last and fault == "absent")
+        step = restore_ranks(job, state, (rank, world), 4, together=given)
     finally:
-        FolderClient.get_range = real
+        FolderClient.get_range, sharing.Sharing._take, sharing.WAIT_S = real_get, real_take, real_wait
+    took_s = time.monotonic() - began_s
     tensors = [*state["model"].state_dict().values()]
     tensors += [value for entry in state["optimizer"].state_dict()["state"].values() for value in entry.values()]
     needed = sum(local(value).nbytes for value in tensors)
     sums = sums_of(state["model"], state["optimizer"])
-    return {"step": step, "fetched": sum(fetched), "needed": needed, "sums": sums}
+    return {
+        "step": step,
+        "fetched": sum(fetched),
+        "needed": needed,
+        "sums": sums,
+        "took_s": took_s,
+        "taken": len(taken),
+    }
 
 
 def two_layers():

@@ -188,8 +188,13 @@ class PCcheck(Checkpointer):
         job = JobOfRanks(self._of_rank(self.directory), settings, self._flights)
         beside = self._make_beside(job.trouble)
 
+        tried = set()
+
         def read(view: SlotView, info: SlotInfo) -> Callable[[], None]:
-            return self._recovery().read(view, info, {} if state is None else state)
+            key = (info.incarnation, info.step)
+            together = options.remote is not None and key not in tried  # the second time it is this rank alone
+            tried.add(key)
+            return self._recovery().read(view, info, {} if state is None else state, together=together)
 
         choose = None if beside.tier is None else beside.tier.choose
         self._store, info = job.begin(self._make_store, read, wanted, self._against_layout, choose, self._look)

@@ -13,11 +13,13 @@ from math import prod
 from lastgood._lazy import torch
 from lastgood.addresses import address_in, row_addresses
 from lastgood.checkpointers.ranks.boxes import Overlap, row_elements, row_offsets
+from lastgood.checkpointers.ranks.sharing import Sharing
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, exact_dtype, read_timeout_s
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout_rules import dtype_named
 from lastgood.storage import SlotInfo, SlotView
+from lastgood.storage.objects.view import RemoteView
 from lastgood.units import MIB
 
 __all__ = ["BoxReader"]
@@ -36,13 +38,19 @@ class BoxReader:
     """
 
     def __init__(
-        self, views: Sequence[SlotView], infos: Sequence[SlotInfo], layouts: Sequence[Layout], threads: int
+        self,
+        views: Sequence[SlotView],
+        infos: Sequence[SlotInfo],
+        layouts: Sequence[Layout],
+        threads: int,
+        sharing: Sharing | None = None,
     ) -> None:
         self._views = views
         self._infos = infos
         self._sizes = [layout.block_bytes for layout in layouts]
         self._blocks = [layout.block_offsets() for layout in layouts]
         self._threads = threads
+        self._sharing = sharing
         self._rows: dict[int, list[tuple[int, int, int]]] = {}
         """By rank: offset in the stream, bytes, address."""
         self._keep: list[torch.Tensor] = []
@@ -77,21 +85,32 @@ class BoxReader:
 
     def finish(self) -> None:
         """Read what is wanted still."""
+        if self._sharing is not None:
+            self._read_together(self._sharing)
         for rank, rows in self._rows.items():
             # A row that is wanted twice (tied weights) is read in a second pass.
             while rows:
-                rows.sort()
-                taken, left, reached = [], [], 0
-                for row in rows:
-                    if row[0] >= reached:
-                        taken.append(row)
-                        reached = row[0] + row[1]
-                    else:
-                        left.append(row)
+                taken, rows = _apart(rows)
                 self._read_rows(rank, taken)
-                rows = left
         self._rows.clear()
         self._keep.clear()
+
+    def _read_together(self, sharing: Sharing) -> None:
+        """What other ranks read as well, in the first pass; all of them call this once."""
+        self._sharing = None
+        reads = []
+        for rank, (view, info) in enumerate(zip(self._views, self._infos, strict=True)):
+            assert isinstance(view, RemoteView), "only what is fetched is shared"
+            taken, self._rows[rank] = _apart(self._rows.get(rank, []))
+            reached = begin = taken[0][0] if taken else 0
+            ranges: list[tuple[int, int]] = []
+            for offset, nbytes, address in taken:
+                ranges += [(0, offset - reached), (address, nbytes)]
+                reached = offset + nbytes
+            reads.append(view.begin_read(info, ranges, offset=begin))
+        sharing.pass_on(reads, self._threads)
+        for read in reads:
+            read.finish(self._threads, read_timeout_s(read.info.stream_bytes))
 
     def blocks(self, rank: int, numbers: Collection[int]) -> list[torch.Tensor]:
         """Blocks of a rank in fresh memory; those that are not among `numbers` have no bytes."""
@@ -181,6 +200,23 @@ class BoxReader:
         for at, (begin, size) in enumerate(zip(overlap.target, overlap.shape, strict=True)):
             part = part.narrow(at, begin, size)
         part.copy_(source)
+
+
+_Row = tuple[int, int, int]
+
+
+def _apart(rows: list[_Row]) -> tuple[list[_Row], list[_Row]]:
+    """Rows in order that do not overlap, and the others."""
+    taken: list[_Row] = []
+    left: list[_Row] = []
+    reached = 0
+    for row in sorted(rows):
+        if row[0] >= reached:
+            taken.append(row)
+            reached = row[0] + row[1]
+        else:
+            left.append(row)
+    return taken, left
 
 
 def _check_box(tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:

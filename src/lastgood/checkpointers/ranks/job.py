@@ -72,7 +72,15 @@ class RankedJob:
         world = (self.rank, self.world_size)
         try:
             found = restore_ranks(
-                self.other_job, state, world, threads, step, good_only=good_only, buffers=self.buffers, s3=self.s3
+                self.other_job,
+                state,
+                world,
+                threads,
+                step,
+                good_only=good_only,
+                buffers=self.buffers,
+                s3=self.s3,
+                together=True,
             )
         except NoCheckpoint as error:
             # Not as NoCheckpoint: a job that was told to go on must not begin again without a message.

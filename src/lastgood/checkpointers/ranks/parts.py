@@ -16,6 +16,7 @@ from lastgood.checkpointers.ranks.boxes import Overlap, Source, cover, full_runs
 from lastgood.checkpointers.ranks.checkpoint import JobCheckpoint
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.remote_job import RemoteJob
+from lastgood.checkpointers.ranks.sharing import Sharing
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, named_tensors, read_layout, short_value
 from lastgood.errors import CorruptCheckpoint, MismatchError, NoCheckpoint
 from lastgood.state import Layout, unflatten
@@ -129,10 +130,10 @@ class RankParts:
         return sum(info.stream_bytes for info in self.checkpoint.infos)
 
     @contextmanager
-    def reader(self, threads: int) -> Iterator[BoxReader]:
+    def reader(self, threads: int, sharing: Sharing | None = None) -> Iterator[BoxReader]:
         """Reads the parts; their slots are held meanwhile."""
         with self.checkpoint.hold():
-            yield BoxReader(self.checkpoint.views, self.checkpoint.infos, self.layouts, threads)
+            yield BoxReader(self.checkpoint.views, self.checkpoint.infos, self.layouts, threads, sharing)
 
     def tree_of_part(self, rank: int, name: str, reader: BoxReader) -> Any:
         """What one rank's `state_dict` of an entry returned, in fresh memory: plain values and CPU tensors."""

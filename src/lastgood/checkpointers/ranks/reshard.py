@@ -1,8 +1,8 @@
 """Restores a checkpoint of several ranks into a training whose tensors are cut in another way, or by other ranks.
 
 Each rank reads what it needs and no more: of every tensor the boxes that its own part shares with the parts that were
-written, from the directories of the ranks that wrote them. Ranks do not talk to each other. docs/resharding.md says
-what comes back on another number of ranks, and what is refused.
+written, from where the ranks that wrote them keep them. Ranks do not talk to each other, but for what several fetch
+(`sharing`). docs/resharding.md says what comes back on another number of ranks, and what is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap, full_runs
 from lastgood.checkpointers.ranks.directories import Buffers, whole_checkpoints
 from lastgood.checkpointers.ranks.parts import RankParts, differences, used_blocks
+from lastgood.checkpointers.ranks.sharing import Sharing, join_sharing
 from lastgood.checkpointers.slots.contents import NamedTensor
 from lastgood.checkpointers.slots.live_tensors import LiveTensors, keeps_its_tensors
 from lastgood.errors import (
@@ -53,11 +54,12 @@ def restore_ranks(
     good_only: bool = True,
     buffers: Buffers = "equal",
     s3: S3Options | None = None,
+    together: bool = False,
 ) -> int:
     """Read the newest checkpoint that all ranks of `job` hold into rank world[0] of world[1]; returns its step.
 
     `job` is a directory, or s3://BUCKET/PREFIX, which is reached with `s3`: only chunks that hold what this rank needs
-    are fetched.
+    are fetched. With `together`, all ranks of torch.distributed do this now: what several need is fetched by one.
     With a `step`, only that one, whatever was judged. In a world of one rank, one that cannot be read is passed over
     with a warning; live tensors may then hold parts of it, until an older one is read over them. With
     ``buffers="rank0"`` buffers of modules may differ between the ranks that wrote it; those of rank 0 are taken.
@@ -79,7 +81,10 @@ def restore_ranks(
         try:
             reading = FromRanks(RankParts(checkpoint), state, world, buffers)
             touched |= reading.touches_live
-            reading.read(threads)
+            sharing = None
+            if together and checkpoint.views[0].remote:
+                sharing = join_sharing(f"{job}/{checkpoint.incarnation}-{checkpoint.step}", world, takes_part=True)
+            reading.read(threads, sharing)
         except (CorruptCheckpoint, StorageError, WaitTimeout) as error:
             if world[1] > 1 and step is None:
                 # The others may have read it: ranks of one training must not go on from two steps.
@@ -169,12 +174,12 @@ class FromRanks:
         ]
         check_tree(self._rest, self._tree(), self._where, stateful_paths(self._layout))
 
-    def read(self, threads: int) -> None:
+    def read(self, threads: int, sharing: Sharing | None = None) -> None:
         """Fill the targets. Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors then hold a mixture.
 
         Raises MismatchError, with nothing changed, if the ranks' values of a tensor differ that is in one piece.
         """
-        with self._parts.reader(threads) as reader:
+        with self._parts.reader(threads, sharing) as reader:
             if self._new_world:
                 self._compare_tensors(reader)
                 self._states = {

@@ -11,6 +11,7 @@ from typing import Any
 
 from lastgood.checkpointers.ranks.parts import parts_of
 from lastgood.checkpointers.ranks.reshard import FromRanks
+from lastgood.checkpointers.ranks.sharing import join_sharing
 from lastgood.checkpointers.recovery.in_place import InPlace
 from lastgood.checkpointers.slots.contents import named_tensors, read_layout
 from lastgood.checkpointers.slots.live_tensors import LiveTensors
@@ -79,15 +80,28 @@ class Recovery:
         book = view.book()
         return next((info.step for info in found if not book.is_bad(info.sequence)), None)
 
-    def read(self, store: SlotView, info: SlotInfo, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Read one checkpoint of this directory; what is returned loads it into `state`.
+    def read(
+        self, store: SlotView, info: SlotInfo, state: Mapping[str, Any], *, together: bool = False
+    ) -> Callable[[], None]:
+        """Read one checkpoint of this directory, or of the job's place; what is returned loads it into `state`.
+
+        With `together`, all ranks do this now, each from its disk or the place: what several fetch, one does.
 
         Raises CorruptCheckpoint, StorageError, WaitTimeout; live tensors may then hold parts of it. MismatchError.
         """
+        what = f"{info.record.job_id.hex()}/{info.incarnation}-{info.step}"
+        reading: InPlace | FromRanks | None = None
         self._check_world(info)
         with store.hold(info):
-            reading = self._reading(store, info, state)
-            reading.read(self.threads)
+            try:
+                reading = self._reading(store, info, state)
+            finally:
+                fetches = store.remote and isinstance(reading, FromRanks)
+                sharing = join_sharing(what, self.world, takes_part=fetches) if together else None
+            if isinstance(reading, FromRanks):
+                reading.read(self.threads, sharing)
+            else:
+                reading.read(self.threads)
         return reading.load
 
     def restore(

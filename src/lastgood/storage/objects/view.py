@@ -33,7 +33,7 @@ from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, Slot
 from lastgood.storage.verdicts import VerdictBook
 from lastgood.units import MIB
 
-__all__ = ["RemoteInfo", "RemotePath", "RemoteStatus", "RemoteView"]
+__all__ = ["RemoteInfo", "RemotePath", "RemoteRead", "RemoteStatus", "RemoteView"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("lastgood.storage")
@@ -186,15 +186,19 @@ class RemoteView(SlotView):
 
         Chunks come in any order; none that is bad is delivered. Raises CorruptCheckpoint, StorageError, WaitTimeout.
         """
-        targets = _Targets(info, ranges, offset)
-        chunks = targets.chunks()
-        if isinstance(info, RemoteInfo):
-            chunks = [chunk for chunk in chunks if not self._deliver_kept(info, chunk, targets)]
-        self._fetch(info, chunks, targets, threads, timeout_s)
+        self.begin_read(info, ranges, offset=offset).finish(threads, timeout_s)
+
+    def begin_read(self, info: SlotInfo, ranges: Sequence[tuple[int, int]], *, offset: int = 0) -> RemoteRead:
+        """What `read_into` does, for pieces that may come from elsewhere. Raises CorruptCheckpoint."""
+        if not isinstance(info, RemoteInfo):
+            raise StorageError(f"{info.path}: is not a checkpoint of {self.directory}")
+        return RemoteRead(self.client, self._kept, info, ranges, offset)
 
     def verify(self, info: SlotInfo, threads: int = READ_THREADS, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the whole stream and check it. Raises as `read_into` does."""
-        self._fetch(info, range(info.record.chunks), _Targets(info, (), 0), threads, timeout_s)
+        read = self.begin_read(info, ())
+        read.left = list(range(info.record.chunks))
+        read.finish(threads, timeout_s)
 
     @contextlib.contextmanager
     def hold(self, info: SlotInfo) -> Iterator[None]:
@@ -253,16 +257,74 @@ class RemoteView(SlotView):
 
         return _each(one, names)
 
-    def _fetch(self, info: SlotInfo, chunks: Sequence[int], targets: _Targets, threads: int, timeout_s: float) -> None:
-        if not isinstance(info, RemoteInfo):
-            raise StorageError(f"{info.path}: is not a checkpoint of {self.directory}")
+
+class RemoteRead:
+    """One read of a part of a stream. Its pieces come in any order, and from the store or from whoever has them."""
+
+    def __init__(
+        self, client: ObjectClient, kept: KeptChunks, info: RemoteInfo, ranges: Sequence[tuple[int, int]], offset: int
+    ) -> None:
+        self.info = info
+        self._client = client
+        self._kept = kept
+        self._targets = _Targets(info, ranges, offset)
+        self.left = [chunk for chunk in self._targets.chunks() if not self._deliver_kept(chunk)]
+        """Chunks that were not delivered yet, in order."""
+
+    def pieces(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
+        """Runs of neighbouring chunks (first and count), each for one request: in one segment, of a bounded size."""
+        return _pieces(self.info, chunks)
+
+    def size_of(self, first: int, count: int) -> int:
+        """Bytes of a piece."""
+        begin = first * self.info.record.chunk_bytes
+        return min(count * self.info.record.chunk_bytes, self.info.record.stream_bytes - begin)
+
+    def fetch(self, first: int, count: int) -> memoryview:
+        """A piece, checked. Raises CorruptCheckpoint, StorageError."""
+        info = self.info
+        record, manifest = info.record, info.manifest
+        begin = first * record.chunk_bytes
+        index = begin // manifest.segment_bytes
+        key = object_key(objects.SEGMENTS, manifest.segments[index].name)
+        tried = 0
+        while True:
+            tried += 1
+            content = self._client.get_range(key, begin - index * manifest.segment_bytes, self.size_of(first, count))
+            bad = _first_bad(record, manifest.table, first, content)
+            if bad is None:
+                return content
+            if tried == _TRIES:
+                chunk, expected, found = bad
+                raise CorruptCheckpoint(
+                    f"{self._client.where(key)}: step {info.step}, chunk {chunk} of {record.chunks}: checksum "
+                    f"{found:#010x} instead of {expected:#010x}"
+                )
+
+    def holds(self, first: int, content: memoryview) -> bool:
+        """Whether what came from elsewhere is a piece of this stream, by its checksums."""
+        return _first_bad(self.info.record, self.info.manifest.table, first, content) is None
+
+    def deliver(self, first: int, count: int, content: memoryview) -> None:
+        """Copy a piece that was checked to where it belongs."""
+        record = self.info.record
+        begin = first * record.chunk_bytes
+        self._targets.deliver(begin, content)
+        for chunk in range(first, first + count):
+            low = chunk * record.chunk_bytes
+            high = min(low + record.chunk_bytes, record.stream_bytes)
+            if self._targets.take_a_part_of(low, high):
+                self._kept.keep(self.info.manifest_name, chunk, bytes(content[low - begin : high - begin]))
+
+    def finish(self, threads: int, timeout_s: float) -> None:
+        """Fetch and deliver what is left. Raises as `RemoteView.read_into` does."""
         deadline = time.monotonic() + timeout_s
-        pieces = list(_pieces(info, chunks))
+        pieces = self.pieces(self.left)
 
         def one(piece: tuple[int, int]) -> None:
             if time.monotonic() > deadline:
-                raise WaitTimeout(f"{info.path}: waited {timeout_s:.0f} s for its segments")
-            self._piece(info, *piece, targets)
+                raise WaitTimeout(f"{self.info.path}: waited {timeout_s:.0f} s for its segments")
+            self.deliver(*piece, self.fetch(*piece))
 
         threads = min(threads, len(pieces))
         if threads <= 1:
@@ -278,35 +340,10 @@ class RemoteView(SlotView):
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _piece(self, info: RemoteInfo, first: int, count: int, targets: _Targets) -> None:
-        """Fetch neighbouring chunks of one segment, check them all, then deliver them."""
-        record, manifest = info.record, info.manifest
-        begin = first * record.chunk_bytes
-        nbytes = min(count * record.chunk_bytes, record.stream_bytes - begin)
-        index = begin // manifest.segment_bytes
-        key = object_key(objects.SEGMENTS, manifest.segments[index].name)
-        for tried in range(1, _TRIES + 1):
-            content = self.client.get_range(key, begin - index * manifest.segment_bytes, nbytes)
-            bad = _first_bad(record, manifest.table, first, content)
-            if bad is None:
-                break
-            if tried == _TRIES:
-                chunk, expected, found = bad
-                raise CorruptCheckpoint(
-                    f"{self.client.where(key)}: step {info.step}, chunk {chunk} of {record.chunks}: checksum "
-                    f"{found:#010x} instead of {expected:#010x}"
-                )
-        targets.deliver(begin, content)
-        for chunk in range(first, first + count):
-            low = chunk * record.chunk_bytes
-            high = min(low + record.chunk_bytes, record.stream_bytes)
-            if targets.take_a_part_of(low, high):
-                self._kept.keep(info.manifest_name, chunk, bytes(content[low - begin : high - begin]))
-
-    def _deliver_kept(self, info: RemoteInfo, chunk: int, targets: _Targets) -> bool:
-        content = self._kept.get(info.manifest_name, chunk)
+    def _deliver_kept(self, chunk: int) -> bool:
+        content = self._kept.get(self.info.manifest_name, chunk)
         if content is not None:
-            targets.deliver(chunk * info.record.chunk_bytes, memoryview(content))
+            self._targets.deliver(chunk * self.info.record.chunk_bytes, memoryview(content))
         return content is not None
 
 
@@ -327,7 +364,7 @@ def _first_bad(record: fmt.CommitRecord, table: bytes, first: int, content: memo
     return None
 
 
-def _pieces(info: RemoteInfo, chunks: Sequence[int]) -> Sequence[tuple[int, int]]:
+def _pieces(info: RemoteInfo, chunks: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of neighbouring chunks, each for one request: inside one segment, and of a bounded size."""
     chunk_bytes, per_segment = info.record.chunk_bytes, info.manifest.segment_bytes // info.record.chunk_bytes
     most = max(1, _REQUEST_BYTES // chunk_bytes)
