@@ -215,3 +215,23 @@ def test_a_process_that_ends_while_it_sends_ends_in_order_and_the_next_one_goes_
     done = script("ckpt.close()", server.endpoint_url)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert steps(server, url) == [1]
+
+
+def test_a_checkpoint_is_pushed_looked_at_and_its_place_cleaned(server, url, tmp_path, keys):
+    from typer.testing import CliRunner
+
+    from lastgood.cli import app
+
+    def call(*arguments: str) -> str:
+        there = ["--region", "us-east-1", "--endpoint-url", server.endpoint_url]
+        done = CliRunner().invoke(app, [*arguments, *there], catch_exceptions=False)
+        assert done.exit_code == 0
+        assert keys.access_key_id not in done.output and keys.secret_access_key not in done.output
+        return done.output
+
+    with open_store(tmp_path / "job") as store:
+        put(store, 7, {"x": torch.ones(1000)})
+    assert "step 7 of incarnation 1" in call("push", str(tmp_path / "job"), url)
+    assert "is there already" in call("push", str(tmp_path / "job"), url)
+    assert json.loads(call("inspect", "--json", url))["slots"][0]["step"] == 7
+    assert "nothing to remove" in call("dcp", "clean", url)
