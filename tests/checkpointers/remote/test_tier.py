@@ -240,6 +240,22 @@ def test_the_newest_ones_stay_and_the_newest_good_one(job, place):
     assert steps(place) == [6, 5, 2]
 
 
+def test_two_jobs_at_one_place_do_no_harm_to_each_other(tmp_path, job, place):
+    with open_store(tmp_path / "other") as other:
+        tiers = [tier_of(job, place, keep=1), tier_of(other, place, keep=1)]
+        for step in range(1, 4):
+            for store, tier in zip((job, other), tiers, strict=True):
+                tier.offer(store, put(store, step, small(step)))
+                tier.drain(WAIT_S)
+        for store, tier in zip((job, other), tiers, strict=True):
+            tier.close(WAIT_S)
+            assert counts(tier) == (3, 0, 0)
+            client, job_id = FolderClient(place), store.job.job_id
+            assert [name.step for name in find_commits(client, job_id)] == [3]
+            view = RemoteView(client, 0, job_id)
+            view.verify(view.newest())
+
+
 def test_it_sends_no_faster_than_it_may(job, place, monkeypatch):
     monkeypatch.setattr("lastgood.storage.objects.format.SEGMENT_BYTES", 64 * 1024)
     slept = []
