@@ -200,6 +200,7 @@ def test_s3_is_beside_disk_with_its_own_bound(tmp_path: Path) -> None:
     assert (save.bound_mib_per_s, save.bound_of) == (50, "plain puts on S3")
     assert (load.bound_mib_per_s, load.bound_of) == (300, "plain gets on S3")
     assert (save.requests, save.failed_requests) == (8, 1)
+    assert save.requests_usd == pytest.approx(3 * 0.4e-6 + 4 * 5e-6)  # what failed is not paid for
     assert save.cpu_s_per_gib == pytest.approx(0.5 * 1024 / 10)
     assert save.server_cpu_s_per_gib == pytest.approx(2.0 * 1024 / 10)
     found.write(tmp_path / "tidy.csv", tmp_path / "wide.csv")

@@ -34,7 +34,7 @@ _NOT_FLUSHED: Final = "////"
 _WRONG: Final = "xxxx"
 _LATER: Final = {
     "medium": "disk",
-    **dict.fromkeys(("cpu_s_per_gib", "server_cpu_s_per_gib", "requests", "failed_requests"), None),
+    **dict.fromkeys(("cpu_s_per_gib", "server_cpu_s_per_gib", "requests", "failed_requests", "requests_usd"), None),
 }
 """Columns that CSVs from before S3 lack."""
 _Group = tuple[str, str, int]

@@ -47,6 +47,11 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+_USD = {"GET": 0.4e-6, "HEAD": 0.4e-6, "DELETE": 0.0}
+_USD_OTHERS = 5e-6
+"""PUT, COPY, POST and LIST."""
+
+
 class DcpSpec(Spec):
     """One run: one state saved, loaded, or both, some times over, by all ranks together."""
 
@@ -168,6 +173,15 @@ class ServerWork(FrozenModel):
     def failed(self) -> int:
         """Requests that the server could not do (status 500 and above): their clients repeat them, or give up."""
         return sum(count for name, count in self.requests.items() if name.rpartition(" ")[2] >= "500")
+
+    @property
+    def usd(self) -> float:
+        """What AWS would ask for these requests: list price of S3 Standard in us-east-1; deletes cost nothing."""
+        return sum(
+            count * _USD.get(name.partition(" ")[0], _USD_OTHERS)
+            for name, count in self.requests.items()
+            if name.rpartition(" ")[2] < "500"
+        )
 
 
 class DcpIteration(FrozenModel):

@@ -61,6 +61,8 @@ class DcpRow:
     requests: float | None
     failed_requests: float | None
     """With status 500 and above: clients repeat them."""
+    requests_usd: float | None
+    """Their list price on AWS."""
     bound_mib_per_s: float | None
     bound_of: str | None
     """What the bound was measured by."""
@@ -182,6 +184,7 @@ def _row(
             "server_cpu_s_per_gib": _median([one.server_cpu_s_per_gib for one in counted]),
             "requests": _median([float(sum(one.requests.values())) for one in work]),
             "failed_requests": _median([float(one.failed) for one in work]),
+            "requests_usd": _median([one.usd for one in work]),
             "bound_mib_per_s": bound,
             "bound_of": bound_of,
             "durable": record.durable,
