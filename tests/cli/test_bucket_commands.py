@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from lastgood.checkpointers.export.formats import load_exported
 from lastgood.cli import app
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LastgoodError, NoCheckpoint, StorageError
+from lastgood.integrations.dcp import LastgoodWriter
 from lastgood.state import state_digest
 from lastgood.storage.objects.commits import retire
 from lastgood.storage.objects.folder import FolderClient
@@ -260,6 +263,18 @@ def test_commands_on_a_real_server(server, reached, ranked, tmp_path, monkeypatc
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     assert call("inspect", url)[0] == 0
+
+
+def test_what_was_saved_behind_dcp_is_looked_into_as_well(server, reached, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    url = f"s3://lastgood/{secrets.token_hex(8)}/step-1"
+    dcp.save({"model": {"w": torch.ones(10, 3)}}, storage_writer=LastgoodWriter(url), no_dist=True)
+    found = told("inspect", url, "--layout")[1]
+    named = {tensor["name"]: tensor["shape"] for rank in found["ranks"] for tensor in rank["layout"]["tensors"]}
+    assert [10, 3] in named.values() and any(name.endswith(".metadata") for name in named)
+    assert told("verify", url)[0] == 0
+    assert call("export", url, tmp_path / "out")[0] == 0
 
 
 def test_a_missing_bucket_and_wrong_keys_are_named_and_no_secret_is(server, reached, monkeypatch):  # noqa: F811
