@@ -11,6 +11,7 @@ from lastgood.experiments.dcp_runs.mlperf import summarize
 from lastgood.units import GIB
 from tests.experiments.support.dcp_records import iteration_of, record_of, spec_of
 from tests.experiments.support.records import make_record
+from tests.suggestions.following import follows, hear, refusal
 
 BEGIN = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
 SIZE = 105 * GIB
@@ -103,5 +104,10 @@ def test_records_that_do_not_belong_together_are_refused():
         summarize(save, load.model_copy(update={"suffix": "another"}))
     with pytest.raises(ConfigError, match="they differ in model"):
         summarize(save, pair(spec={"model": "L7b"})[1])
-    with pytest.raises(ConfigError, match="takes saves and loads"):
-        summarize(save)
+
+
+@follows("a summary takes saves and loads")
+def test_a_save_alone_is_no_summary():
+    save, load = pair()
+    hear(refusal(lambda: summarize(save)))
+    assert summarize(save, load).rules
