@@ -55,7 +55,7 @@ from packaging.requirements import Requirement
 
 for text in importlib.metadata.requires("lastgood"):
     need = Requirement(text)
-    if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("cli", "harness", "test")):
+    if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("cli", "harness", "s3", "s3-baselines", "test")):
         importlib.metadata.version(need.name)
 PY
 }

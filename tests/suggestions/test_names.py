@@ -28,7 +28,7 @@ OTHERS_KEYWORDS = {
     *("slots", "seed", "loss", "project", "run"),  # of a hostfile's and a link's lines, and of clouds' labels
     *("requires_grad", "foreach", "no_dist"),  # of torch
     *("epochs", "path"),  # of the configurations of the S3 connector's benchmarks
-    *("shadow", "cause"),  # labels of metrics
+    *("shadow", "cause", "bucket", "code", "type"),  # labels of metrics
 }
 OTHERS_VARIABLES = {
     "SSH_CONNECTION",  # sshd's
