@@ -34,6 +34,12 @@ def test_uploads_that_others_left_are_found_and_ended(server, url):
         assert list(control.open_uploads()) == []
 
 
+def test_keys_that_are_given_need_no_profile(server, url, monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "a-profile-that-there-is-not")
+    with S3Control(url, server.options()) as control:
+        assert list(control.open_uploads()) == []
+
+
 def test_a_missing_bucket_is_named(server):
     with S3Control("s3://nowhere-at-all", server.options(retries=0)) as control:
         with pytest.raises(StorageError, match="s3://nowhere-at-all: listing open uploads failed: NoSuchBucket"):

@@ -126,9 +126,10 @@ def _client(options: S3Options) -> Any:
     except ModuleNotFoundError as error:
         raise missing_package(error) from error
     keys = options.credentials() if callable(options.credentials) else options.credentials
+    given = {} if keys is None else {"botocore_session": _without_profile()}
     keys = keys or Credentials("", "")
     try:
-        return boto3.session.Session(profile_name=options.profile).client(
+        return boto3.session.Session(profile_name=options.profile, **given).client(
             "s3",
             region_name=options.region,
             endpoint_url=options.endpoint_url,
@@ -144,3 +145,10 @@ def _client(options: S3Options) -> Any:
         )
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"S3 cannot be reached with these options: {type(error).__name__}") from None
+
+
+def _without_profile() -> Any:
+    """A session for keys that are given: boto3 refuses an AWS_PROFILE that there is not, though it needs none."""
+    import botocore.session
+
+    return botocore.session.Session(session_vars={"profile": (None, None, None, None)})
