@@ -86,7 +86,10 @@ def send_part(
 def await_parts(
     client: ObjectClient, sent: Sent, wait_s: float, sleep: Sleep, trouble: Callable[[], str]
 ) -> list[Part]:
-    """On rank 0: the parts of all ranks, once they are there. Raises CheckpointError, naming the ranks that are not."""
+    """On rank 0: the parts of all ranks, once they are there.
+
+    Raises CheckpointError, naming ranks whose parts are not there, or at once if this one cannot be committed any more.
+    """
     upload, part = sent.upload, sent.part
     assert upload is not None and part is not None
     deadline, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
@@ -97,6 +100,7 @@ def await_parts(
         missing = [rank for rank in range(upload.world_size) if rank not in found]
         if not missing:
             return [found[rank] for rank in range(upload.world_size)]
+        upload.refuse_given_up()
         if time.monotonic() >= deadline:
             named = ", ".join(map(str, missing[:_MOST_NAMED])) + (" and others" if missing[_MOST_NAMED:] else "")
             why = trouble()

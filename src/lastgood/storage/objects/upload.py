@@ -113,7 +113,7 @@ class PartUpload:
         """Say that this upload is in progress, before anything else is sent."""
         self._beat()
         # Only now: a sweep that did not see the note began before it, and what it takes for unneeded was unneeded.
-        self._refuse_given_up()
+        self.refuse_given_up()
         if self._base is not None and not is_committed(self.client, self._base.name):
             self._base = None
         rank = self._note.rpartition("/")[2].partition("-")[0]
@@ -191,6 +191,12 @@ class PartUpload:
                 "any more, since a sweep may have taken it for dead"
             )
 
+    def refuse_given_up(self) -> None:
+        """Raise CheckpointError if a sweep gave this upload up, or what it made was taken away."""
+        info = self.client.head(self.name.key)
+        if info is not None and not info.nbytes:
+            raise _given_up(self.client, self.name)
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
@@ -199,11 +205,6 @@ class PartUpload:
         with self._lock:
             self._beaten_s = self._clock()
         self.client.put(self._note, note.encode())
-
-    def _refuse_given_up(self) -> None:
-        info = self.client.head(self.name.key)
-        if info is not None and not info.nbytes:
-            raise _given_up(self.client, self.name)
 
     def _checksums(self, index: int, views: Sequence[memoryview]) -> bytes:
         chunk_bytes, first = self._record.chunk_bytes, index * (self.segment_bytes // self._record.chunk_bytes)
