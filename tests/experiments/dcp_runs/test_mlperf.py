@@ -85,6 +85,18 @@ def test_each_rule_that_is_broken_is_said(change, rule, found):
     assert found in broken(summarize(*pair(**change)))[rule]
 
 
+@pytest.mark.parametrize(
+    ("share", "kept", "found"),
+    [(0.0, True, "0 % of the files"), (0.5, False, "50 % of the files"), (None, False, "was not looked at")],
+)
+def test_caches_count_as_dropped_only_where_that_was_seen(share, kept, found):
+    save, load = pair(save={"where": LARGE})
+    iterations = [one.model_copy(update={"cached_share": share}) for one in load.iterations]
+    rules = summarize(save, load.model_copy(update={"iterations": iterations})).rules
+    (rule,) = (rule for rule in rules if "caches dropped" in rule.name)
+    assert (rule.met, found in rule.found) == (kept, True)
+
+
 def test_one_record_of_both_interleaves_them():
     found = broken(summarize(made("save-and-load", [1.0] * 10)))
     assert found["writes first, then reads"] == "each save was loaded at once"

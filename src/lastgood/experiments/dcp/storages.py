@@ -244,7 +244,7 @@ STORAGES: Final = (
         "Lastgood",
         _lastgood_writer,
         _lastgood_reader,
-        {"thread_count": 2},
+        {"thread_count": 4},
         {"thread_count": 4},
         needs_s3=("obstore",),
     ),

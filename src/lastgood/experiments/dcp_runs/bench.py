@@ -35,8 +35,8 @@ from lastgood.experiments.dcp.spread import make_optimizer, spread, state_of
 from lastgood.experiments.dcp.storages import storage_named
 from lastgood.experiments.dcp.watch import difference, read_work
 from lastgood.experiments.dcp_runs.order import DcpOrder, DcpResult, Saved, newest_saved, saved_name, write_saved
+from lastgood.experiments.machine.page_cache import cached_share, forget_cached_pages
 from lastgood.experiments.records.dcp import DcpIteration, RankTimes, ServerWork
-from lastgood.experiments.runs.measure import forget_cached_pages
 from lastgood.files import PRIVATE, write_result
 from lastgood.mounts import lies_in_memory
 from lastgood.processes import die_with_parent
@@ -215,10 +215,15 @@ class _Bench:
         saved: Saved = _from_first(newest_saved(self.root, self.suffix) if self.first else None)
         fill(self.state, self.spec.seed + number + _SCRAMBLE)
         place = self.place.below(saved_name(saved.number))
+        folder = None
         if isinstance(place, FolderPlace) and place.path.is_dir():
-            forget_cached_pages(place.path)
+            folder = place.path
         elif self.watch is not None and self.first:
-            forget_cached_pages(Path(self.watch.folder))
+            folder = Path(self.watch.folder)
+        if folder is not None:
+            forget_cached_pages(folder)
+        dist.barrier()
+        left = cached_share(folder) if folder is not None and self.first else None
         with self._watched() as work:
             timed = TimedReader(self.storage.reader(place, self.spec.storage_options))
             worked = time.process_time()
@@ -232,6 +237,7 @@ class _Bench:
             ranks=_everybody(times),
             digest=digest,
             equal=digest == saved.digest,
+            cached_share=left,
             server=work[0] if work else None,
         )
 

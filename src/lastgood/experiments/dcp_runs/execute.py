@@ -35,6 +35,8 @@ Report = Callable[[str], None]
 _RUN_S: Final = 24 * 3600.0
 _FETCH_S: Final = 120.0
 _MOST_BYTES: Final = 64 * MIB
+_MOST_CACHED: Final = 0.05
+"""Of a load's bytes: of a kernel that keeps more, the load says how fast memory is."""
 
 
 def new_suffix() -> str:
@@ -177,6 +179,8 @@ def _why_invalid(spec: DcpSpec, result: DcpResult, place: FolderPlace | BucketPl
         found.append("the checkpoints were in memory (tmpfs), not on a disk")
     if not durable and spec.operation != "load":
         found.append("files were not flushed, so saves may have ended in the page cache")
+    if any((one.cached_share or 0) > _MOST_CACHED for one in result.iterations):
+        found.append("files were still in the page cache when they were loaded")
     if any(one.equal is False for one in result.iterations):
         found.append("a load did not give what was saved")
     if spec.iterations < 3:

@@ -12,8 +12,9 @@ import torch
 
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import LastgoodError, NoCheckpoint
+from lastgood.experiments.machine.page_cache import forget_cached_pages
 from lastgood.experiments.records.spec import RunSpec
-from lastgood.experiments.runs.measure import build_planned, drain_checked, forget_cached_pages, scramble
+from lastgood.experiments.runs.measure import build_planned, drain_checked, scramble
 from lastgood.experiments.runs.part import make_checkpointer
 from lastgood.experiments.runs.progress import MAX_STEPS, Board, losses_equal
 from lastgood.state import flatten

@@ -196,6 +196,8 @@ class DcpIteration(FrozenModel):
     """Whether a load gave what was saved."""
     server: ServerWork | None = None
     """What a server of the command's own did for it."""
+    cached_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the files' bytes, in the page cache of the first rank's host when a load began."""
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import torch
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.errors import CheckpointError, LastgoodError
+from lastgood.experiments.machine.page_cache import forget_cached_pages
 from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import Clocks, Counts, LiveProof, Resources, RestoredProof, WorkloadFacts
 from lastgood.experiments.records.spec import RunSpec
@@ -35,7 +35,6 @@ __all__ = [
     "Restored",
     "build_planned",
     "drain_checked",
-    "forget_cached_pages",
     "live_proof",
     "prove_restore",
     "restore_scrambled",
@@ -390,11 +389,3 @@ def _peak_rss_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise LastgoodError("/proc/self/status holds no VmHWM; run records need a Linux kernel with /proc")
-
-
-def forget_cached_pages(folder: Path) -> None:
-    """Ask the kernel to drop the files from its page cache, so that a restore reads the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
