@@ -267,7 +267,7 @@ class DcpSection(FrozenModel):
         default=[1, 2, 4], description="a list of whole numbers from 1 to 1024: processes of this machine"
     )
     storages: Listed[Annotated[str, AfterValidator(_storage)]] = Field(
-        default=["disk", "hf", "lastgood"], description=f"a list of {', '.join(_ON_DISK)}"
+        default=["disk", "lastgood"], description=f"a list of {', '.join(_ON_DISK)}"
     )
     thread_counts: Listed[_UpTo64] = Field(
         default=[1, 4],
