@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lastgood.units import MIB
 CHUNK_BYTES = 4 * MIB
 WRITER_THREADS = 2
 READER_THREADS = READ_THREADS
-STREAM_UNIT = WRITER_THREADS * READER_THREADS * CHUNK_BYTES
+STREAM_UNIT = math.lcm(WRITER_THREADS, READER_THREADS) * CHUNK_BYTES
 """Sizes are multiples of this, so that all jobs of fio, which have equal parts, move as many bytes as the store."""
 
 

@@ -180,6 +180,7 @@ def test_none_against_a_plain_loop(disk: Path) -> None:
     assert (item["what"], item["goal"], len(item["our_values"]), len(item["their_values"])) == ("opt", 0.99, 2, 2)
 
 
+@pytest.mark.slow
 def test_memory(disk: Path) -> None:
     done = run(disk, "memory", "--quick", "--rounds", "1", "--size", "1MiB", "--saves", "24")
     found = results_of(disk, done, "memory")
@@ -191,6 +192,7 @@ def test_memory(disk: Path) -> None:
     assert found["results"]["allowed_bytes"] == pytest.approx(1.05 * found["results"]["pool_bytes"] + 64e6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed (install/test_prerequisites.sh)")
 def test_receive(disk: Path) -> None:
     found = results_of(disk, run(disk, "receive", "--quick", "--rounds", "1"), "receive")

@@ -65,6 +65,7 @@ def test_the_ways_to_spread_and_to_save(tmp_path, arguments):
         assert all(rank.stall_s <= rank.total_s for one in record.iterations for rank in one.ranks)
 
 
+@pytest.mark.slow
 def test_hybrid_shards_come_back_on_another_number_of_ranks(tmp_path):
     given = (*SMALL, "--world-size", 4, "--sharding", "hybrid", "--replicas", 2)
     suffix = dcp(tmp_path, "save", *given).stdout.splitlines()[-1]

@@ -80,6 +80,7 @@ def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, 
     assert (record.iterations[0].equal, record.spec.ranks, record.spec.storage) == (True, 1, storage)
 
 
+@pytest.mark.slow
 def test_the_connectors_options_are_used(tmp_path, reach, url, bucket):
     pytest.importorskip("s3torchconnector")
     options = ("--thread-count", 2, "--part-size", 16, "--target-gbps", 2, "--prefix-strategy", "hex")
@@ -121,6 +122,7 @@ def test_a_configuration_of_the_s3_connector_is_measured_as_it_is(tmp_path, reac
     assert options == [("s3torchconnector", "s3", 1), ("s3torchconnector", "s3", 2)]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path, reach, url):
     (port,) = free_ports()
     launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]

@@ -63,6 +63,7 @@ def panel(flow: WorkflowFolder, model: str) -> list[Path]:
     return [flow.folder / "figures" / f"fig8_{model}{ending}" for ending in endings]
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_no_orphan_and_no_half_record(flow: WorkflowFolder) -> None:
     workflow = flow.start("fig8")
     wait_for("first record", lambda: flow.records() or workflow.poll() is not None)
