@@ -193,7 +193,7 @@ def test_s3_is_beside_disk_with_its_own_bound(tmp_path: Path) -> None:
     record = record.model_copy(update={"iterations": iterations})
     found = collected(record, record_of(spec_of("lastgood", 1)))
     assert [(row.medium, row.label) for row in found.tidy[::2]] == [
-        ("disk", "Lastgood, 2 threads"),
+        ("disk", "Lastgood, 4 threads"),
         ("s3", "Lastgood on S3, 4 threads"),
     ]
     save, load = found.tidy[2:]
@@ -265,7 +265,7 @@ def test_bars_bounds_and_hatches(tmp_path: Path) -> None:
     ]
     assert sorted(set(bars)) == sorted(set(expected))
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert {"torch, files, 1 thread", "torch, safetensors, 1 thread", "Lastgood, 2 threads"} <= labels
+    assert {"torch, files, 1 thread", "torch, safetensors, 1 thread", "Lastgood, 4 threads"} <= labels
     assert "never flushed: ends in the page cache" in labels
     assert "a load was different" in labels
     assert any(label.startswith("bound: plain writes") for label in labels)
