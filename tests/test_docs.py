@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("evaluation/*/*.md")])
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs_and_goes_on_where_it_stopped(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "train.py"

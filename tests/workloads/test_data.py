@@ -140,6 +140,7 @@ def test_questions_have_their_answers_in_place(data_dir: Path) -> None:
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokenizers_are_the_same_in_another_process(data_dir: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"

@@ -99,6 +99,7 @@ def provision(sshd, checkout, tmp_path):
     return Provision(sshd, checkout, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_host_is_brought_to_the_revision_and_the_second_call_changes_nothing(provision, checkout):
     done, reports = provision(hosts=("node", "dead"))
     assert done.returncode == 1, done.stderr

@@ -24,7 +24,13 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("where", "victim"),
-    [("before", 1), ("plan", 1), ("write", 2), ("finish", 0), ("write", 0)],
+    [
+        ("before", 1),
+        pytest.param("plan", 1, marks=pytest.mark.slow),
+        ("write", 2),
+        ("finish", 0),
+        pytest.param("write", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_dies_is_named_on_all_others(ranks, tmp_path, where, victim):
     codes, answers, folder = ranks.ask(
@@ -122,7 +128,9 @@ def killed_at_a_random_moment(ranks, place, victims):
     return answers[0]["step"]
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(
+    "victims", [[0], pytest.param([1], marks=pytest.mark.slow), pytest.param([0, 1], marks=pytest.mark.slow)]
+)
 def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(ranks, tmp_path, victims):
     """What a save said was saved is there, and the next save removes what was left."""
     for number in range(2):

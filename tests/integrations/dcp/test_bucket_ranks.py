@@ -86,7 +86,9 @@ def test_ranks_that_find_different_saves_load_neither(ranks, where):
         assert answer["again"] == []
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(
+    "victims", [[0], pytest.param([1], marks=pytest.mark.slow), pytest.param([0, 1], marks=pytest.mark.slow)]
+)
 def test_a_kill_at_any_moment_leaves_one_checkpoint_that_is_whole(ranks, where, bucket, victims):
     after_s = random.uniform(0.0, 0.4)
     _, told, _ = ranks.ask("saves_until_killed", 2, kill=victims, kill_after_s=after_s, **where)

@@ -33,6 +33,7 @@ def train(ranks, place, world, steps, victim=None):
     return losses(folder), (folder / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_with_the_same_losses_on_any_number_of_ranks(ranks, tmp_path):
     killed, _ = train(ranks, tmp_path / "killed", 2, 100_000, victim=1)
     complete = [path for path in (tmp_path / "killed").glob("step-*") if (path / ".metadata").exists()]

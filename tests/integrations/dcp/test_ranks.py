@@ -61,7 +61,7 @@ def cases(draw):
     return {"shapes": shapes, "placed": placed, "seed": draw(st.integers(0, 9))}
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(drawn=st.lists(cases(), min_size=3, max_size=3), world=st.integers(2, 4))
 def test_any_state_is_read_as_torch_reads_it(ranks, tmp_path_factory, drawn, world):
     for answer in ranks.run("many_ways", world, place=str(tmp_path_factory.mktemp("cases")), cases=drawn):

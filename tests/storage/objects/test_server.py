@@ -50,6 +50,7 @@ def test_it_flushes_what_it_takes(server):
     assert b'"fsync"' in answer
 
 
+@pytest.mark.slow
 def test_data_and_keys_stay_over_a_restart(server, bucket):
     bucket.put("a", b"kept")
     keys = server.credentials
