@@ -87,7 +87,8 @@ def batch_of(step: int, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(step)
     begins = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator)
     mine = begins.chunk(dist.get_world_size())[dist.get_rank()]
-    return tuple(torch.stack([text[b + shift : b + shift + LENGTH] for b in mine]) for shift in (0, 1))  # type: ignore
+    tokens, wanted = (torch.stack([text[b + shift : b + shift + LENGTH] for b in mine]) for shift in (0, 1))
+    return tokens, wanted
 
 
 def newest(folder: Path) -> Path | None:

@@ -1,10 +1,13 @@
-"""Commands that measure take their turn on the machine."""
+"""Commands that measure take their turn on the machine; a real S3 server for those that need one."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.support.folder_marks import mark_folder
+from tests.support.s3_server import server
+
+__all__ = ["server"]
 
 
 @pytest.hookimpl(tryfirst=True)

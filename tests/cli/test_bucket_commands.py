@@ -32,7 +32,6 @@ from tests.checkpointers.support.pushed import (
 )
 from tests.checkpointers.support.rank_states import a_state, save
 from tests.checkpointers.support.stored_helpers import open_store, put
-from tests.storage.objects.conftest import server  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -229,14 +228,14 @@ def test_commands_of_folders_load_nothing_of_s3(alone):
 
 
 @pytest.fixture
-def reached(server, monkeypatch):  # noqa: F811
+def reached(server, monkeypatch):
     """The environment that a user of the server has."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.credentials.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.credentials.secret_access_key)
     return ["--region", "us-east-1", "--endpoint-url", server.endpoint_url]
 
 
-def test_commands_on_a_real_server(server, reached, ranked, tmp_path, monkeypatch):  # noqa: F811
+def test_commands_on_a_real_server(server, reached, ranked, tmp_path, monkeypatch):
     directory, _ = ranked
     url = f"s3://lastgood/{secrets.token_hex(8)}"
     client = S3Client(url, server.options())
@@ -265,7 +264,7 @@ def test_commands_on_a_real_server(server, reached, ranked, tmp_path, monkeypatc
     assert call("inspect", url)[0] == 0
 
 
-def test_what_was_saved_behind_dcp_is_looked_into_as_well(server, reached, tmp_path, monkeypatch):  # noqa: F811
+def test_what_was_saved_behind_dcp_is_looked_into_as_well(server, reached, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     url = f"s3://lastgood/{secrets.token_hex(8)}/step-1"
@@ -277,7 +276,7 @@ def test_what_was_saved_behind_dcp_is_looked_into_as_well(server, reached, tmp_p
     assert call("export", url, tmp_path / "out")[0] == 0
 
 
-def test_a_missing_bucket_and_wrong_keys_are_named_and_no_secret_is(server, reached, monkeypatch):  # noqa: F811
+def test_a_missing_bucket_and_wrong_keys_are_named_and_no_secret_is(server, reached, monkeypatch):
     code, _, error = call("inspect", "s3://no-such-bucket/job", *reached)
     assert code == 1 and isinstance(error, CheckpointError)
     assert "s3://no-such-bucket/job" in str(error) and "make the bucket, or correct its name" in str(error)

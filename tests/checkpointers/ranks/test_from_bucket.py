@@ -26,7 +26,6 @@ from tests.checkpointers.support.pushed import (
 )
 from tests.checkpointers.support.rank_pool import RankPool
 from tests.checkpointers.support.rank_states import a_state, save
-from tests.storage.objects.conftest import proxy, server  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +236,7 @@ def test_other_shapes_are_named(client):
 # -- a real server -----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_goes_on_from_a_bucket(server, proxy, kept, tmp_path, monkeypatch):  # noqa: F811
+def test_a_training_goes_on_from_a_bucket(server, proxy, kept, tmp_path, monkeypatch):
     keys = server.credentials
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys.secret_access_key)
