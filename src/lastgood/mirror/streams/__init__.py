@@ -1,0 +1,1 @@
+"""Frames to messages: heads, pieces and losses of each flow."""
