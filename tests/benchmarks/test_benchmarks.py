@@ -140,6 +140,7 @@ def train(disk: Path, *arguments: str) -> dict[str, Any]:
     return results_of(disk, done, "training")
 
 
+@pytest.mark.slow
 def test_training_at_given_intervals(disk: Path) -> None:
     found = train(disk, "--rounds", "2", "--intervals", "1,3", "--max-saves", "3", "--pccheck", "keep=1")
     opt = found["results"]["opt"]

@@ -21,7 +21,14 @@ from tests.cli.support.dcp_command import SMALL, dcp, own_lock, record_of, warm_
 __all__ = ["own_lock", "warm_ranks"]
 
 
-@pytest.mark.parametrize("storage", [storage.name for storage in STORAGES if storage.disk is not None])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        pytest.param(storage.name, marks=() if storage.name in ("disk", "lastgood") else pytest.mark.slow)
+        for storage in STORAGES
+        if storage.disk is not None
+    ],
+)
 def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, storage):
     given = ("--storage", storage, *SMALL, "--record", tmp_path / "record.json")
     suffix = dcp(tmp_path, "save-and-load", *given, "--world-size", 2).stdout.splitlines()[-1]
@@ -46,7 +53,7 @@ def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--fsdp", "1", "--async", "thread", "--state", "full"),
+        pytest.param(("--fsdp", "1", "--async", "thread", "--state", "full"), marks=pytest.mark.slow),
         ("--ddp", "--planner-cache", "--no-sync-files"),
         ("--async", "process", "--thread_count", "2"),
     ],
@@ -75,6 +82,7 @@ def test_hybrid_shards_come_back_on_another_number_of_ranks(tmp_path):
         assert record_of(tmp_path).iterations[0].equal is True
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path):
     (port,) = free_ports()
     launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]
@@ -176,6 +184,7 @@ def test_a_description_that_somebody_edited_is_refused(tmp_path):
         dcp(tmp_path, "load", "--suffix", "mine")
 
 
+@pytest.mark.slow
 def test_newload_takes_the_newest_and_looks_first(tmp_path):
     dcp(tmp_path, "save", *SMALL, "--suffix", "old")
     dcp(tmp_path, "save", *SMALL, "--suffix", "new")

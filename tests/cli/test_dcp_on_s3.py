@@ -59,7 +59,10 @@ def storages_here():
             yield pytest.param(storage.name, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
-@pytest.mark.parametrize("storage", [*storages_here()])
+@pytest.mark.parametrize(
+    "storage",
+    [pytest.param(name, marks=() if name == "lastgood" else pytest.mark.slow) for name in storages_here()],
+)
 def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, storage, reach, url, server):
     given = ("--uri", url, *reach, "--storage", storage, *SMALL, "--record", tmp_path / "record.json")
     suffix = dcp(tmp_path, "save-and-load", *given, "--world-size", 2).stdout.splitlines()[-1]
@@ -100,6 +103,7 @@ def test_the_connectors_options_are_used(tmp_path, reach, url, bucket):
     dcp(tmp_path, "newload", "--uri", url, *reach, *SMALL[2:], "--record", tmp_path / "record.json")
 
 
+@pytest.mark.slow
 def test_what_the_connector_wrote_is_read_by_lastgood(tmp_path, reach, url):
     pytest.importorskip("s3torchconnector")
     given = ("--uri", url, *reach, "--suffix", "theirs", "--record", tmp_path / "record.json")
@@ -143,6 +147,7 @@ def test_a_connector_that_is_not_there_is_said(tmp_path, url, monkeypatch):
         dcp(tmp_path, "save", "--uri", url, "--storage", "s3torchconnector", *SMALL)
 
 
+@pytest.mark.slow
 def test_a_server_inside_the_command(tmp_path, server, tmp_path_factory, monkeypatch):
     """Its data stay in its folder, so that the next command finds them."""
     monkeypatch.setenv("AWS_PROFILE", "somebody")

@@ -133,6 +133,7 @@ def losses_without_lastgood(data_dir: Path, steps: int) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_artefacts_variables_start_a_training_that_goes_on_behind_its_end(tmp_path: Path, data_dir: Path) -> None:
     (shadows_port, *life_ports), cpu = free_ports(3), CPUS[-1]
     with Job(tmp_path, data_dir) as job:

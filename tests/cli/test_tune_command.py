@@ -89,6 +89,7 @@ def test_it_waits_for_its_turn(tmp_path, monkeypatch):
         tune(tmp_path / "job", *NUMBERS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_workload_is_trained_with_and_without_checkpoints(tmp_path):
     """In a process of its own: it sets threads and kernels for all of torch."""

@@ -110,7 +110,7 @@ def test_power_cut(shim: Path, place: Path, lives: list[str]) -> None:
     [
         pytest.param(["brief", "killed_before_the_flush_of_a_record", "second"], marks=pytest.mark.slow),
         ["brief", "killed_before_the_flush_of_a_record", "killed_before_the_flush_of_a_record", "third"],
-        ["brief", "killed_after_a_rename", "third"],
+        pytest.param(["brief", "killed_after_a_rename", "third"], marks=pytest.mark.slow),
     ],
     ids=["unflushed-record", "two-unflushed-records", "unflushed-name"],
 )

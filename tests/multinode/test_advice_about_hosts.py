@@ -147,6 +147,7 @@ def launched_by(bed: Testbed, folder: Path, how: str, python: Path, *words: str)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 @follows(
     "DeepSpeed's launcher puts {} into a shell's command as it is, where it falls apart",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.storage.support.craft import dense, entries, part, put, put_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +17,7 @@ HUGE = 1 << 36
 WORD = b"A" * 16
 
 
+@pytest.mark.slow
 def test_no_reader_takes_more_memory_than_its_file_accounts_for(tmp_path):
     put(tmp_path / "plain", entries(w=dense([4])), [WORD])
     put(tmp_path / "chunks of 4 GiB", entries(w=dense([4])), [WORD], chunk_bytes=1 << 32)

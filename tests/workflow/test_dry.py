@@ -181,6 +181,7 @@ def test_every_panel_has_one_target_per_model(flow: WorkflowFolder) -> None:
     assert wanted | {"test_simple"} <= names
 
 
+@pytest.mark.slow
 def test_without_deepspeed_a_figure_that_needs_it_is_refused_where_it_is_asked_for(
     flow: WorkflowFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ def test_without_deepspeed_a_figure_that_needs_it_is_refused_where_it_is_asked_f
     assert done.returncode == 1 and f"fig8e cannot be made here: {reason}" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_snakemake_begins_no_timers_that_never_end(flow: WorkflowFolder) -> None:
     """Each job's end began one that begins another one, which took a fifth of a core after fifty runs."""
     program = (

@@ -26,6 +26,9 @@ from tests.workloads.tiny_options import TINY
 
 READERS = [name for name in workload_names() if workload_data_kind(name) is not None]
 """Workloads that read data."""
+LONG = {"resnet50", "resnet18"}
+"""Convolutional as VGG-16 is, and longer: in the long suite."""
+EVERYDAY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in workload_names()]
 
 
 def make(name: str, data_dir: Path, size: int = 0, seed: int = 3) -> Workload:
@@ -116,7 +119,7 @@ def test_published_sizes(name: str) -> None:
         assert workload_options_class(name)(batch_size=1, **values).parameters() == parameters
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", EVERYDAY)
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(name: str, data_dir: Path) -> None:
     torch.manual_seed(99)
     first = train(make(name, data_dir), 3)
@@ -125,7 +128,7 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(name: str, 
     assert train(make(name, data_dir, seed=4), 3) != first
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", EVERYDAY)
 def test_training_after_a_restore_gives_the_losses_of_training_never_stopped(name: str, data_dir: Path) -> None:
     unbroken = make(name, data_dir)
     train(unbroken, 3)

@@ -138,6 +138,7 @@ def test_rank_0_that_dies_before_the_commit_goes_on_with_it(make_job, place, tmp
     same_as_slots(job, place)
 
 
+@pytest.mark.slow
 def test_an_old_incarnation_that_wakes_up_harms_nothing(make_job, place, tmp_path):
     from lastgood.storage.objects.sweep import sweep
 

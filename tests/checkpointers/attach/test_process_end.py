@@ -89,6 +89,7 @@ def end_stuck(directory: Path, how: str, slow_s: float, granted_s: float) -> tup
     return process.returncode, error
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_is_stuck_does_not_keep_the_process(tmp_path):
     """As in a collective whose other ranks are gone: what is under way becomes durable, then SIGTERM does its work."""
     returned, error = end_stuck(tmp_path, "stuck", 0.5, 60.0)

@@ -149,6 +149,7 @@ def test_another_number_of_ranks_is_refused_with_both(pool, shadows, tmp_path):
     assert "saved by 2 ranks, and there are 1 now" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_shadow_comes_back_while_a_rank_reconnects_late(victims, tmp_path):
     """With policy block a rank waits for room at the new shadow, which waits for the other rank, which waits for it."""
     shadows = Shadows(tmp_path / "shadows", 2)

@@ -56,6 +56,7 @@ def steps(server, url) -> list[int]:
         client.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_for_twenty_checkpoints(server, url, tmp_path, caplog, keys):
     caplog.set_level(logging.DEBUG, "lastgood")
     given = {"remote": url, "remote_region": "us-east-1", "remote_endpoint_url": server.endpoint_url}

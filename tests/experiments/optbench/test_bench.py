@@ -129,6 +129,7 @@ sys.exit(optbench.main(sys.argv[1:3]))
 """
 
 
+@pytest.mark.slow
 def test_two_shards_make_one_result(tmp_path):
     (port,) = free_ports()
     words = [order().model_dump_json(), str(tmp_path / "result.json"), str(tmp_path / "lock")]

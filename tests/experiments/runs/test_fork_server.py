@@ -161,6 +161,7 @@ def test_strangers_are_not_served_and_do_not_end_it(server):
     assert forks(server) == []
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_run_by_run_without_those_that_are_there(tmp_path, data_dir):
     specs = [spec_of(), spec_of("sync"), spec_of("none", interval=0, measured_steps=3)]
     runs = [

@@ -58,6 +58,7 @@ def plan_in_turn(folder: Path) -> tuple[str, float]:
     return said[0]
 
 
+@pytest.mark.slow
 def test_a_machine_is_looked_at_once_and_predicts_by_what_was_found(tmp_path: Path) -> None:
     kept = tmp_path / "results" / machine_label() / "laptop" / "probe.json"
     said, _ = plan(tmp_path, "machine=another")

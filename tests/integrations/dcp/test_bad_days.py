@@ -25,7 +25,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("where", "victim"),
     [
-        ("before", 1),
+        pytest.param("before", 1, marks=pytest.mark.slow),
         pytest.param("plan", 1, marks=pytest.mark.slow),
         ("write", 2),
         ("finish", 0),

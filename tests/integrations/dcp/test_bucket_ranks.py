@@ -29,7 +29,8 @@ def where(server, url):
 
 
 @pytest.mark.parametrize(
-    ("world", "hows", "cached"), [(2, ["sync", "process"], False), (3, ["thread"], False), (2, ["sync"], True)]
+    ("world", "hows", "cached"),
+    [(2, ["sync", "process"], False), pytest.param(3, ["thread"], False, marks=pytest.mark.slow), (2, ["sync"], True)],
 )
 def test_what_is_saved_comes_back(ranks, where, world, hows, cached):
     for answer in ranks.run("in_bucket", world, hows=hows, cached=cached, **where):
