@@ -13,7 +13,7 @@ import lastgood
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 
 ROOT = Path(lastgood.__file__).parent
-ROOMY = {"checkpointers", "cluster", "experiments", "gradients"}
+ROOMY = {"checkpointers", "cluster", "experiments", "gradients", "mirror"}
 """Folders whose folders are rooms. Everywhere else a room is a module or a folder of src/lastgood."""
 
 FLOORS = [
@@ -26,6 +26,11 @@ FLOORS = [
         "cluster.hostfile gradients.layout gradients.protocol",
         "cluster.ssh cluster.provision gradients.link gradients.shadow gradients.switch gradients.trainer",
         "cluster.host_check cluster.launch cluster.testbed gradients.conductor gradients.tap",
+        "mirror.capture mirror.odds",
+        "mirror.job mirror.setup mirror.streams",
+        "mirror.conversation",
+        "mirror.extract mirror.generate",
+        "mirror.node",
         "checkpointers.traits checkpointers.rank_directory checkpointers.torch_files",
         "checkpointers.known",
         "checkpointers.agreement checkpointers.attach checkpointers.copies checkpointers.steps",

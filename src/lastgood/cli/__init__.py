@@ -22,6 +22,7 @@ from lastgood.cli import (
     hosts,
     inspect,
     launch,
+    mirror,
     netbench,
     plan,
     plot,
@@ -74,6 +75,7 @@ app.add_typer(hosts.app, name="hosts")
 app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
 app.add_typer(shadow.app, name="shadow")
+app.add_typer(mirror.app, name="mirror")
 app.add_typer(trace.app, name="trace")
 
 _REPLACED = {

@@ -1,0 +1,11 @@
+"""`lastgood mirror`: FlowCheck's mirror node, stage by stage (docs/flowcheck-capture.md)."""
+
+from __future__ import annotations
+
+from lastgood.cli import mirror_setup
+from lastgood.cli._app import App
+
+__all__ = ["app"]
+
+app = App(help="FlowCheck: checkpoints from mirrored packets, with the trainers untouched.", no_args_is_help=True)
+app.command("commands")(mirror_setup.commands)

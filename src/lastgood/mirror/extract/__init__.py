@@ -1,0 +1,1 @@
+"""Gradient slots that fill piece by piece: complete, healed by another copy, or declared lost."""

@@ -1,0 +1,1 @@
+"""RoCEv2 traffic of a seeded training, for tests and benchmarks without such a network."""

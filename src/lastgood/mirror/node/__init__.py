@@ -1,0 +1,1 @@
+"""The mirror node: it applies the updates, holds versions, serves them, and says when it is blind."""
