@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.wire.nccl import KNOWN_VERSIONS, nccl_layout
+from lastgood.wire.nccl import KNOWN_VERSIONS, OLD_VERSIONS, messages, nccl_layout, simple_slices
 from lastgood.wire.ring import Cover, RingLayout, Send, is_final, is_marked, one_channel, sent_chunk, step_count
 
 
@@ -124,13 +124,16 @@ def test_every_layout_covers_every_element_once(
     assert len(chunks) % ranks == 0
     assert len({chunk.channel for chunk in chunks}) <= channels
     position = 0
-    for chunk in chunks:
+    in_place = sorted(chunks, key=lambda chunk: (chunk.start, chunk.elements))
+    for chunk in in_place:
         assert chunk.start == position
         position += chunk.elements
     assert position == elements
+    if version not in OLD_VERSIONS:
+        assert [chunk for chunk in chunks if chunk.elements] == [chunk for chunk in in_place if chunk.elements]
     assert max((chunk.elements * element_bytes for chunk in chunks), default=0) <= 1 << 15
     marked = sorted(layout.marked(cover), key=lambda send: send.chunk.start)
-    assert [send.chunk for send in marked] == [chunk for chunk in chunks if chunk.elements]
+    assert [send.chunk for send in marked] == [chunk for chunk in in_place if chunk.elements]
     again = [
         Send(rank, step, chunk)
         for first in range(0, len(chunks), ranks)
@@ -139,6 +142,18 @@ def test_every_layout_covers_every_element_once(
         if is_marked(cover, ranks, rank, step) and (chunk := chunks[first + sent_chunk(ranks, rank, step)]).elements
     ]
     assert sorted(again, key=lambda send: send.chunk.start) == marked
+    sends = [send for rank in range(ranks) for send in layout.sends(rank)]
+    assert len(sends) == len(chunks) * step_count(ranks)
+    assert all(send.chunk.index == sent_chunk(ranks, send.rank, send.step) for send in sends)
+    of_rank = list(messages(layout, 1, protocol=protocol, buffer_bytes=1 << 16))
+    assert len(of_rank) == len(chunks) // ranks * step_count(ranks) * (2 if protocol == "simple" else 1)
+    joined = [(first.start, first.elements) for first in of_rank]
+    if protocol == "simple":
+        halves = list(zip(of_rank[::2], of_rank[1::2], strict=True))
+        assert all(first.start + first.elements == second.start for first, second in halves)
+        assert all(first.elements >= second.elements >= 0 for first, second in halves)
+        joined = [(first.start, first.elements + second.elements) for first, second in halves]
+    assert joined == [(send.chunk.start, send.chunk.elements) for send in layout.sends(1)]
 
 
 # -- several channels ------------------------------------------------------------------------------------------------
@@ -170,13 +185,97 @@ def test_ll_has_cells_of_4_kib_and_chunks_of_32_kib() -> None:
     assert counts_of(nccl_layout(4 * 8192, 4, 4, protocol="ll")) == [8192] * 4
 
 
+# -- NCCL up to 2.19 -------------------------------------------------------------------------------------------------
+
+
+def starts_of(*arguments: int, **options: object) -> dict[int, list[tuple[int, int]]]:
+    layout = nccl_layout(*arguments, **options)  # type: ignore[arg-type]
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for chunk in layout.chunks():
+        starts.setdefault(chunk.channel, []).append((chunk.start, chunk.elements))
+    return starts
+
+
+def test_ll_chunks_of_several_channels_interleave_up_to_2_19() -> None:
+    assert starts_of(5000, 4, 2, channels=2, version="2.19.3", protocol="ll") == {
+        0: [(0, 2048), (4096, 904)],
+        1: [(2048, 2048), (5000, 0)],
+    }
+    assert starts_of(5000, 4, 2, version="2.18", protocol="ll") == {0: [(0, 3072), (3072, 1928)]}
+    assert starts_of(10_000, 4, 2, version="2.10", protocol="ll") == {0: [(0, 5120), (5120, 4880)]}
+    # A full loop of two channels and two ranks is 4 chunks of 32 KiB.
+    full = 8192
+    assert starts_of(4 * full + 10, 4, 2, channels=2, version="2.10", protocol="ll") == {
+        0: [(0, full), (2 * full, full), (4 * full, 10), (4 * full + 10, 0)],
+        1: [(full, full), (3 * full, full), (4 * full + 10, 0), (4 * full + 10, 0)],
+    }
+
+
+def test_simple_chunks_of_a_channel_lie_together_up_to_2_19() -> None:
+    # 4 chunks of 25,000 elements are rounded up to whole 4096 bytes (8 for each of 512 threads).
+    chunk = 25 * 1024
+    assert starts_of(100_000, 4, 2, channels=2, version="2.19", threads=512) == {
+        0: [(0, chunk), (chunk, chunk)],
+        1: [(2 * chunk, chunk), (3 * chunk, 100_000 - 3 * chunk)],
+    }
+    # With 256 threads whole 2048 bytes.
+    chunk = 25_088
+    assert starts_of(100_000, 4, 2, channels=2, version="2.19", threads=256)[1][0] == (2 * chunk, chunk)
+
+
+def test_small_calls_use_fewer_channels_then_fewer_threads_up_to_2_19() -> None:
+    # Protocol ll with two ranks: 16 bytes for each thread of each channel.
+    assert len(starts_of(4096, 4, 2, channels=4, version="2.19", protocol="ll")) == 2
+    assert len(starts_of(4095, 4, 2, channels=4, version="2.19", protocol="ll")) == 1
+    # One channel with 128 threads: whole 1024 bytes.
+    assert starts_of(1000, 4, 2, channels=4, version="2.19", protocol="ll") == {0: [(0, 512), (512, 488)]}
+    # Never fewer than 96 threads: 768 bytes.
+    assert starts_of(200, 4, 2, channels=4, version="2.19", protocol="ll") == {0: [(0, 192), (192, 8)]}
+
+
+def test_odd_threads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="threads in whole 32, not 40"):
+        nccl_layout(100, 4, 4, version="2.19", threads=40)
+    with pytest.raises(ConfigError, match="no multiple of 768 bytes"):
+        nccl_layout(100_000, 4, 4, version="2.19", threads=96)
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elements", "element_bytes", "slices"),
+    [
+        (0, 4, (0, 0)),
+        (1, 4, (1, 0)),
+        (8192, 4, (8192, 0)),
+        (8193, 4, (8192, 1)),
+        (16_385, 4, (8208, 8177)),
+        (524_288, 4, (262_144, 262_144)),
+        (16_385, 2, (16_384, 1)),
+    ],
+)
+def test_a_simple_chunk_is_two_slices(elements: int, element_bytes: int, slices: tuple[int, int]) -> None:
+    assert simple_slices(elements, element_bytes) == slices
+
+
+def test_messages_of_a_rank_come_step_by_step() -> None:
+    layout = nccl_layout(40_000, 4, 2)
+    rows = [(one.send.step, one.part, one.start, one.elements) for one in messages(layout, 0)]
+    assert rows == [(0, 0, 20_000, 10_000), (0, 1, 30_000, 10_000), (1, 0, 0, 10_000), (1, 1, 10_000, 10_000)]
+    with pytest.raises(ConfigError, match="ll128"):
+        list(messages(layout, 0, protocol="ll128"))
+
+
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="depends on its version"):
         nccl_layout(100, 4, 4, channels=2)
     with pytest.raises(ConfigError, match=r"NCCL 2\.25\.1 shares .* not known"):
         nccl_layout(100, 4, 4, channels=2, version="2.25.1")
-    with pytest.raises(ConfigError, match=r"2\.9"):
-        nccl_layout(100, 4, 4, version="2.9")
+    with pytest.raises(ConfigError, match=r"2\.3"):
+        nccl_layout(100, 4, 4, version="2.3")
+    with pytest.raises(ConfigError, match=r"2\.20"):
+        nccl_layout(100, 4, 4, version="2.20")
     with pytest.raises(ConfigError, match="protocol ll"):
         nccl_layout(100, 4, 4, channels=2, version="2.22", protocol="ll")
     with pytest.raises(ConfigError, match="ll128"):

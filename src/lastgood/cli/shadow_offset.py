@@ -28,6 +28,7 @@ def offset(
     ] = None,
     protocol: Annotated[str, typer.Option(help="NCCL's protocol: simple or ll.")] = "simple",
     buffsize: Annotated[str, typer.Option(metavar="SIZE", help="NCCL_BUFFSIZE.")] = "4MiB",
+    threads: Annotated[int, typer.Option(help="NCCL_NTHREADS, which shapes the chunks of NCCL up to 2.19.")] = 512,
     cover: Annotated[Cover, typer.Option(help="Which final sends are marked.")] = Cover.BALANCED,
     as_json: Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")] = False,
 ) -> None:
@@ -49,6 +50,7 @@ def offset(
         version=nccl,
         protocol=protocol,
         buffer_bytes=option_bytes("--buffsize", buffsize),
+        threads=threads,
     )
     sends = list(islice(layout.marked(cover), _MAX_ROWS + 1))
     if len(sends) > _MAX_ROWS:

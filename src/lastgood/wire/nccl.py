@@ -1,20 +1,33 @@
 """Where NCCL's ring all-reduce puts the chunks of one call, by version and protocol.
 
-A buffer is first cut into *cells*, which are shared out over the channels; each channel then runs the loops of `ring`.
-The loops are the same in all versions that are known here, so one channel is certain. The cells are not: each rule
-below holds for the versions that are named with it and for no other, and for a call that NCCL does not put into one
-group with others (in a group, calls share channels).
+From 2.22 on a buffer is first cut into *cells*, which are shared out over the channels; each channel then runs the
+loops of `ring`. The loops are the same in all these versions, so one channel is certain. The cells are not: each rule
+below holds for the versions that are named with it and for no other. Up to 2.19 all channels share each loop, and the
+chunks of a small loop depend on the number of threads. All of it is for a call that NCCL does not put into one group
+with others (in a group, calls share channels).
+
+A chunk is sent as one message (LL), or as two *slices* (Simple), of which the second may be empty: `messages`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lastgood.errors import ConfigError
 from lastgood.units import KIB, MIB
-from lastgood.wire.ring import ChannelRange, RingLayout, check_sizes
+from lastgood.wire.ring import ChannelRange, RingLayout, Send, Turns, check_sizes
 
-__all__ = ["KNOWN_VERSIONS", "MAX_CHANNELS", "PROTOCOLS", "nccl_layout"]
+__all__ = [
+    "KNOWN_VERSIONS",
+    "MAX_CHANNELS",
+    "OLD_VERSIONS",
+    "PROTOCOLS",
+    "Message",
+    "messages",
+    "nccl_layout",
+    "simple_slices",
+]
 
 MAX_CHANNELS = 64
 PROTOCOLS = ("simple", "ll")
@@ -26,6 +39,20 @@ _LL_CHUNK_BYTES = 32 * KIB
 _ALL_REDUCE_TRAFFIC = 2
 """Bytes on each link for a byte of the buffer, as NCCL counts them."""
 _LL_TRAFFIC = 4
+_BUFFER_STEPS = 8
+"""NCCL_STEPS: parts of a buffer."""
+_SLICE_STEPS = 2
+"""Of protocol simple's slices."""
+OLD_VERSIONS = tuple(f"2.{minor}" for minor in range(4, 20))
+"""Channels share each loop."""
+_MAX_THREADS = 512
+_MIN_THREADS = 64
+_LL_LEAST_THREADS = 96
+_THREAD_BYTES = 8
+"""A chunk is a multiple of it for each thread."""
+_SIMPLE_THREAD_LOAD = 64
+_LL_THREAD_LOAD = 8
+"""Bytes for each thread (with LL for each rank too) below which fewer channels, then fewer threads, are used."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +69,18 @@ class _CellRule:
 _OLD = _CellRule(512, 16, False, ("simple",))
 _NEW = _CellRule(32 * KIB, None, True, PROTOCOLS)
 _RULES = {"2.22": _OLD, "2.28": _NEW, "2.30": _NEW}
-KNOWN_VERSIONS = tuple(_RULES)
+KNOWN_VERSIONS = (*OLD_VERSIONS, *_RULES)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chunk: elements `start` to `start + elements` of the buffer; `elements` may be 0."""
+
+    send: Send
+    part: int
+    """Which of the chunk's messages, from 0."""
+    start: int
+    elements: int
 
 
 def nccl_layout(
@@ -54,11 +92,14 @@ def nccl_layout(
     version: str | None = None,
     protocol: str = "simple",
     buffer_bytes: int = _BUFFER_BYTES,
+    threads: int = _MAX_THREADS,
 ) -> RingLayout:
     """The chunks of one all-reduce of `elements` elements by NCCL's ring.
 
     `channels` is the number that NCCL may use for this call; fewer are used for small ones. `version` (as ``2.28``,
-    more digits are ignored) is needed where there is more than one. `buffer_bytes` is NCCL_BUFFSIZE.
+    more digits are ignored) is needed where there is more than one; None is 2.22 or later. `buffer_bytes` is
+    NCCL_BUFFSIZE. `threads` is the number that NCCL up to 2.19 may use for a channel (NCCL_NTHREADS; without it 512, or
+    256 with protocol simple if the links are slow); fewer are used for small calls.
     Raises ConfigError for sizes that no ring has, and where the rule is not known.
     """
     check_sizes(elements, element_bytes, ranks)
@@ -71,15 +112,81 @@ def nccl_layout(
         raise ConfigError(f"NCCL_BUFFSIZE is at least {2 * _SIMPLE_GRAIN_BYTES} bytes, not {buffer_bytes}")
     if protocol == "ll":
         chunk_bytes = _LL_CHUNK_BYTES
+    if version is not None and _minor(version) in OLD_VERSIONS:
+        ranges = _taking_turns(elements, element_bytes, ranks, channels, protocol, chunk_bytes, threads)
+        return RingLayout(elements, element_bytes, ranks, ranges)
     rule = _rule(version, channels, protocol)
     shares = [elements] if rule is None else _shares(rule, elements, element_bytes, channels, protocol)
-    ranges = []
+    alone = []
     start = 0
     for channel, count in enumerate(shares):
         if count:
-            ranges.append(ChannelRange(channel, start, count, chunk_bytes // element_bytes))
+            alone.append(ChannelRange(channel, start, count, chunk_bytes // element_bytes))
         start += count
-    return RingLayout(elements, element_bytes, ranks, tuple(ranges))
+    return RingLayout(elements, element_bytes, ranks, tuple(alone))
+
+
+def simple_slices(elements: int, element_bytes: int, buffer_bytes: int = _BUFFER_BYTES) -> tuple[int, int]:
+    """Elements of the two slices in which protocol simple sends a chunk of `elements`; 0 is sent too, as no bytes."""
+    step = buffer_bytes // _BUFFER_STEPS // element_bytes
+    first = min(elements, max(_ceil(elements, 32) * 16, step * _SLICE_STEPS // 32))
+    return first, elements - first
+
+
+def messages(
+    layout: RingLayout, rank: int, *, protocol: str = "simple", buffer_bytes: int = _BUFFER_BYTES
+) -> Iterator[Message]:
+    """All messages that `rank` sends to the next one for one all-reduce, empty ones too.
+
+    In the order of channels, then in the order in which each channel sends them. Raises ConfigError for a protocol that
+    is not known.
+    """
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"the messages of NCCL's protocol {protocol!r} are not known; known: {', '.join(PROTOCOLS)}")
+    for send in layout.sends(rank):
+        count = send.chunk.elements
+        parts = (count,) if protocol == "ll" else simple_slices(count, layout.element_bytes, buffer_bytes)
+        start = send.chunk.start
+        for part, elements in enumerate(parts):
+            yield Message(send, part, start, elements)
+            start += elements
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _taking_turns(
+    elements: int, element_bytes: int, ranks: int, channels: int, protocol: str, chunk_bytes: int, threads: int
+) -> tuple[ChannelRange, ...]:
+    """The channels of NCCL up to 2.19, as many as it uses for a buffer of this size."""
+    if threads % 32 or not _MIN_THREADS <= threads <= _MAX_THREADS:
+        raise ConfigError(f"NCCL has {_MIN_THREADS} to {_MAX_THREADS} threads in whole 32, not {threads}")
+    if not elements:
+        return ()
+    load = _LL_THREAD_LOAD * ranks if protocol == "ll" else _SIMPLE_THREAD_LOAD
+    while elements * element_bytes < channels * threads * load:
+        if channels > 1:
+            channels -= 1
+        elif threads % 128 == 0:
+            threads //= 2
+        else:
+            break
+    if protocol == "ll":
+        threads = max(threads, _LL_LEAST_THREADS)
+    grain_bytes = threads * _THREAD_BYTES
+    if protocol == "simple" and chunk_bytes % grain_bytes:
+        raise ConfigError(f"a chunk of {chunk_bytes} bytes is no multiple of {grain_bytes} bytes for {threads} threads")
+    return tuple(
+        ChannelRange(
+            channel,
+            0,
+            elements,
+            chunk_bytes // element_bytes,
+            Turns(channels, channel, grain_bytes // element_bytes, protocol == "ll"),
+        )
+        for channel in range(channels)
+    )
 
 
 def _rule(version: str | None, channels: int, protocol: str) -> _CellRule | None:
@@ -89,7 +196,7 @@ def _rule(version: str | None, channels: int, protocol: str) -> _CellRule | None
         if channels == 1:
             return None
         raise ConfigError(f"how NCCL shares a buffer out over channels depends on its version; give one of {known}")
-    rule = _RULES.get(".".join(version.split(".")[:2]))
+    rule = _RULES.get(_minor(version))
     if rule is None:
         raise ConfigError(f"how NCCL {version} shares a buffer out over channels is not known here; known: {known}")
     if channels == 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from lastgood.errors import ConfigError
 from lastgood.units import MIB
@@ -21,6 +22,7 @@ __all__ = [
     "Cover",
     "RingLayout",
     "Send",
+    "Turns",
     "check_sizes",
     "is_final",
     "is_marked",
@@ -35,7 +37,7 @@ CHUNK_BYTES = 2 * MIB
 MAX_RANKS = 1 << 16
 MAX_ELEMENTS = 1 << 50
 _GRAIN_BYTES = 16
-"""Chunks of a range's last loop are multiples of it."""
+"""Chunks of the last loop are multiples of it, if no channels take turns."""
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 
@@ -49,14 +51,45 @@ class Cover(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How several channels take turns in one run of elements: each loop is for all of them, in chunks of one size."""
+
+    channels: int
+    index: int
+    """Which of the channels, from 0."""
+    grain_elements: int
+    """Chunks of the last loop are multiples of it."""
+    interleaved: bool
+    """True: the loop's chunks 0 of all channels come first, then all chunks 1, and so on. False: channel by channel."""
+
+
+@dataclass(frozen=True)
 class ChannelRange:
-    """A contiguous run of elements that one channel reduces, in loops of `ranks` chunks."""
+    """A run of elements that one channel reduces in loops of `ranks` chunks: alone, or in turns with others."""
 
     channel: int
     start: int
     elements: int
     chunk_elements: int
     """Of a full chunk."""
+    turns: Turns | None = None
+    """None: no other channel has a part of this run."""
+
+    def chunks(self, ranks: int, element_bytes: int) -> Iterator[Chunk]:
+        """This channel's chunks, `ranks` for each loop, in the order of loops and indices."""
+        turns = self.turns
+        channels, mine = (1, 0) if turns is None else (turns.channels, turns.index)
+        grain = _GRAIN_BYTES // element_bytes if turns is None else turns.grain_elements
+        position = loop = 0
+        while position < self.elements:
+            left = self.elements - position
+            size = min(self.chunk_elements, _ceil(_ceil(left, channels * ranks), grain) * grain)
+            for index in range(ranks):
+                turn = index * channels + mine if turns is not None and turns.interleaved else mine * ranks + index
+                before = min(turn * size, left)
+                yield Chunk(self.channel, loop, index, self.start + position + before, min(size, left - before))
+            position += channels * ranks * self.chunk_elements
+            loop += 1
 
 
 @dataclass(frozen=True)
@@ -91,16 +124,16 @@ class RingLayout:
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, `ranks` for each loop, in the order of channels, loops and indices."""
-        grain = _GRAIN_BYTES // self.element_bytes
         for run in self.ranges:
-            for loop, position in enumerate(range(0, run.elements, self.ranks * run.chunk_elements)):
-                left = run.elements - position
-                size = run.chunk_elements
-                if left < self.ranks * size:
-                    size = _ceil(_ceil(left, self.ranks), grain) * grain
-                for index in range(self.ranks):
-                    before = min(index * size, left)
-                    yield Chunk(run.channel, loop, index, run.start + position + before, min(size, left - before))
+            yield from run.chunks(self.ranks, self.element_bytes)
+
+    def sends(self, rank: int) -> Iterator[Send]:
+        """All that `rank` sends, empty chunks too, in the order of channels, loops and steps."""
+        for run in self.ranges:
+            chunks = run.chunks(self.ranks, self.element_bytes)
+            while loop := list(islice(chunks, self.ranks)):
+                for step in range(step_count(self.ranks)):
+                    yield Send(rank, step, loop[sent_chunk(self.ranks, rank, step)])
 
     def marked(self, cover: Cover) -> Iterator[Send]:
         """The sends of all ranks that the cover marks and that are not empty, in the order of channels, loops, chunks.
