@@ -61,7 +61,7 @@ class Place:
     begin: int
     end: int
     final: bool
-    """Whether these are the collective's result; False for partial sums, which are placed for tests only."""
+    """Whether these are the collective's result; True: partial sums are IGNORED."""
 
 
 Answer = Place | Ignored | None
@@ -111,8 +111,9 @@ class Expect:
     """A collective was recognised; its bytes may be placed from now on.
 
     `nbytes` is the size of its buffer. Bytes of a gradient bucket are those of its parameters one after another, each
-    in memory order, in the wire's dtype. Buffers of step t are those that opened its forward: as they were behind step
-    t - 1.
+    in memory order, in the wire's dtype. If a step has several reductions, those of the last one are its gradients, and
+    hold the others already; the others are "other". Buffers of step t are those that opened its first forward: as they
+    were behind step t - 1.
     """
 
     collective: int
@@ -125,11 +126,7 @@ class Expect:
     bucket: int | None = None
     """Gradients only: the index in `Buckets`."""
     tensors: tuple[str, ...] = ()
-    """Parameters and buffers only: the tensors in it, one after another, each in memory order."""
-    reduction: int = 0
-    """Which reduction of the step, from 0; others than 0 only where a step has several."""
-    last_reduction: bool = True
-    """Whether the step's gradients are those of this reduction, added to those of the ones before."""
+    """Parameters and buffers only: the tensors in it, one after another, each in row-major order (as contiguous())."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,11 @@ class Closed:
 
 @dataclass(frozen=True)
 class LostStep:
-    """The gradients, or the buffers, of this step cannot be told from here on. Said once for each step."""
+    """The gradients of this step, or the buffers that opened it, cannot be told. Said once for each step and kind."""
 
     step: int
     why: str
+    what: Literal["gradients", "buffers"] = "gradients"
 
 
 @dataclass(frozen=True)
