@@ -1,6 +1,7 @@
 // lastgood._native: each folder under src/ adds its own functions.
 #include <nanobind/nanobind.h>
 
+#include "capture/bindings.hpp"
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
 #include "storage/bindings.hpp"
@@ -16,4 +17,5 @@ NB_MODULE(_native, module) {
     lastgood::bind_wire(module);
     lastgood::bind_ring(module);
     lastgood::bind_process(module);
+    lastgood::bind_capture(module);
 }

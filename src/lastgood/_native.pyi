@@ -444,3 +444,55 @@ def end_watch_done() -> None:
 
 def end_watch_stop() -> None:
     """Put the former handler of SIGTERM back."""
+
+# -- frames of mirrored traffic --
+
+FRAME_RING_HEADER_BYTES: int
+FRAME_RING_LEAST_DATA_BYTES: int
+
+class PacketBlocks:
+    """Frames out of an AF_PACKET socket's ring (TPACKET_V3), which lies at `address`."""
+
+    def __init__(self, address: int, block_bytes: int, blocks: int, link: int) -> None: ...
+    def read(self, fd: int, table: int, limit: int, timeout_s: float) -> int:
+        """Fill up to `limit` rows of FRAME at address `table` from one block, which is the caller's until the next call.
+
+        0: none came in time; below 0: minus the errno of the socket. With `fd` -1 it does not wait.
+        """
+    def counters(self) -> dict[str, int]:
+        """Frames and bytes, and what was seen of them: truncated, no_checksum, vlan_restored, own, damaged_blocks."""
+
+class FrameRing:
+    """One side of a ring of frames in the `nbytes` of shared memory at `address`.
+
+    ValueError where there is none; RuntimeError where the other side left what cannot be.
+    """
+
+    def __init__(self, address: int, nbytes: int, writer: bool) -> None: ...
+    @staticmethod
+    def format(address: int, nbytes: int, link: int) -> None:
+        """Make an empty ring of memory that is all zero."""
+    def write(self, data: int, data_bytes: int, table: int, count: int, drop: bool) -> int:
+        """Copy frames in until one does not fit; with `drop` the others count as dropped. Returns how many are done."""
+    def wait_freed(self, timeout_s: float) -> bool:
+        """Wait until the reader gave something back since the last `write`; False if it did not."""
+    def end(self) -> None:
+        """Nothing more will be written."""
+    def read(self, table: int, limit: int, timeout_s: float) -> int:
+        """Give the last batch back, then fill up to `limit` rows of FRAME; offsets count from the start of the ring."""
+    @property
+    def ended(self) -> bool:
+        """Whether the writer said so."""
+    @property
+    def drained(self) -> bool:
+        """Whether the reader has been given everything."""
+    @property
+    def link(self) -> int:
+        """The link type of its frames."""
+    def counters(self) -> dict[str, int]:
+        """data_bytes, held_bytes, offered_frames, dropped_frames, dropped_bytes, taken_frames, missing_frames."""
+
+def pcapng_blocks(
+    data: int, data_bytes: int, table: int, count: int, interface: int, out: int, out_bytes: int
+) -> tuple[int, int]:
+    """Write frames as enhanced packet blocks while they fit; returns how many, and their bytes."""

@@ -1,0 +1,187 @@
+"""Frames of an interface, through a ring that the kernel fills (AF_PACKET, TPACKET_V3)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from typing import Final
+
+import numpy as np
+
+from lastgood import _native
+from lastgood.errors import ConfigError, HostError
+from lastgood.mirror.capture.frames import ETHERNET, FRAME, FrameBatch
+from lastgood.units import MIB, format_bytes
+
+__all__ = ["BLOCK_BYTES", "KERNEL_RING_BYTES", "InterfaceSource"]
+
+KERNEL_RING_BYTES: Final = 256 * MIB
+"""So much may arrive while nobody reads: a step's traffic, when other work has the processor."""
+BLOCK_BYTES: Final = MIB
+"""A frame of 64 KiB must fit a block."""
+_LEAST_BLOCK_BYTES = 128 << 10
+_MOST_BLOCK_BYTES = 64 * MIB
+_MOST_RING_BYTES = 64 << 30
+_RETIRE_MS = 20
+"""A block that is not full is handed over after so long."""
+
+_SOL_PACKET = 263
+_ADD_MEMBERSHIP, _RX_RING, _STATISTICS, _VERSION, _RESERVE, _IGNORE_OUTGOING = 1, 5, 6, 10, 12, 23
+_TPACKET_V3 = 2
+_PROMISCUOUS = 1
+_ALL_PROTOCOLS = 3
+_TAG_BYTES = 4
+_FRAME_BYTES = 2048
+"""The kernel only checks that blocks are a multiple of it; frames of version 3 have their own lengths."""
+_WITH_ETHERNET_HEADERS = (1, 772)
+"""Kinds of hardware: Ethernet and loopback."""
+_SIOCGIFINDEX = 0x8933
+
+
+class InterfaceSource:
+    """A FrameSource of an interface, promiscuous, in both directions unless told otherwise. Needs CAP_NET_RAW.
+
+    While the interface is down nothing comes; once it is gone, the source has ended. `counters` has `kernel_dropped`:
+    frames that came while the ring was full.
+    """
+
+    link_type = ETHERNET
+
+    def __init__(
+        self,
+        interface: str,
+        *,
+        ring_bytes: int = KERNEL_RING_BYTES,
+        block_bytes: int = BLOCK_BYTES,
+        promiscuous: bool = True,
+        own_frames: bool = True,
+    ) -> None:
+        """Raises ConfigError for sizes that cannot be, HostError if there is no such interface, right or memory."""
+        if not _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES or block_bytes & (block_bytes - 1):
+            raise ConfigError(
+                f"a block of {block_bytes} bytes: a power of two from {format_bytes(_LEAST_BLOCK_BYTES)} (larger than "
+                f"any frame) to {format_bytes(_MOST_BLOCK_BYTES)}"
+            )
+        if not 2 * block_bytes <= ring_bytes <= _MOST_RING_BYTES:
+            raise ConfigError(f"a ring of {ring_bytes} bytes: at least two blocks, at most {_MOST_RING_BYTES} bytes")
+        self.interface = interface
+        blocks = ring_bytes // block_bytes
+        self.ring_bytes = blocks * block_bytes
+        self._dropped = self._frozen = self._downs = 0
+        self._gone = False
+        self._table = np.empty(0, FRAME)
+        self._socket = self._open()
+        try:
+            self._memory = self._map(blocks, block_bytes)
+            self._bind(promiscuous, own_frames)
+        except OSError as error:
+            self._socket.close()
+            raise self._error(error) from error
+        except BaseException:
+            self._socket.close()
+            raise
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._blocks = _native.PacketBlocks(self._bytes.ctypes.data, block_bytes, blocks, ETHERNET)
+
+    def read(self, limit: int, timeout_s: float) -> FrameBatch | None:
+        """As `FrameSource.read`; a batch lies in the kernel's ring. Raises HostError if the socket fails."""
+        if self._gone:
+            return None
+        if len(self._table) < limit:
+            self._table = np.empty(limit, FRAME)
+        count = self._blocks.read(self._socket.fileno(), self._table.ctypes.data, max(1, limit), timeout_s)
+        if count < 0:
+            count = self._failed(-count)
+            if self._gone:
+                return None
+        return FrameBatch(memoryview(self._bytes), self._table[:count])
+
+    def counters(self) -> dict[str, int]:
+        """As `FrameSource.counters`."""
+        self._ask_kernel()
+        return {
+            **self._blocks.counters(),
+            "kernel_dropped": self._dropped,
+            "kernel_ring_full": self._frozen,
+            "interface_downs": self._downs,
+        }
+
+    def close(self) -> None:
+        """Close the socket; its memory goes when no batch is held any more."""
+        if self._gone and self._socket.fileno() < 0:
+            return
+        self._ask_kernel()
+        self._gone = True
+        self._socket.close()
+        self._bytes = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):
+            self._memory.close()  # which holds the socket as well
+
+    def _open(self) -> socket.socket:
+        try:
+            # Of no protocol yet: nothing may arrive before the ring is there.
+            return socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _map(self, blocks: int, block_bytes: int) -> mmap.mmap:
+        self._socket.setsockopt(_SOL_PACKET, _VERSION, _TPACKET_V3)
+        self._socket.setsockopt(_SOL_PACKET, _RESERVE, _TAG_BYTES)
+        frames = blocks * (block_bytes // _FRAME_BYTES)
+        request = struct.pack("IIIIIII", block_bytes, blocks, _FRAME_BYTES, frames, _RETIRE_MS, 0, 0)
+        self._socket.setsockopt(_SOL_PACKET, _RX_RING, request)
+        return mmap.mmap(self._socket.fileno(), blocks * block_bytes)
+
+    def _bind(self, promiscuous: bool, own_frames: bool) -> None:
+        if not own_frames:
+            with contextlib.suppress(OSError):  # kernels before 4.20; then they have the flag
+                self._socket.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
+        self._bound_index = self._index()
+        if promiscuous:
+            member = struct.pack("IHH8s", self._bound_index, _PROMISCUOUS, 0, b"")
+            self._socket.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
+        self._socket.bind((self.interface, _ALL_PROTOCOLS))
+        kind = self._socket.getsockname()[3]
+        if kind not in _WITH_ETHERNET_HEADERS:
+            raise HostError(
+                f"{self.interface}: its frames have no Ethernet header (kind {kind}); name another interface"
+            )
+
+    def _index(self) -> int:
+        """The interface's number where the socket lives, which may be another network namespace than this thread's."""
+        request = struct.pack("16si20x", self.interface.encode()[:15], 0)
+        return int(struct.unpack_from("16xi", fcntl.ioctl(self._socket.fileno(), _SIOCGIFINDEX, request))[0])
+
+    def _failed(self, number: int) -> int:
+        """What an error of the socket means: 0 frames now, or the end."""
+        if number not in (errno.ENETDOWN, errno.ENXIO, errno.ENODEV):
+            raise HostError(f"{self.interface}: capturing failed: {os.strerror(number)}")
+        self._downs += 1
+        try:
+            self._gone = self._index() != self._bound_index
+        except OSError:
+            self._gone = True
+        return 0
+
+    def _ask_kernel(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):
+            found = struct.unpack("III", self._socket.getsockopt(_SOL_PACKET, _STATISTICS, 12))
+            self._dropped += found[1]  # since the last time
+            self._frozen += found[2]
+
+    def _error(self, error: OSError) -> HostError:
+        hint = {
+            errno.ENODEV: "there is no such interface; see `ip link`",
+            errno.EPERM: "capturing needs root, or CAP_NET_RAW",
+            errno.EACCES: "capturing needs root, or CAP_NET_RAW",
+            errno.ENOMEM: f"the kernel has no {format_bytes(self.ring_bytes)} for its ring; take a smaller one",
+            errno.EAFNOSUPPORT: "this kernel has no packet sockets",
+        }.get(error.errno or 0, f"{error.strerror}")
+        return HostError(f"{self.interface}: cannot capture: {hint}")
