@@ -455,7 +455,7 @@ class PacketBlocks:
 
     def __init__(self, address: int, block_bytes: int, blocks: int, link: int) -> None: ...
     def read(self, fd: int, table: int, limit: int, timeout_s: float) -> int:
-        """Fill up to `limit` rows of FRAME at address `table` from one block, which is the caller's until the next call.
+        """Fill up to `limit` rows of FRAME at address `table` from one block, the caller's until the next call.
 
         0: none came in time; below 0: minus the errno of the socket. With `fd` -1 it does not wait.
         """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from lastgood.cli import mirror_setup
+from lastgood.cli import mirror_dump, mirror_setup
 from lastgood.cli._app import App
 
 __all__ = ["app"]
 
 app = App(help="FlowCheck: checkpoints from mirrored packets, with the trainers untouched.", no_args_is_help=True)
+app.command("setup")(mirror_setup.setup)
+app.command("check")(mirror_setup.check)
 app.command("commands")(mirror_setup.commands)
+app.command("dump")(mirror_dump.dump)

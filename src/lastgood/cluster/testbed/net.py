@@ -12,15 +12,17 @@ A process belongs to a node if its network namespace is the node's: that is how 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lastgood.cluster.testbed.state import PREFIX, BedState
 from lastgood.errors import ConfigError, HostError
@@ -33,9 +35,13 @@ __all__ = [
     "add_node_link",
     "has_bridge",
     "in_a_testbed",
+    "in_namespace",
+    "ip_batch",
     "is_stopped",
     "kill_processes",
     "link_is_up",
+    "links_in",
+    "listed",
     "missing_programs",
     "namespace_of",
     "namespaces",
@@ -51,7 +57,10 @@ __all__ = [
     "signal_processes",
 ]
 
+_Result = TypeVar("_Result")
 _NETNS = Path("/run/netns")
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET."""
 _PROGRAM_S = 30.0
 _MOST_BYTES = 64 << 20
 """Of what `ip` lists."""
@@ -144,12 +153,12 @@ def in_a_testbed() -> bool:
 
 def routed_networks() -> list[str]:
     """Destinations of all IPv4 routes of this machine, its own addresses included."""
-    routes = _listed("ip", "-json", "-4", "route", "show", "table", "all")
+    routes = listed("ip", "-json", "-4", "route", "show", "table", "all")
     return [str(route["dst"]) for route in routes if "dst" in route]
 
 
-def _listed(*command: str) -> list[Any]:
-    """What a command of `ip -json` lists."""
+def listed(*command: str) -> list[dict[str, Any]]:
+    """What a command of `ip -json` or `tc -json` lists."""
     text = run_program(*command) or "[]"
     found = parse_json(text, " ".join(command), most_bytes=_MOST_BYTES, error=HostError)
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
@@ -157,19 +166,40 @@ def _listed(*command: str) -> list[Any]:
     return found
 
 
+def links_in(space: str) -> dict[str, dict[str, Any]]:
+    """The links of a network namespace by name, with their statistics, as `ip` shows them."""
+    return {str(link["ifname"]): link for link in listed("ip", "-n", space, "-json", "-statistics", "link", "show")}
+
+
+def in_namespace(space: str, function: Callable[[], _Result]) -> _Result:
+    """Call a function in a thread whose network is that of a namespace: sockets that it makes stay there."""
+
+    def call() -> _Result:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with closed_after(os.open(_NETNS / space, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+            if libc.setns(descriptor, _NEW_NETWORK) != 0:
+                raise HostError(f"this machine: cannot enter namespace {space}: {os.strerror(ctypes.get_errno())}")
+        return function()
+
+    if not (_NETNS / space).exists():
+        raise HostError(f"this machine: there is no network namespace {space}; see `ip netns`")
+    with ThreadPoolExecutor(1) as pool:  # its thread is used for nothing else
+        return pool.submit(call).result()
+
+
 def add_bridge(state: BedState) -> None:
     """Make the bridge's namespace, and the link between it and the machine."""
     bridge_space, link = namespace_of(state.name, "br"), _host_link(state.name)
     run_program("ip", "netns", "add", bridge_space)
     # Without spanning tree, and so without its half minute of silence on each new port.
-    _ip(
+    ip_batch(
         bridge_space,
         f"link add {_BRIDGE} type bridge stp_state 0 forward_delay 0",
         f"link set {_BRIDGE} up",
         "link set lo up",
     )
     run_program("ip", "link", "add", link, "type", "veth", "peer", "name", _HOST_PORT, "netns", bridge_space)
-    _ip(bridge_space, f"link set {_HOST_PORT} master {_BRIDGE} up")
+    ip_batch(bridge_space, f"link set {_HOST_PORT} master {_BRIDGE} up")
     run_program("ip", "address", "add", f"{state.host_address}/{state.subnet.prefixlen}", "dev", link)
     run_program("ip", "link", "set", link, "up")
 
@@ -183,14 +213,14 @@ def add_node_link(state: BedState, node: str) -> None:
     """Make a node's namespace with its eth0, joined to the bridge, and limit both ends to the testbed's rate."""
     space, bridge_space = namespace_of(state.name, node), namespace_of(state.name, "br")
     run_program("ip", "netns", "add", space)
-    _ip(
+    ip_batch(
         space,
         f"link add eth0 address {_hardware_address(node)} type veth peer name {node} netns {bridge_space}",
         f"address add {state.address(node)}/{state.subnet.prefixlen} dev eth0",
         "link set lo up",
         "link set eth0 up",
     )
-    _ip(bridge_space, f"link set {node} master {_BRIDGE} up")
+    ip_batch(bridge_space, f"link set {node} master {_BRIDGE} up")
     if state.rate_bits_per_s is not None:
         for where, device in ((space, "eth0"), (bridge_space, node)):
             _limit(where, device, state.rate_bits_per_s)
@@ -198,21 +228,20 @@ def add_node_link(state: BedState, node: str) -> None:
 
 def set_link(bed: str, node: str, *, up: bool) -> None:
     """Put a node's link up, or down: then nothing passes, either way."""
-    _ip(namespace_of(bed, "br"), f"link set {node} {'up' if up else 'down'}")
+    ip_batch(namespace_of(bed, "br"), f"link set {node} {'up' if up else 'down'}")
 
 
 def link_is_up(bed: str, node: str) -> bool:
     """Whether a node's link is up."""
-    (link,) = _listed("ip", "-n", namespace_of(bed, "br"), "-json", "link", "show", "dev", node)
+    (link,) = listed("ip", "-n", namespace_of(bed, "br"), "-json", "link", "show", "dev", node)
     return "UP" in link["flags"]
 
 
 def remove_node_link(bed: str, node: str) -> None:
     """Remove a node's link. Its namespace alone would not do: sockets that the kernel still closes keep it alive."""
     bridge_space = namespace_of(bed, "br")
-    links = _listed("ip", "-n", bridge_space, "-json", "link", "show")
-    if any(link["ifname"] == node for link in links):
-        _ip(bridge_space, f"link del {node}")
+    if node in links_in(bridge_space):
+        ip_batch(bridge_space, f"link del {node}")
 
 
 def remove_host_link(bed: str) -> None:
@@ -237,7 +266,8 @@ def _hardware_address(node: str) -> str:
     return "02:4c:47:00:00:" + f"{int(node.removeprefix('vm')):02x}"
 
 
-def _ip(space: str, *commands: str) -> None:
+def ip_batch(space: str, *commands: str) -> None:
+    """Commands of `ip` inside a namespace, in one go. Raises HostError at the first that fails."""
     run_program("ip", "-n", space, "-batch", "-", lines=commands)
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,15 @@ from typing import Literal
 from lastgood.cluster.hostfile import MAX_SLOTS, Hostfile, read_hostfile
 from lastgood.cluster.ssh.remote import Remote, SshOptions
 from lastgood.cluster.testbed import net
+from lastgood.cluster.testbed.monitor import (
+    Monitor,
+    MonitorCounts,
+    add_monitor,
+    count_monitor,
+    load_monitors,
+    remove_monitor,
+    save_monitors,
+)
 from lastgood.cluster.testbed.node import start_node, wait_for_node, write_material
 from lastgood.cluster.testbed.state import (
     MAX_NODES,
@@ -194,6 +203,47 @@ class Testbed:
         """How each node is."""
         return [self._status_of(node) for node in self.node_names]
 
+    # -- mirrors --
+
+    def mirror(self, watched: Sequence[str], to: str, *, split: bool = False) -> Monitor:
+        """Copy all that the `watched` nodes send and get to node `to`, where it arrives at mir0.
+
+        With `split`, what they get arrives at mir1. Afterwards these and no other nodes are mirrored there; what was
+        mirrored before goes on without a gap. A restart of a node brings its part back. Raises ConfigError.
+        """
+        nodes = tuple(dict.fromkeys(self._checked(node) for node in watched))
+        if not nodes or self._checked(to) in nodes:
+            raise ConfigError(f"a monitor watches other nodes than itself, and at least one: give --watch, not {to}")
+        monitor = Monitor(node=to, watched=nodes, split=split)
+        with self._changing(to):
+            # Noted first: what is half made is made complete, or removed, by the next call.
+            save_monitors(self.folder, [*(one for one in self.monitors() if one.node != to), monitor])
+            add_monitor(self.settings, monitor)
+        return monitor
+
+    def unmirror(self, to: str) -> bool:
+        """Remove all that is mirrored to a node. Returns whether there was something."""
+        with self._changing(to):
+            kept = [one for one in self.monitors() if one.node != to]
+            found = len(kept) < len(self.monitors())
+            remove_monitor(self.settings, to)
+            save_monitors(self.folder, kept)
+        return found
+
+    def monitors(self) -> tuple[Monitor, ...]:
+        """What is mirrored, to which nodes."""
+        return load_monitors(self.folder)
+
+    def count_mirrored(self, to: str) -> list[MonitorCounts]:
+        """Copies, and their losses before node `to` sees them, since its mirror was made.
+
+        Raises ConfigError if nothing is mirrored there, HostError if the mirror is not complete.
+        """
+        for monitor in self.monitors():
+            if monitor.node == self._checked(to):
+                return count_monitor(self.settings, monitor)
+        raise ConfigError(f"testbed {self.name} mirrors nothing to {to}; `lastgood mirror setup` makes a mirror")
+
     # -- faults --
 
     def cut(self, node: str) -> None:
@@ -245,11 +295,16 @@ class Testbed:
             net.set_link(self.name, node, up=False)
         net.kill_processes(space)
         net.remove_node_link(self.name, node)
+        if any(one.node == node for one in self.monitors()):
+            remove_monitor(self.settings, node)
         net.remove_namespace(space)
 
     def _restart(self, node: str) -> None:
         self._kill(node)
         net.add_node_link(self.settings, node)
+        for monitor in self.monitors():
+            if node in (monitor.node, *monitor.watched):
+                add_monitor(self.settings, monitor)
         start_node(self.folder, self.settings, node)
         wait_for_node(self.folder, self.settings, node)
 

@@ -30,9 +30,9 @@ class Dump:
         drop: bool = True,
         patience_s: float = 60.0,
     ) -> None:
-        """With `drop` a full ring loses frames, which are counted: so an interface is read on. Without, it is waited for.
+        """With `drop` a full ring loses frames, which are counted: what an interface brings does not wait.
 
-        What waits gives up after `patience_s` without progress.
+        Without, the ring is waited for, up to `patience_s` without progress.
         """
         self._source = source
         self._ring = ring

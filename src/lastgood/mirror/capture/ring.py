@@ -101,7 +101,7 @@ class RingWriter(_Mapped):
     """The side that fills a ring. It never writes over a frame that the reader has not given back."""
 
     def __init__(self, path: Path, nbytes: int, link_type: int) -> None:
-        """Make a ring of `nbytes` of memory at `path`, which should lie in /dev/shm; what a dead writer left is replaced.
+        """Make a ring of `nbytes` at `path`, which should lie in /dev/shm; what a dead writer left is replaced.
 
         Raises ConfigError for a size that cannot be, LockHeld if a writer lives there, StorageError if there is no
         room.
@@ -216,10 +216,9 @@ class RingReader(_Mapped):
         """
         deadline = time.monotonic() + wait_s
         while True:
-            with storage_errors(path, "opening a ring of frames"):
-                with contextlib.suppress(FileNotFoundError):
-                    descriptor = open_regular(path, os.O_RDWR)
-                    break
+            with storage_errors(path, "opening a ring of frames"), contextlib.suppress(FileNotFoundError):
+                descriptor = open_regular(path, os.O_RDWR)
+                break
             if time.monotonic() > deadline:
                 raise HostError(f"{path}: there is no ring of frames; start `lastgood mirror dump --ring {path}`")
             time.sleep(_SLICE_S / 2)
