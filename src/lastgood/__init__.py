@@ -24,6 +24,7 @@ _HOMES = {
     "TorchSnapshot": "lastgood.checkpointers.third_party.torchsnapshot",
     "checkpointer_class": "lastgood.checkpointers.registry",
     "checkpointer_names": "lastgood.checkpointers.registry",
+    "mirror_agent": "lastgood.mirror.agent.trainer",
     "state_digest": "lastgood.state",
 }
 

@@ -11,5 +11,6 @@ from lastgood.checkpointers.registry import checkpointer_class as checkpointer_c
 from lastgood.checkpointers.registry import checkpointer_names as checkpointer_names
 from lastgood.checkpointers.third_party.nvrx import ResiliencyExtension as ResiliencyExtension
 from lastgood.checkpointers.third_party.torchsnapshot import TorchSnapshot as TorchSnapshot
+from lastgood.mirror.agent.trainer import mirror_agent as mirror_agent
 from lastgood.state import RngState as RngState
 from lastgood.state import state_digest as state_digest
