@@ -1,0 +1,133 @@
+"""Mirrors on a real testbed: every frame both ways, once, where it should be; and gone again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lastgood.cluster.testbed.monitor import Monitor
+from lastgood.cluster.testbed.net import links_in, listed, namespace_of, run_program
+from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
+from lastgood.errors import ConfigError, HostError
+from lastgood.mirror.setup.check import check_mirror
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Testbed]:
+    reason = why_no_testbed()
+    if reason is not None:
+        pytest.skip(reason)
+    # With a rate limit: mirrors must live beside it.
+    with Testbed.up(3, name=f"m{os.getpid()}", rate="1gbit", guarded=True) as made:
+        yield made
+
+
+def kernel_state(bed: Testbed) -> list[object]:
+    space = namespace_of(bed.name, "br")
+    qdiscs = sorted((one["dev"], one["kind"]) for one in listed("tc", "-n", space, "-json", "qdisc", "show"))
+    filters = [run_program("tc", "-n", space, "filter", "show", "dev", node, "ingress") for node in bed.node_names]
+    inside = [sorted(links_in(namespace_of(bed.name, node))) for node in bed.node_names]
+    return [qdiscs, sorted(links_in(space)), filters, inside]
+
+
+def all_good(bed: Testbed, monitor: Monitor, count: int = 40) -> bool:
+    rows = check_mirror(bed, monitor, count=count)
+    assert [(row.watched, row.way) for row in rows] == [(n, w) for n in monitor.watched for w in ("sent", "received")]
+    return all(row.good and not row.dropped and not row.link_dropped for row in rows)
+
+
+def test_all_of_a_watched_node_both_ways_and_undone_without_a_trace(bed: Testbed) -> None:
+    before = kernel_state(bed)
+    monitor = bed.mirror(["vm1"], "vm3")
+    assert monitor.interfaces == ("mir0",)
+    assert all_good(bed, monitor, 200)
+    copies = {one.way: one.frames for one in bed.count_mirrored("vm3")}
+    assert min(copies.values()) >= 200
+    # Again, and with more: what is there is not made anew, so nothing that passes is missed.
+    bed.mirror(["vm1"], "vm3")
+    more = bed.mirror(["vm1", "vm2"], "vm3")
+    assert {one.way: one.frames for one in bed.count_mirrored("vm3") if one.watched == "vm1"} >= copies
+    assert {one.way for one in bed.count_mirrored("vm3") if one.frames >= 200} == {"sent", "received"}
+    assert all_good(bed, more)
+    # And with less.
+    assert [one.watched for one in check_mirror(bed, bed.mirror(["vm2"], "vm3"), count=10)] == ["vm2", "vm2"]
+    assert bed.unmirror("vm3") and not bed.unmirror("vm3")
+    assert kernel_state(bed) == before and bed.monitors() == ()
+
+
+def test_a_link_for_each_direction_and_two_monitors_of_one_port(bed: Testbed) -> None:
+    before = kernel_state(bed)
+    split = bed.mirror(["vm1"], "vm3", split=True)
+    other = bed.mirror(["vm1"], "vm2")
+    assert split.interfaces == ("mir0", "mir1")
+    assert all_good(bed, split) and all_good(bed, other)
+    assert bed.unmirror("vm2")
+    joined = bed.mirror(["vm1"], "vm3")
+    assert all_good(bed, joined)
+    bed.unmirror("vm3")
+    assert kernel_state(bed) == before
+
+
+def test_restarts_of_watched_node_and_monitor_bring_the_mirror_back(bed: Testbed) -> None:
+    before = kernel_state(bed)
+    monitor = bed.mirror(["vm1"], "vm3")
+    bed.kill("vm1")
+    with pytest.raises(HostError, match="vm1 sent is not mirrored to vm3 now"):
+        bed.count_mirrored("vm3")
+    bed.restart("vm1")
+    assert all_good(bed, monitor)
+    bed.kill("vm3")
+    with pytest.raises(HostError, match="not mirrored"):
+        bed.count_mirrored("vm3")
+    bed.restart("vm3")
+    assert all_good(bed, monitor)
+    bed.unmirror("vm3")
+    assert kernel_state(bed) == before
+
+
+def test_a_check_sees_what_is_missing(bed: Testbed) -> None:
+    monitor = bed.mirror(["vm1"], "vm3")
+    space = namespace_of(bed.name, "br")
+    # The link to the monitor is down: tc still copies, and nothing arrives.
+    run_program("ip", "-n", space, "link", "set", "mon-vm3-0", "down")
+    rows = check_mirror(bed, monitor, count=20, timeout_s=1.0)
+    assert [row.seen for row in rows] == [0, 0] and not any(row.good for row in rows)
+    assert sum(row.dropped for row in rows) >= 40, "tc counts what it cannot give on"
+    run_program("ip", "-n", space, "link", "set", "mon-vm3-0", "up")
+    assert all_good(bed, monitor)
+    bed.unmirror("vm3")
+
+
+def test_what_cannot_be_mirrored_is_refused(bed: Testbed) -> None:
+    for watched, to, words in ((["vm3"], "vm3", "other nodes"), ([], "vm3", "other nodes"), (["vm9"], "vm3", "vm9")):
+        with pytest.raises(ConfigError, match=words):
+            bed.mirror(watched, to)
+    with pytest.raises(ConfigError, match="mirrors nothing"):
+        bed.count_mirrored("vm3")
+
+
+def test_the_commands_of_the_docs(bed: Testbed) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "lastgood", "mirror", *words, "--testbed", bed.name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert run("check").returncode == 2, "nothing is mirrored yet"
+    made = run("setup", "--watch", "vm1", "--to", "vm3")
+    assert made.returncode == 0 and "mir0 of vm3" in made.stderr
+    checked = run("check", "--interface", "mir0", "--count", "20", "--json")
+    assert checked.returncode == 0, checked.stderr
+    assert [(row["way"], row["seen"], row["good"]) for row in json.loads(checked.stdout)] == [
+        ("sent", 20, True),
+        ("received", 20, True),
+    ]
+    assert run("check", "--interface", "mir1").returncode == 2
+    assert all(row["frames"] >= 20 for row in json.loads(run("check", "--counters", "--json").stdout))
+    assert run("setup", "--to", "vm3", "--undo").returncode == 0
+    assert bed.monitors() == ()
