@@ -84,61 +84,76 @@ FrameRing::FrameRing(unsigned char* memory, std::size_t nbytes, bool writer)
     }
     position_ = writer ? head : tail;
     sequence_ = writer ? header_->sequence.load() : 0;
+    tail_seen_ = tail;
+}
+
+unsigned char* FrameRing::reserve(const Frame& row, bool drop) {
+    const std::uint64_t need = record_bytes(row.captured);
+    const std::uint64_t place = position_ % capacity_;
+    const std::uint64_t skip = capacity_ - place < need ? capacity_ - place : 0;
+    // A tail that cannot be is a reader gone mad: nothing is written over for it.
+    const auto fits = [&] {
+        const std::uint64_t held = position_ - tail_seen_;
+        return held <= capacity_ && skip + need <= capacity_ - held;
+    };
+    const bool possible = row.captured <= most_frame_bytes;
+    if (possible && !fits()) {
+        freed_seen_ = header_->freed.load();
+        tail_seen_ = header_->tail.load();
+    }
+    if (!possible || !fits()) {
+        if (drop || !possible) {
+            ++sequence_;
+            ++dropped_frames_;
+            dropped_bytes_ += row.captured;
+        }
+        return nullptr;
+    }
+    if (skip != 0) {
+        RecordHeader rest = {};
+        rest.sequence = sequence_;
+        rest.captured = padding;
+        std::memcpy(data_ + place, &rest, sizeof rest);
+        position_ += skip;
+    }
+    unsigned char* record = data_ + position_ % capacity_;
+    const RecordHeader own = {sequence_++, row.time_ns, row.captured, row.length, row.flags, row.link};
+    std::memcpy(record, &own, sizeof own);
+    position_ += need;
+    return record + unit;
+}
+
+void FrameRing::publish() {
+    header_->sequence.store(sequence_);
+    if (dropped_frames_ != 0) {
+        header_->dropped_frames.fetch_add(dropped_frames_);
+        header_->dropped_bytes.fetch_add(dropped_bytes_);
+        dropped_frames_ = dropped_bytes_ = 0;
+    }
+    if (header_->head.load() != position_) {
+        header_->head.store(position_);
+        ring_bell(&header_->filled, &header_->reader_waits);
+    }
 }
 
 std::size_t FrameRing::write(const unsigned char* data, std::size_t data_bytes, const Frame* table, std::size_t count,
                              bool drop) {
-    std::uint64_t dropped_frames = 0;
-    std::uint64_t dropped_bytes = 0;
-    std::uint64_t head = position_;
-    freed_seen_ = header_->freed.load();
-    std::uint64_t tail = header_->tail.load(std::memory_order_acquire);
-    stuck_ = false;
     std::size_t done = 0;
     for (; done < count; ++done) {
         const Frame& row = table[done];
-        const bool good =
-            row.captured <= most_frame_bytes && row.offset <= data_bytes && row.captured <= data_bytes - row.offset;
-        const std::uint64_t need = record_bytes(good ? row.captured : 0);
-        const std::uint64_t place = head % capacity_;
-        const std::uint64_t skip = capacity_ - place < need ? capacity_ - place : 0;
-        if (good && !stuck_) {
-            // A tail that cannot be is a reader gone mad: nothing is overwritten for it.
-            if (head - tail > capacity_ || head - tail + skip + need > capacity_) {
-                tail = header_->tail.load(std::memory_order_acquire);
-                stuck_ = head - tail > capacity_ || head - tail + skip + need > capacity_;
-            }
-        }
-        if (!good || stuck_) {
-            if (good && !drop) break;
+        if (row.offset > data_bytes || row.captured > data_bytes - row.offset) {
             ++sequence_;
-            ++dropped_frames;
-            dropped_bytes += good ? row.captured : 0;
+            ++dropped_frames_;
             continue;
         }
-        if (skip != 0) {
-            RecordHeader rest = {};
-            rest.sequence = sequence_;
-            rest.captured = padding;
-            std::memcpy(data_ + place, &rest, sizeof rest);
-            head += skip;
+        unsigned char* place = reserve(row, drop);
+        if (place != nullptr) {
+            std::memcpy(place, data + row.offset, row.captured);
+        } else if (!drop && row.captured <= most_frame_bytes) {
+            break;
         }
-        unsigned char* record = data_ + head % capacity_;
-        const RecordHeader own = {sequence_++, row.time_ns, row.captured, row.length, row.flags, row.link};
-        std::memcpy(record, &own, sizeof own);
-        std::memcpy(record + unit, data + row.offset, row.captured);
-        head += need;
     }
-    header_->sequence.store(sequence_);
-    if (dropped_frames != 0) {
-        header_->dropped_frames.fetch_add(dropped_frames);
-        header_->dropped_bytes.fetch_add(dropped_bytes);
-    }
-    if (head != position_) {
-        position_ = head;
-        header_->head.store(head);
-        ring_bell(&header_->filled, &header_->reader_waits);
-    }
+    publish();
     return done;
 }
 

@@ -47,11 +47,16 @@ class FrameRing {
     // As writer it goes on at the head, as reader at the tail.
     FrameRing(unsigned char* memory, std::size_t nbytes, bool writer);
 
-    // Copies frames into the ring, in order, until one does not fit. With `drop` all others are then counted as dropped.
-    // Returns how many were written or dropped. Frames that lie outside `data_bytes`, or are larger than any may be, are
-    // dropped.
+    // Copies frames into the ring, in order, until one does not fit; with `drop` those that do not are counted as
+    // dropped. Returns how many were written or dropped. Frames that lie outside `data_bytes`, or are larger than any may
+    // be, are dropped.
     std::size_t write(const unsigned char* data, std::size_t data_bytes, const Frame* table, std::size_t count,
                       bool drop);
+
+    // The same, frame by frame, for who copies by other means: a place for `row.captured` bytes, with its record's header
+    // written. Without room: nullptr, and with `drop` it is counted as dropped. All of it appears at `publish`.
+    unsigned char* reserve(const Frame& row, bool drop);
+    void publish();
 
     // Waits until the reader gave something back. False: it did not in this time, or a signal came.
     bool wait_freed(double timeout_s);
@@ -78,7 +83,9 @@ class FrameRing {
     std::uint64_t given_frames_ = 0;
     std::uint64_t missing_frames_ = 0;
     bool begun_ = false;
-    bool stuck_ = false;  // the last write stopped for want of room
+    std::uint64_t dropped_frames_ = 0;  // since the last publish
+    std::uint64_t dropped_bytes_ = 0;
+    std::uint64_t tail_seen_ = 0;
     std::uint32_t freed_seen_ = 0;
 };
 

@@ -27,6 +27,16 @@ __all__ = ["dump"]
 def dump(
     interface: Annotated[str | None, typer.Option(help="Interface to capture on, as mir0. Needs root.")] = None,
     pcap: Annotated[Path | None, typer.Option(help="A pcap or pcapng file instead of an interface.")] = None,
+    dpdk: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="A port of DPDK: a PCI address, or as net_af_packet0,iface=mir0."),
+    ] = None,
+    queues: Annotated[int, typer.Option(help="With --dpdk: queues of the port.")] = 1,
+    dma: Annotated[int, typer.Option(help="With --dpdk: DMA engines that copy; 0: the processor does.")] = 0,
+    dma_device: Annotated[
+        list[str] | None, typer.Option(help="PCI address of each such engine [default: engines in software].")
+    ] = None,
+    hugepages: Annotated[bool, typer.Option("--hugepages", help="With --dpdk: take memory in huge pages.")] = False,
     ring: Annotated[
         str | None,
         typer.Option(help="Ring that another process reads [default: /dev/shm/lastgood-frames]; - for none."),
@@ -56,8 +66,10 @@ def dump(
     from lastgood.mirror.capture.ring import DEFAULT_RING, RingWriter
     from lastgood.units import option_bytes
 
-    if (interface is None) == (pcap is None):
-        raise ConfigError("name one of --interface and --pcap")
+    if sum(one is not None for one in (interface, pcap, dpdk)) != 1:
+        raise ConfigError("name one of --interface, --pcap and --dpdk")
+    if dpdk is not None and (keep is not None or ring == "-"):
+        raise ConfigError("--dpdk fills a ring, and keeps no file: give --ring a path, and no --keep")
     sizes = {
         "ring": option_bytes("--ring-size", ring_size),
         "kernel": option_bytes("--kernel-ring", kernel_ring),
@@ -67,6 +79,14 @@ def dump(
     needs = {"kernel ring": sizes["kernel"]} if interface is not None else {}
     if ring != "-":
         needs["ring"] = sizes["ring"]
+    port = None
+    if dpdk is not None:
+        from lastgood.mirror.capture.dpdk import DpdkPort
+
+        port = DpdkPort(
+            dpdk, queues=queues, dma=dma, dma_devices=tuple(dma_device or ()), core=core, hugepages=hugepages
+        )
+        needs["DPDK's buffers"] = port.memory_bytes
     if keep is not None:
         needs["buffer of kept frames"] = KEEP_BUFFER_BYTES
     check_memory(needs)
@@ -74,20 +94,29 @@ def dump(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    if seconds is not None:
+        timer = threading.Timer(seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    path = DEFAULT_RING if ring is None else Path(ring)
+    if port is not None:
+        from lastgood.mirror.capture.dpdk import dpdk_program, run_dpdk
+        from lastgood.mirror.capture.frames import ETHERNET
+
+        dpdk_program()
+        with closing(RingWriter(path, sizes["ring"], ETHERNET)) as writer:
+            console.print(f"mirror dump: frames of {dpdk} go to {path}; end it with Ctrl-C")
+            _print_line(run_dpdk(port, writer, stop, _printer(report) if report > 0 else None))
+        return
     if core is not None:
         _pin(core)
     with ExitStack() as stack:
         source = stack.enter_context(closing(_source(interface, pcap, sizes["kernel"], sizes["block"], own)))
         kept = None if keep is None else stack.enter_context(closing(FrameKeeper(keep, sizes["keep"])))
-        path = DEFAULT_RING if ring is None else Path(ring)
         writer = None
         if ring != "-":
             writer = stack.enter_context(closing(RingWriter(path, sizes["ring"], source.link_type)))
             console.print(f"mirror dump: frames of {interface or pcap} go to {path}; end it with Ctrl-C")
-        if seconds is not None:
-            timer = threading.Timer(seconds, stop.set)
-            timer.daemon = True
-            timer.start()
         running = Dump(source, ring=writer, keep=kept, drop=pcap is None, patience_s=patience)
         running.run(stop, _printer(report) if report > 0 else None)
         _print_line(running.counters())

@@ -119,8 +119,8 @@ def test_memory_that_is_not_there_is_refused_with_all_needs() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "one of --interface and --pcap"),
-        (("--pcap", "x", "--interface", "y"), "one of --interface and --pcap"),
+        ((), "one of --interface, --pcap and --dpdk"),
+        (("--pcap", "x", "--interface", "y"), "one of --interface, --pcap and --dpdk"),
         (("--interface", "nothing0", "--ring-size", "900TiB"), "of memory free"),
         (("--pcap", "/no/such/file", "--ring", "-"), "/no/such/file"),
     ],

@@ -74,6 +74,16 @@ class _Mapped:
             self.close()
             raise StorageError(f"{path}: {error}; remove it, and start `lastgood mirror dump` again") from error
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file: a process that inherits it holds this side as well."""
+        return self._descriptor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self._bytes)
+
     def other_lives(self) -> bool:
         """Whether the other side is attached now."""
         return self._descriptor >= 0 and _is_locked(self._descriptor, _READER if self._side == _WRITER else _WRITER)
