@@ -231,6 +231,37 @@ def test_tpa_conf_comes_from_the_machine(nic, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_a_port_that_captures_speaks_no_roce_and_may_belong_to_dpdk(tmp_path, monkeypatch):
+    tree = tmp_path / "devices" / "0000:3b:00.1"
+    tree.mkdir(parents=True)
+    (tmp_path / "net" / "nic0").mkdir(parents=True)
+    (tmp_path / "net" / "nic0" / "device").symlink_to(tree)
+    nics = load_script()
+    monkeypatch.setattr(nics, "SYS_NET", tmp_path / "net")
+    told = {
+        "param": {"pci/0000:3b:00.1": [{"name": "enable_roce", "values": [{"cmode": "driverinit", "value": True}]}]}
+    }
+    monkeypatch.setattr(nics, "ask", lambda *command: json.dumps(told) if command[0] == "devlink" else None)
+    monkeypatch.setattr(nics.shutil, "which", lambda name: f"/usr/bin/{name}")
+    (tree / "driver").symlink_to(tmp_path / "ice")
+    roce, driver = nics.plan_capture("nic0", "off", True)
+    words = "devlink dev param set pci/0000:3b:00.1 name enable_roce value"
+    assert [" ".join(one) for one in roce.apply] == [
+        f"{words} false cmode driverinit",
+        "devlink dev reload pci/0000:3b:00.1",
+    ]
+    assert " ".join(roce.undo[0]) == f"{words} true cmode driverinit"
+    assert driver.apply[-1] == ["dpdk-devbind.py", "--force", "-b", "vfio-pci", "0000:3b:00.1"]
+    assert driver.undo == [["dpdk-devbind.py", "-b", "ice", "0000:3b:00.1"]]
+    # One whose driver has no such switch, and one that DPDK uses as it is.
+    monkeypatch.setattr(nics, "ask", lambda *command: None)
+    (tree / "driver").unlink()
+    (tree / "driver").symlink_to(tmp_path / "mlx5_core")
+    roce, driver = nics.plan_capture("nic0", "off", True)
+    assert roce.skipped and not roce.apply and driver.skipped and not driver.apply
+    assert nics.plan_capture("nic0", "keep", False) == []
+
+
 def test_an_interface_without_pci_is_refused(nic):
     said = nic.run("tpa-conf", "mlx0")
     assert said.returncode == 1

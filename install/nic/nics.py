@@ -254,6 +254,51 @@ def _dropless(nic: str) -> Step:
     return step
 
 
+def plan_capture(nic: str, roce: str, vfio: bool) -> list[Step]:
+    """What a port that only captures mirrored frames needs more: no RoCE, and for DPDK a driver of its own."""
+    pci = pci_address(nic)
+    steps = []
+    if roce == "off":
+        steps.append(_roce_off(nic, pci))
+    if vfio:
+        steps.append(_vfio(nic, pci))
+    return steps
+
+
+def _roce_off(nic: str, pci: str | None) -> Step:
+    # A card with RoCE on takes RDMA packets that look like its own out of the stream before anything else sees them.
+    told = ask("devlink", "-json", "dev", "param", "show", f"pci/{pci}", "name", "enable_roce") if pci else None
+    step = Step(nic, "RoCE", "unknown", "off")
+    try:
+        (values,) = (one["values"] for found in json.loads(told or "{}")["param"].values() for one in found)
+        (now,) = (one["value"] for one in values if one["cmode"] == "driverinit")
+    except (KeyError, ValueError, TypeError, AttributeError):
+        step.skipped = "its driver cannot switch it (mlx5 can); without RDMA drivers there is none"
+        return step
+    step.now = "on" if now in (True, "true") else "off"
+    if step.now == "on":
+        for commands, value in ((step.apply, "false"), (step.undo, "true")):
+            words = ["devlink", "dev", "param", "set", f"pci/{pci}", "name", "enable_roce"]
+            commands.append([*words, "value", value, "cmode", "driverinit"])
+            commands.append(["devlink", "dev", "reload", f"pci/{pci}"])
+    return step
+
+
+def _vfio(nic: str, pci: str | None) -> Step:
+    driver = (SYS_NET / nic / "device" / "driver").resolve().name
+    step = Step(nic, "driver for DPDK", driver if pci else "none", "vfio-pci")
+    if pci is None:
+        step.skipped = "it hangs on no PCI device"
+    elif driver.startswith("mlx"):
+        step.skipped = "DPDK uses this driver's cards as they are"
+    elif shutil.which("dpdk-devbind.py") is None:
+        step.skipped = "dpdk-devbind.py is not installed; apt-get install dpdk"
+    else:
+        step.apply = [["modprobe", "vfio-pci"], ["dpdk-devbind.py", "--force", "-b", "vfio-pci", pci]]
+        step.undo = [["dpdk-devbind.py", "-b", driver, pci]]
+    return step
+
+
 def plan_kernel(hugepages: int | None) -> list[Step]:
     """Socket buffers, and huge pages where they are asked for (only a user-space stack needs them)."""
     wanted = dict(SYSCTLS)
@@ -373,6 +418,8 @@ def main(arguments: list[str] | None = None) -> int:
     setting.add_argument("--priority", type=int, choices=range(8), default=3, help="of gradient traffic, for pfc")
     setting.add_argument("--dscp", type=int, choices=range(64), default=26, metavar="0..63", help="mark, for pfc")
     setting.add_argument("--hugepages", type=int, help="2 MiB pages for a user-space stack")
+    setting.add_argument("--roce", choices=["off", "keep"], default="keep", help="off: for a port that only captures")
+    setting.add_argument("--vfio", action="store_true", help="give it to DPDK: the kernel loses the interface")
     setting.add_argument("--undo-file", type=Path, default=UNDO_FILE)
     setting.add_argument("--dry-run", action="store_true")
     undoing = commands.add_parser("undo")
@@ -392,6 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "tpa-conf":
             return _write_conf(given.nic, given.gateway, given.out)
         steps = [step for nic in given.nic for step in plan(nic, given.mtu, given.lossless, given.priority, given.dscp)]
+        steps += [step for nic in given.nic for step in plan_capture(nic, given.roce, given.vfio)]
         steps += plan_kernel(given.hugepages)
         show(steps)
         if given.dry_run:
