@@ -45,7 +45,8 @@ class Dump:
 
         `report` gets the counters about twice a second. Raises WaitTimeout if the ring stays full.
         """
-        due = 0.0
+        self._tell(report)
+        due = time.monotonic() + _REPORT_S
         ended = False
         while not stop.is_set() and not ended:
             batch = self._source.read(_BATCH_FRAMES, _TURN_S)
