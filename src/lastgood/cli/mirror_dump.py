@@ -113,11 +113,11 @@ def dump(
     with ExitStack() as stack:
         source = stack.enter_context(closing(_source(interface, pcap, sizes["kernel"], sizes["block"], own)))
         kept = None if keep is None else stack.enter_context(closing(FrameKeeper(keep, sizes["keep"])))
-        writer = None
+        filled = None
         if ring != "-":
-            writer = stack.enter_context(closing(RingWriter(path, sizes["ring"], source.link_type)))
+            filled = stack.enter_context(closing(RingWriter(path, sizes["ring"], source.link_type)))
             console.print(f"mirror dump: frames of {interface or pcap} go to {path}; end it with Ctrl-C")
-        running = Dump(source, ring=writer, keep=kept, drop=pcap is None, patience_s=patience)
+        running = Dump(source, ring=filled, keep=kept, drop=pcap is None, patience_s=patience)
         running.run(stop, _printer(report) if report > 0 else None)
         _print_line(running.counters())
         for why in (getattr(source, "damage", None), kept and kept.stopped):

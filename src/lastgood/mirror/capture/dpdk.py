@@ -191,7 +191,7 @@ def _read_words(process: subprocess.Popen[bytes], kept: list[bytes]) -> None:
     """All that the program says to people; the last of it is kept."""
     assert process.stderr is not None
     with process.stderr as stream:
-        while chunk := stream.read1(4096):
+        while chunk := os.read(stream.fileno(), 4096):
             kept.append(chunk)
             del kept[:-4]
 

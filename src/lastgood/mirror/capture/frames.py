@@ -79,9 +79,9 @@ class FrameBatch:
 class FrameSource(Protocol):
     """Where frames come from: an interface, a file, the ring in shared memory."""
 
-    link_type: int
-    """One of `LINK_TYPES`. A file with several interfaces has that of its first frame; each frame's own is in the
-    table."""
+    @property
+    def link_type(self) -> int:
+        """One of `LINK_TYPES`. A file of several interfaces has that of the first; each frame's own is in the table."""
 
     def read(self, limit: int, timeout_s: float) -> FrameBatch | None:
         """Up to `limit` frames (at least 1); waits for the first one at most `timeout_s`.

@@ -99,7 +99,7 @@ class InterfaceSource:
             count = self._failed(-count)
             if self._gone:
                 return None
-        return FrameBatch(memoryview(self._bytes), self._table[:count])
+        return FrameBatch(self._bytes.data, self._table[:count])
 
     def counters(self) -> dict[str, int]:
         """As `FrameSource.counters`."""

@@ -82,7 +82,7 @@ class FrameKeeper:
                 )
                 if not frames:
                     self.stopped = f"{self.path}: the limit of {self.limit_bytes} bytes is reached"
-                elif self._write(memoryview(self._buffer)[:nbytes]):
+                elif self._write(self._buffer.data[:nbytes]):
                     begin, kept = begin + frames, kept + frames
         return kept
 

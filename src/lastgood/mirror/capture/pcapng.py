@@ -113,7 +113,7 @@ class PcapngWalker:
             self._packet("HHIIII", data, start, end, rows)
         elif kind == _STATISTICS:
             drops = [value for code, value in self._options(data, start + 12, end) if code in _DROPS]
-            self._dropped += sum(int.from_bytes(value[:8], _NAMES[self._order]) for value in drops)
+            self._dropped += sum(struct.unpack(self._order + "Q", value)[0] for value in drops if len(value) == 8)
         else:
             self._other_blocks += 1
 
@@ -190,7 +190,6 @@ class PcapngWalker:
 
 
 _DROPS = (_INTERFACE_DROP, _SYSTEM_DROP)
-_NAMES: Final = {"<": "little", ">": "big"}
 
 
 def section_block() -> bytes:

@@ -71,7 +71,7 @@ class _Mapped:
         try:
             self._ring = _native.FrameRing(self._bytes.ctypes.data, len(self._bytes), side == _WRITER)
         except ValueError as error:
-            self.close()
+            _Mapped.close(self)
             raise StorageError(f"{path}: {error}; remove it, and start `lastgood mirror dump` again") from error
 
     @property
@@ -266,7 +266,7 @@ class RingReader(_Mapped):
                 table = self._table[:count]
                 self._frames += count
                 self._nbytes += int(table["captured"].sum())
-                return FrameBatch(memoryview(self._bytes), table)
+                return FrameBatch(self._bytes.data, table)
             if self._ring.drained and (self._ring.ended or not lives):
                 self.writer_died = not self._ring.ended
                 return None
