@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from lastgood.cli import app
 from lastgood.cluster.testbed.monitor import Monitor
 from lastgood.cluster.testbed.net import links_in, listed, namespace_of, run_program
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
@@ -53,8 +54,8 @@ def test_all_of_a_watched_node_both_ways_and_undone_without_a_trace(bed: Testbed
     # Again, and with more: what is there is not made anew, so nothing that passes is missed.
     bed.mirror(["vm1"], "vm3")
     more = bed.mirror(["vm1", "vm2"], "vm3")
-    assert {one.way: one.frames for one in bed.count_mirrored("vm3") if one.watched == "vm1"} >= copies
-    assert {one.way for one in bed.count_mirrored("vm3") if one.frames >= 200} == {"sent", "received"}
+    still = {one.way: one.frames for one in bed.count_mirrored("vm3") if one.watched == "vm1"}
+    assert all(still[way] >= copies[way] for way in copies)
     assert all_good(bed, more)
     # And with less.
     assert [one.watched for one in check_mirror(bed, bed.mirror(["vm2"], "vm3"), count=10)] == ["vm2", "vm2"]
@@ -114,20 +115,18 @@ def test_what_cannot_be_mirrored_is_refused(bed: Testbed) -> None:
 
 
 def test_the_commands_of_the_docs(bed: Testbed) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "lastgood", "mirror", *words, "--testbed", bed.name]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, ["mirror", *words, "--testbed", bed.name])
 
-    assert run("check").returncode == 2, "nothing is mirrored yet"
-    made = run("setup", "--watch", "vm1", "--to", "vm3")
-    assert made.returncode == 0 and "mir0 of vm3" in made.stderr
+    assert isinstance(run("check").exception, ConfigError), "nothing is mirrored yet"
+    assert run("setup", "--watch", "vm1", "--to", "vm3").exit_code == 0
     checked = run("check", "--interface", "mir0", "--count", "20", "--json")
-    assert checked.returncode == 0, checked.stderr
+    assert checked.exit_code == 0, checked.output
     assert [(row["way"], row["seen"], row["good"]) for row in json.loads(checked.stdout)] == [
         ("sent", 20, True),
         ("received", 20, True),
     ]
-    assert run("check", "--interface", "mir1").returncode == 2
+    assert isinstance(run("check", "--interface", "mir1").exception, ConfigError)
     assert all(row["frames"] >= 20 for row in json.loads(run("check", "--counters", "--json").stdout))
-    assert run("setup", "--to", "vm3", "--undo").returncode == 0
+    assert run("setup", "--to", "vm3", "--undo").exit_code == 0
     assert bed.monitors() == ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.mirror.setup.switches import SWITCHES, switch_commands
 
@@ -56,8 +56,9 @@ def test_the_command_prints_them() -> None:
     words = ["mirror", "commands", "--switch", "arista", "--watch", "Ethernet1", "--to", "Ethernet9"]
 
     def run(*more: str) -> str:
-        command = [sys.executable, "-m", "lastgood", *words, *more]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0
+        return result.stdout
 
     assert "monitor session flowcheck1 source Ethernet1 both\n" in run()
     assert json.loads(run("--json"))["make"][0] == "configure"

@@ -136,11 +136,6 @@ def remove_monitor(state: BedState, node: str) -> None:
         for way in _WAYS:
             if watched in there and _action(node, watched, way) in present:
                 _remove_filter(space, node, watched, way)
-    for watched in state.node_names:
-        numbers = {_action(one, watched, way) for one in state.node_names for way in _WAYS}
-        mine = {_action(node, watched, way) for way in _WAYS}
-        if watched in there and mine & present.keys() and not (numbers - mine) & present.keys():
-            run_program("tc", "-n", space, "qdisc", "del", "dev", watched, "clsact")
     for link in (f"mon-{node}-0", f"mon-{node}-1"):
         if link in there:
             ip_batch(space, f"link del {link}")
@@ -200,7 +195,10 @@ def _add_filter(space: str, node: str, watched: str, way: Literal["sent", "recei
 
 
 def _remove_filter(space: str, node: str, watched: str, way: Literal["sent", "received"]) -> None:
+    """And the qdisc with the last filter, whoever made that one."""
     run_program("tc", "-n", space, "filter", "del", "dev", watched, _HOOKS[way], "pref", str(_preference(node)))
+    if not any(run_program("tc", "-n", space, "filter", "show", "dev", watched, hook) for hook in _HOOKS.values()):
+        run_program("tc", "-n", space, "qdisc", "del", "dev", watched, "clsact")
 
 
 def _actions(space: str) -> dict[int, dict[str, Any]]:
