@@ -26,7 +26,7 @@ FLOORS = [
         "cluster.hostfile gradients.layout gradients.protocol",
         "cluster.ssh cluster.provision gradients.link gradients.shadow gradients.switch gradients.trainer",
         "cluster.host_check cluster.launch cluster.testbed gradients.conductor gradients.tap",
-        "mirror.capture mirror.odds",
+        "mirror.agent mirror.capture mirror.odds",
         "mirror.job mirror.setup mirror.streams",
         "mirror.conversation",
         "mirror.extract mirror.generate",
