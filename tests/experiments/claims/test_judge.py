@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import LastgoodError
+from lastgood.experiments.claims.evidence import Sample
 from lastgood.experiments.claims.judge import (
     CLAIM_COLUMNS,
     ClaimRow,
@@ -20,6 +21,7 @@ from lastgood.experiments.claims.judge import (
     load_claims,
     load_reference,
 )
+from lastgood.experiments.claims.outcome import Accepted, judge
 from lastgood.experiments.claims.rules import RULES
 from lastgood.experiments.tables.files import find_csvs, load_csv, load_csvs
 from tests.experiments.support.paired_records import make_paired
@@ -100,6 +102,30 @@ def test_pairs_of_blocks_are_judged_by_their_interval(
     pccheck = make_paired("pccheck", 10, ratios, proof=True, state_bytes=STATE_BYTES, persist_s=[0.9])
     row = one(panel(tmp_path, [make_paired("none"), sync, pccheck]), OVERHEAD)
     assert row.verdict == verdict and row.reason.startswith(reason)
+
+
+def test_a_cell_that_could_not_be_measured_refutes_nothing(tmp_path: Path) -> None:
+    """Its interval covers everything, so also what a claim allows between two limits."""
+    gpm = make_paired("gpm", 10, [0.9, 0.9, 0.9], proof=True, state_bytes=STATE_BYTES)
+    noisy = make_paired(
+        "pccheck", 10, [0.5], disturbed=(0,), ended_by="budget", proof=True, state_bytes=STATE_BYTES, persist_s=[0.9]
+    )
+    sync = make_paired("sync", 10, [0.4, 0.4, 0.4], proof=True, state_bytes=STATE_BYTES)
+    rows = judged(panel(tmp_path, [make_paired("none"), sync, gpm, noisy]))
+    gaps = [row for row in rows if "as fast as" in row.statement and row.measured is not None]
+    assert gaps and {row.verdict for row in gaps} == {"not testable"}, gaps
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [((0.5, 0.6, 0.7), "refuted"), ((0.5, 0.6, 1.7), "not testable"), ((0.95, 1.0, 1.05), "reproduced")],
+)
+@pytest.mark.parametrize("interval", [False, True])
+def test_values_on_both_sides_of_what_is_allowed_refute_nothing(
+    values: tuple[float, ...], verdict: str, interval: bool
+) -> None:
+    sample = Sample(values, interval=interval)
+    assert judge("", "", sample, Accepted(0.9, 1.1), "", "").verdict == verdict
 
 
 def test_an_overhead_needs_another_system_that_shows_that_it_is_hard(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.claims.evidence import Evidence
-from lastgood.experiments.claims.outcome import Outcome, Published, judge, not_testable
+from lastgood.experiments.claims.outcome import Accepted, Outcome, Published, judge, not_testable
 from lastgood.experiments.systems.labels import system_label
 from lastgood.sinks import Sink
 from lastgood.units import MIB, format_bytes
@@ -46,7 +46,7 @@ def host_memory(published: Published, others: list[Published], evidence: Evidenc
         yield not_testable(statement, workload or "any", problem, accepted, _WHY_HOST)
         return
     sample = evidence.memory(workload, published.system, "peak_rss_bytes")
-    yield judge(statement, workload, sample, lambda value: low <= value <= high, accepted, _WHY_HOST)
+    yield judge(statement, workload, sample, Accepted(low, high), accepted, _WHY_HOST)
 
 
 def device_memory(published: Published, _others: list[Published], evidence: Evidence) -> Iterator[Outcome]:
@@ -62,7 +62,7 @@ def device_memory(published: Published, _others: list[Published], evidence: Evid
         yield not_testable(statement, workload or "any", problem, accepted, _WHY_DEVICE)
         return
     sample = evidence.memory(workload, published.system, "peak_device_bytes").map(lambda extra: 1 + extra)
-    yield judge(statement, workload, sample, lambda value: low <= value <= high, accepted, _WHY_DEVICE)
+    yield judge(statement, workload, sample, Accepted(low, high), accepted, _WHY_DEVICE)
 
 
 def storage(published: Published, _others: list[Published], _evidence: Evidence) -> Iterator[Outcome]:

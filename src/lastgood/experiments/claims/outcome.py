@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from lastgood.experiments.claims.evidence import Evidence, Sample
 from lastgood.experiments.systems.labels import system_label
 
 __all__ = [
+    "Accepted",
     "Outcome",
     "Published",
     "Rule",
@@ -92,11 +94,23 @@ def unknown_metric(published: Published) -> Outcome:
     return not_testable(text, published.workload, f"no rule tests {published.metric!r}")
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """What a claim allows, both ends included."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def holds(self, low: float, high: float) -> bool:
+        """Whether everything from `low` to `high` is allowed."""
+        return self.least <= low and high <= self.most
+
+
 def judge(
     statement: str,
     workload: str,
     sample: Sample,
-    accept: Callable[[float], bool],
+    limits: Accepted,
     accepted: str,
     tolerance: str,
     *,
@@ -109,15 +123,15 @@ def judge(
     """
     if not sample.good:
         return not_testable(statement, workload, sample.trouble or "no value", accepted, tolerance)
-    held = [accept(value) for value in sample.values]
+    low, high = sample.low, sample.high
     verdict: Verdict = "not testable"
     if unlike:
         reason = f"{_range(sample)}, but {unlike}"
-    elif all(held) and easy:
+    elif limits.holds(low, high) and easy:
         reason = f"{_range(sample)}, but {easy}"
-    elif all(held):
+    elif limits.holds(low, high):
         verdict, reason = "reproduced", _range(sample)
-    elif not any(held):
+    elif high < limits.least or low > limits.most:
         verdict, reason = "refuted", _range(sample)
     else:
         why = "undecided, the limit lies in the interval" if sample.interval else "repetitions disagree"

@@ -17,6 +17,7 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.claims.evidence import Evidence, Sample, json_object, slowdown_of
 from lastgood.experiments.claims.memory_rules import device_memory, host_memory, storage
 from lastgood.experiments.claims.outcome import (
+    Accepted,
     Outcome,
     Published,
     Rule,
@@ -57,7 +58,7 @@ def _overhead(published: Published, _others: list[Published], evidence: Evidence
         sample = evidence.slowdown(workload, published.system, interval).map(lambda value: 100 * (value - 1))
         accepted = f"at most {limit:g} % overhead"
         easy = _too_easy(evidence, workload, published.system, interval, 1 + limit / 100)
-        yield judge(statement, workload, sample, lambda value: value <= limit, accepted, _WHY_OVERHEAD, easy=easy)
+        yield judge(statement, workload, sample, Accepted(most=limit), accepted, _WHY_OVERHEAD, easy=easy)
 
 
 def _slowdown(published: Published, others: list[Published], evidence: Evidence) -> Iterator[Outcome]:
@@ -74,7 +75,7 @@ def _slowdown(published: Published, others: list[Published], evidence: Evidence)
                 statement,
                 workload,
                 sample,
-                lambda value: value <= limit,
+                Accepted(most=limit),
                 f"at most {limit:.3g}",
                 _WHY_SLOWDOWN,
                 easy=easy,
@@ -119,13 +120,11 @@ def _gap(published: Published, evidence: Evidence, gain: float, slowdown: float)
             accepted = f"between {1 - _ALIKE:g} and {1 + _ALIKE:g}"
             slow = evidence.slowest(workload, interval)
             easy = "" if slow is None or slow[1] > 1 + _ALIKE else _cheap(interval, slow)
-            yield judge(
-                statement, workload, sample, lambda value: abs(value - 1) <= _ALIKE, accepted, _WHY_ALIKE, easy=easy
-            )
+            yield judge(statement, workload, sample, Accepted(1 - _ALIKE, 1 + _ALIKE), accepted, _WHY_ALIKE, easy=easy)
             continue
         unlike = _other_load(published, evidence, workload, interval, slowdown)
         accepted = f"at least {limit:.3g}"
-        yield judge(statement, workload, sample, lambda value: value >= limit, accepted, _WHY_GAP, unlike=unlike)
+        yield judge(statement, workload, sample, Accepted(least=limit), accepted, _WHY_GAP, unlike=unlike)
 
 
 def _interval_rule(published: Published, _others: list[Published], evidence: Evidence) -> Iterator[Outcome]:
@@ -149,7 +148,7 @@ def _interval_rule(published: Published, _others: list[Published], evidence: Evi
         # The worst of them decides; if all are easy the hardest of those is shown.
         sample, interval, easy = max(telling or kept, key=lambda one: one[0].median)
         outcome = judge(
-            statement, workload, sample, lambda value: value <= q + _SLOWDOWN_SLACK, accepted, _WHY_SLOWDOWN, easy=easy
+            statement, workload, sample, Accepted(most=q + _SLOWDOWN_SLACK), accepted, _WHY_SLOWDOWN, easy=easy
         )
         allowed = ", ".join(str(one[1]) for one in kept)
         yield replace(outcome, reason=f"{outcome.reason}; the rule allows {allowed}, shown is {interval}")
@@ -184,14 +183,16 @@ def _worst_interval(published: Published, others: list[Published], evidence: Evi
             lack = f"{workload}: needs PCcheck and an earlier system at intervals inside and outside the range"
             yield not_testable(statement, workload, lack, accepted, _WHY_SHAPE)
             continue
-        best_in = max(inside, key=lambda interval: inside[interval].median)
-        best_out = max(outside, key=lambda interval: outside[interval].median)
+        best_in = max(inside, key=lambda interval: inside[interval].low)
+        best_out = max(outside, key=lambda interval: outside[interval].low)
+        most_in = max(sample.high for sample in inside.values())
+        most_out = max(sample.high for sample in outside.values())
         numbers = ", ".join(f"{gains[interval].median:.3g} at {interval}" for interval in sorted(gains))
         both_sides = min(outside) < first and max(outside) > last
         verdict: Verdict = "not testable"
-        if outside[best_out].low > inside[best_in].high:
+        if outside[best_out].low > most_in:
             verdict, reason = "refuted", f"gain {numbers}: largest at interval {best_out}"
-        elif inside[best_in].low <= outside[best_out].high:
+        elif inside[best_in].low <= most_out:
             reason = f"gain {numbers}: repetitions do not tell intervals {best_in} and {best_out} apart"
         elif not both_sides:
             reason = f"gain {numbers}: largest at interval {best_in}, but one side of the range was not measured"
@@ -218,7 +219,7 @@ def _goodput_gain(published: Published, _others: list[Published], evidence: Evid
     # A gain that comes from waiting for writes needs writes that long in one of the cells at least.
     loads = [_other_load(published, evidence, model, interval, published.value) for model, interval in gains]
     unlike = loads[list(gains).index(cell)] if all(loads) else ""
-    outcome = judge(statement, shown, gains[cell], lambda value: value >= limit, accepted, _WHY_GAP, unlike=unlike)
+    outcome = judge(statement, shown, gains[cell], Accepted(least=limit), accepted, _WHY_GAP, unlike=unlike)
     place = f"{cell[0]} at interval {cell[1]}, of {len(gains)} cells"
     yield replace(outcome, reason=f"{outcome.reason}; {source}, {place}")
 
@@ -235,7 +236,7 @@ def _own_interval(published: Published, _others: list[Published], evidence: Evid
         return
     for workload, chosen in rows.groupby("workload"):
         sample = Sample(tuple(100 * (float(value) - 1) for value in slowdown_of(chosen)))
-        yield judge(statement, str(workload), sample, lambda value: value <= limit, accepted, _WHY_OWN)
+        yield judge(statement, str(workload), sample, Accepted(most=limit), accepted, _WHY_OWN)
 
 
 RULES: dict[str, Rule | None] = {
