@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.wire.nccl import KNOWN_VERSIONS, OLD_VERSIONS, messages, nccl_layout, simple_slices
+from lastgood.wire.nccl import KNOWN_VERSIONS, OLD_VERSIONS, messages, nccl_broadcast, nccl_layout, simple_slices
 from lastgood.wire.ring import Cover, RingLayout, Send, is_final, is_marked, one_channel, sent_chunk, step_count
 
 
@@ -267,6 +267,35 @@ def test_messages_of_a_rank_come_step_by_step() -> None:
         list(messages(layout, 0, protocol="ll128"))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    nbytes=st.one_of(st.integers(0, 300), st.integers(0, 3_000_000)),
+    channels=st.integers(1, 8),
+    version=st.sampled_from(KNOWN_VERSIONS),
+    protocol=st.sampled_from(["simple", "ll"]),
+)
+def test_a_broadcast_covers_every_byte_once(nbytes: int, channels: int, version: str, protocol: str) -> None:
+    if version == "2.22":
+        protocol = "simple"
+    chunks = list(nccl_broadcast(nbytes, 4, channels=channels, version=version, protocol=protocol))
+    position = 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.start, chunk.elements)):
+        assert chunk.start == position
+        position += chunk.elements
+    assert position == nbytes
+    assert max((chunk.elements for chunk in chunks), default=0) <= (32 << 10 if protocol == "ll" else 512 << 10)
+
+
+def test_a_broadcast_s_chunk_is_one_step_of_the_buffer() -> None:
+    sizes = [chunk.elements for chunk in nccl_broadcast(40_000, 2, protocol="ll")]
+    assert sizes == [32_768, 7232]
+    assert [chunk.elements for chunk in nccl_broadcast(1 << 20, 2)] == [512 << 10, 512 << 10]
+    old = [
+        (chunk.channel, chunk.start, chunk.elements) for chunk in nccl_broadcast(1 << 20, 2, channels=2, version="2.19")
+    ]
+    assert old == [(0, 0, 512 << 10), (1, 512 << 10, 512 << 10)]
+
+
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="depends on its version"):
         nccl_layout(100, 4, 4, channels=2)
@@ -306,3 +335,5 @@ def test_odd_chunks_and_channels_are_refused() -> None:
         nccl_layout(10, 4, 4, channels=0)
     with pytest.raises(ConfigError, match="BUFFSIZE"):
         nccl_layout(10, 4, 4, buffer_bytes=100)
+    with pytest.raises(ConfigError, match="BUFFSIZE"):
+        list(nccl_broadcast(10, 4, buffer_bytes=100))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lastgood.errors import ConfigError
 from lastgood.units import KIB, MIB
-from lastgood.wire.ring import ChannelRange, RingLayout, Send, Turns, check_sizes
+from lastgood.wire.ring import ChannelRange, Chunk, RingLayout, Send, Turns, check_sizes
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -25,6 +25,7 @@ __all__ = [
     "PROTOCOLS",
     "Message",
     "messages",
+    "nccl_broadcast",
     "nccl_layout",
     "simple_slices",
 ]
@@ -38,6 +39,7 @@ _LL_CHUNK_BYTES = 32 * KIB
 """Of data: an LL buffer of 512 KiB in 8 steps, of which half is flags."""
 _ALL_REDUCE_TRAFFIC = 2
 """Bytes on each link for a byte of the buffer, as NCCL counts them."""
+_BROADCAST_TRAFFIC = 1
 _LL_TRAFFIC = 4
 _BUFFER_STEPS = 8
 """NCCL_STEPS: parts of a buffer."""
@@ -103,27 +105,64 @@ def nccl_layout(
     Raises ConfigError for sizes that no ring has, and where the rule is not known.
     """
     check_sizes(elements, element_bytes, ranks)
-    if protocol not in PROTOCOLS:
-        raise ConfigError(f"the layout of NCCL's protocol {protocol!r} is not known; known: {', '.join(PROTOCOLS)}")
+    chunk_bytes = buffer_bytes // 2 // _SIMPLE_GRAIN_BYTES * _SIMPLE_GRAIN_BYTES
+    call = _Call(elements, element_bytes, ranks, _ALL_REDUCE_TRAFFIC, chunk_bytes, protocol)
+    return RingLayout(elements, element_bytes, ranks, _ranges(call, channels, version, threads))
+
+
+def nccl_broadcast(
+    nbytes: int,
+    ranks: int,
+    *,
+    channels: int = 1,
+    version: str | None = None,
+    protocol: str = "simple",
+    buffer_bytes: int = _BUFFER_BYTES,
+    threads: int = _MAX_THREADS,
+) -> Iterator[Chunk]:
+    """The chunks of one broadcast of `nbytes` bytes by NCCL's ring: each is one message, in bytes.
+
+    The root and every rank but the last one behind it send each chunk to the next rank. Arguments and errors are those
+    of `nccl_layout`.
+    """
+    check_sizes(nbytes, 1, ranks)
+    call = _Call(nbytes, 1, ranks, _BROADCAST_TRAFFIC, buffer_bytes // _BUFFER_STEPS, protocol)
+    for run in _ranges(call, channels, version, threads):
+        yield from run.chunks(1, 1)
+
+
+@dataclass(frozen=True)
+class _Call:
+    elements: int
+    element_bytes: int
+    ranks: int
+    traffic: int
+    """Bytes on each link for a byte of the buffer, as NCCL counts them."""
+    simple_chunk_bytes: int
+    protocol: str
+
+
+def _ranges(call: _Call, channels: int, version: str | None, threads: int) -> tuple[ChannelRange, ...]:
+    if call.protocol not in PROTOCOLS:
+        raise ConfigError(
+            f"the layout of NCCL's protocol {call.protocol!r} is not known; known: {', '.join(PROTOCOLS)}"
+        )
     if not 1 <= channels <= MAX_CHANNELS:
         raise ConfigError(f"NCCL has 1 to {MAX_CHANNELS} channels, not {channels}")
-    chunk_bytes = buffer_bytes // 2 // _SIMPLE_GRAIN_BYTES * _SIMPLE_GRAIN_BYTES
-    if chunk_bytes <= 0:
-        raise ConfigError(f"NCCL_BUFFSIZE is at least {2 * _SIMPLE_GRAIN_BYTES} bytes, not {buffer_bytes}")
-    if protocol == "ll":
-        chunk_bytes = _LL_CHUNK_BYTES
+    if call.simple_chunk_bytes < _SIMPLE_GRAIN_BYTES:
+        raise ConfigError(f"NCCL_BUFFSIZE is at least {_BUFFER_STEPS * _SIMPLE_GRAIN_BYTES} bytes")
+    chunk_bytes = _LL_CHUNK_BYTES if call.protocol == "ll" else call.simple_chunk_bytes
     if version is not None and _minor(version) in OLD_VERSIONS:
-        ranges = _taking_turns(elements, element_bytes, ranks, channels, protocol, chunk_bytes, threads)
-        return RingLayout(elements, element_bytes, ranks, ranges)
-    rule = _rule(version, channels, protocol)
-    shares = [elements] if rule is None else _shares(rule, elements, element_bytes, channels, protocol)
+        return _taking_turns(call, channels, chunk_bytes, threads)
+    rule = _rule(version, channels, call.protocol)
+    shares = [call.elements] if rule is None else _shares(rule, call, channels)
     alone = []
     start = 0
     for channel, count in enumerate(shares):
         if count:
-            alone.append(ChannelRange(channel, start, count, chunk_bytes // element_bytes))
+            alone.append(ChannelRange(channel, start, count, chunk_bytes // call.element_bytes))
         start += count
-    return RingLayout(elements, element_bytes, ranks, tuple(alone))
+    return tuple(alone)
 
 
 def simple_slices(elements: int, element_bytes: int, buffer_bytes: int = _BUFFER_BYTES) -> tuple[int, int]:
@@ -156,35 +195,29 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _taking_turns(
-    elements: int, element_bytes: int, ranks: int, channels: int, protocol: str, chunk_bytes: int, threads: int
-) -> tuple[ChannelRange, ...]:
+def _taking_turns(call: _Call, channels: int, chunk_bytes: int, threads: int) -> tuple[ChannelRange, ...]:
     """The channels of NCCL up to 2.19, as many as it uses for a buffer of this size."""
     if threads % 32 or not _MIN_THREADS <= threads <= _MAX_THREADS:
         raise ConfigError(f"NCCL has {_MIN_THREADS} to {_MAX_THREADS} threads in whole 32, not {threads}")
-    if not elements:
+    if not call.elements:
         return ()
-    load = _LL_THREAD_LOAD * ranks if protocol == "ll" else _SIMPLE_THREAD_LOAD
-    while elements * element_bytes < channels * threads * load:
+    low_latency = call.protocol == "ll"
+    load = _LL_THREAD_LOAD * call.ranks if low_latency else _SIMPLE_THREAD_LOAD
+    while call.elements * call.element_bytes < channels * threads * load:
         if channels > 1:
             channels -= 1
         elif threads % 128 == 0:
             threads //= 2
         else:
             break
-    if protocol == "ll":
+    if low_latency:
         threads = max(threads, _LL_LEAST_THREADS)
     grain_bytes = threads * _THREAD_BYTES
-    if protocol == "simple" and chunk_bytes % grain_bytes:
+    if not low_latency and chunk_bytes % grain_bytes:
         raise ConfigError(f"a chunk of {chunk_bytes} bytes is no multiple of {grain_bytes} bytes for {threads} threads")
+    size, grain = chunk_bytes // call.element_bytes, grain_bytes // call.element_bytes
     return tuple(
-        ChannelRange(
-            channel,
-            0,
-            elements,
-            chunk_bytes // element_bytes,
-            Turns(channels, channel, grain_bytes // element_bytes, protocol == "ll"),
-        )
+        ChannelRange(channel, 0, call.elements, size, Turns(channels, channel, grain, low_latency))
         for channel in range(channels)
     )
 
@@ -206,9 +239,10 @@ def _rule(version: str | None, channels: int, protocol: str) -> _CellRule | None
     return rule
 
 
-def _shares(rule: _CellRule, elements: int, element_bytes: int, channels: int, protocol: str) -> list[int]:
+def _shares(rule: _CellRule, call: _Call, channels: int) -> list[int]:
     """Elements for each channel that is used, in the order of the buffer."""
-    per_byte = _ALL_REDUCE_TRAFFIC * (_LL_TRAFFIC if protocol == "ll" else 1)
+    elements, element_bytes = call.elements, call.element_bytes
+    per_byte = call.traffic * (_LL_TRAFFIC if call.protocol == "ll" else 1)
     cell_bytes = rule.fixed_cell_bytes or _ceil(_ceil(rule.least_traffic_bytes, per_byte), 16) * 16
     cells = _ceil(elements * element_bytes, cell_bytes)
     if cells == 0:
