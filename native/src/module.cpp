@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "capture/bindings.hpp"
+#include "mirror/roce_bindings.hpp"
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
 #include "storage/bindings.hpp"
@@ -18,4 +19,5 @@ NB_MODULE(_native, module) {
     lastgood::bind_ring(module);
     lastgood::bind_process(module);
     lastgood::bind_capture(module);
+    lastgood::mirror::bind_roce(module);
 }

@@ -496,3 +496,37 @@ def pcapng_blocks(
     data: int, data_bytes: int, table: int, count: int, interface: int, out: int, out_bytes: int
 ) -> tuple[int, int]:
     """Write frames as enhanced packet blocks while they fit; returns how many, and their bytes."""
+
+def crc32(data: bytes, seed: int = 0, *, variant: str = "") -> int:
+    """CRC-32 of `data`, as zlib's; `variant` names one of `crc32_variants()`."""
+
+def crc32_variants() -> list[str]:
+    """Names of the CRC-32 variants that this CPU can run, fastest first."""
+
+def icrc(packet: bytes, udp: int) -> int:
+    """RoCEv2's checksum of a packet from its IP header on, without the checksum; UDP's header is at `udp`."""
+
+def icrc_copy_frames(data: int, frames: int, count: int, target: int, head: int, udp: int) -> int:
+    """For benchmarks: check the ICRC of frames and copy what follows BTH; returns how many checksums are right.
+
+    IP begins `head` bytes into each frame, UDP `udp` bytes later.
+    """
+
+class RoceParser:
+    """RoCEv2 frames to messages: lastgood.mirror.streams.roce has the form of what it gives, and the plain twin."""
+
+    def __init__(self, protocol: str, patience: int, most_waiting_bytes: int) -> None: ...
+    def feed(
+        self, data: int, frames: int, count: int
+    ) -> tuple[list[tuple[int, bytes, bytes, int, int, bool]], list[int], bytes, bytes, bytes, list[tuple[int, str]]]:
+        """Read `count` rows of FRAME at address `frames`, whose bytes lie at `data`.
+
+        Returns opened flows (number, source, destination, UDP port, queue pair, whether from the start), closed ones,
+        the tables HEAD, PIECE and LOST as bytes, and resynchronised flows with the reason.
+        """
+    def finish(
+        self,
+    ) -> tuple[list[tuple[int, bytes, bytes, int, int, bool]], list[int], bytes, bytes, bytes, list[tuple[int, str]]]:
+        """What is open is lost."""
+    def counters(self) -> dict[str, int]:
+        """All counters that are not 0."""
