@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.cli import mirror_dump, mirror_setup
+from lastgood.cli import mirror_dump, mirror_generate, mirror_odds, mirror_setup
 from lastgood.cli._app import App
 
 __all__ = ["app"]
@@ -12,3 +12,5 @@ app.command("setup")(mirror_setup.setup)
 app.command("check")(mirror_setup.check)
 app.command("commands")(mirror_setup.commands)
 app.command("dump")(mirror_dump.dump)
+app.command("generate")(mirror_generate.generate)
+app.command("odds")(mirror_odds.odds)
