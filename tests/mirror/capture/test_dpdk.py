@@ -45,7 +45,7 @@ def test_the_command_line_of_devices_and_addresses() -> None:
     one = words(DpdkPort("net_af_packet0,iface=mir0", core=3))
     assert one.startswith("program -l 3 ") and "--no-huge -m " in one and "--no-pci" in one
     assert (
-        "--vdev=net_af_packet0,iface=mir0,framesz=65408,blocksz=131072,framecnt=512 -- 5 1048576 65408 1 1024 0 0"
+        "--vdev=net_af_packet0,iface=mir0,framesz=65408,blocksz=2093056,framecnt=512 -- 5 1048576 65408 1 1024 0 0"
         in one
     )
     two = words(DpdkPort("0000:81:00.0", queues=4, dma=2, dma_devices=("0000:00:04.0", "0000:00:04.1"), hugepages=True))

@@ -31,7 +31,8 @@ _PCI = re.compile(r"[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7](,.*)?")
 _DEVICE = re.compile(r"[a-z][A-Za-z0-9_]{0,62}(,[A-Za-z0-9_]+=[A-Za-z0-9_./:+@-]+)*")
 _AF_PACKET_FRAME_BYTES = 65408
 """The largest that one of DPDK's buffers takes; longer ones (only of segmentation offload) are cut."""
-_AF_PACKET = f"framesz={_AF_PACKET_FRAME_BYTES},blocksz=131072,framecnt=512"
+_AF_PACKET = f"framesz={_AF_PACKET_FRAME_BYTES},blocksz={32 * _AF_PACKET_FRAME_BYTES},framecnt=512"
+"""DPDK takes it that frames fill a block; the kernel, that a block fills its pages."""
 _NIC_FRAME_BYTES = 9216
 _BESIDE_MIB = 64
 _BUFFER_HEAD_BYTES = 512
@@ -89,9 +90,12 @@ class DpdkPort:
     def words(self, program: Path, ring_descriptor: int, ring_bytes: int) -> list[str]:
         """The program's command line."""
         core = min(os.sched_getaffinity(0)) if self.core is None else self.core
-        words = [str(program), "-l", str(core), "--no-telemetry", "--in-memory", "--iova-mode=va", "--log-level=4"]
-        if not self.hugepages:
-            words += ["--no-huge", "-m", str(-(-self.memory_bytes // MIB))]
+        words = [str(program), "-l", str(core), "--no-telemetry", "--iova-mode=va", "--log-level=4"]
+        # Either way it leaves no files, and knows of no other such program.
+        if self.hugepages:
+            words += ["--in-memory"]
+        else:
+            words += ["--no-shconf", "--no-huge", "-m", str(-(-self.memory_bytes // MIB))]
         pci = [one for one in (self.device, *self.dma_devices) if _PCI.fullmatch(one)]
         words += [word for one in pci for word in ("-a", one)] or ["--no-pci"]
         if self.device not in pci:
