@@ -131,7 +131,10 @@ class Expect:
 
 @dataclass(frozen=True)
 class Closed:
-    """No further byte of this collective will be placed: what is not there now will not come."""
+    """No further byte of this collective will be placed: what is not there will not come.
+
+    It counts from when the pieces have been placed that were parsed together with the heads before it.
+    """
 
     collective: int
 
@@ -165,13 +168,17 @@ class Conversation(Protocol):
         """Nothing more comes in this flow."""
 
     def head(self, flow: int, message: int, slot: int, opcode: int, nbytes: int) -> None:
-        """A message begins; each once, in the order of its flow."""
+        """A message begins; each once, in the order of its flow, when all before it in the flow is there or lost."""
 
     def lost(self, flow: int, message: int, offset: int, nbytes: int) -> None:
         """Bytes of a message will never come in this flow (all of it: `nbytes` 0); another one may carry them too."""
 
     def resynced(self, flow: int, why: str) -> None:
-        """The flow went on after bytes of unknown content: an unknown number of messages is missing before the next."""
+        """The flow went on after bytes of unknown content: an unknown number of messages is missing.
+
+        Said before the heads that were parsed together with it. It is meant for every gap in the numbers of the flow's
+        messages up to the next `take`; without it, a gap means that only announcements are missing.
+        """
 
     def place(self, flow: int, message: int) -> Answer:
         """Where the payload of a message belongs, whose head was given. None: not known yet, ask again later."""

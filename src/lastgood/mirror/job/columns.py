@@ -6,10 +6,11 @@ import base64
 import binascii
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 __all__ = ["MAX_STEPS", "Column", "StrictModel"]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
 from lastgood.files import read_bounded, write_result

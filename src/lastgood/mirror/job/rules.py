@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from lastgood.errors import ConfigError, CorruptCheckpoint
 from lastgood.mirror.job.columns import MAX_STEPS, Column, StrictModel

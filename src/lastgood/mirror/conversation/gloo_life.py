@@ -1,0 +1,564 @@
+"""One process group of Gloo: its collectives by tag, matched with the sequence that a training must have.
+
+Tags count the collectives of a group from 0, without gaps. They are resolved in order: each is the next collective of
+the sequence, a stranger that is passed over, or missing. What is certain stays certain; what could be two things costs
+the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, Literal
+
+from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, Op, shapes_difference
+from lastgood.mirror.conversation.gloo_flow import UNKNOWN, GlooFlow
+from lastgood.mirror.conversation.places import (
+    CONTENT_KINDS,
+    IGNORED,
+    Answer,
+    Closed,
+    Contradiction,
+    Event,
+    Expect,
+    Learned,
+    LostStep,
+    Place,
+    StepOpen,
+)
+from lastgood.mirror.conversation.places import Buckets as BucketsEvent
+from lastgood.mirror.conversation.ranks import RankFinder
+from lastgood.mirror.job.description import JobDescription
+from lastgood.mirror.streams.messages import DATA, READY_TO_RECEIVE, READY_TO_SEND, Flow
+from lastgood.wire.gloo import GlooMessage, GlooRing
+
+__all__ = ["GlooLife"]
+
+_OPS: Final[dict[int, Op]] = {2: "allgather", 4: "allreduce", 6: "broadcast"}
+_WINDOW: Final = 4096
+"""Tags that are followed ahead of the first one that is not resolved."""
+_AHEAD: Final = 4
+"""A tag that was not seen while one so far ahead was is missing; threads begin them in order."""
+_AHEAD_IF_SEEN: Final = 64
+_MOST_SIZES: Final = 4096
+_MOST_MISSING: Final = 1 << 16
+_MOST_CONTRADICTIONS: Final = 8
+_YOUNG: Final = 64
+"""Connections that are made at their first use come before so many collectives."""
+
+_State = Literal["open", "item", "stranger", "lost"]
+
+
+@dataclass
+class _Tag:
+    op: Op | None
+    state: _State = "open"
+    item: Item | None = None
+    collective: int = -1
+    closed: bool = False
+    sizes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """(ordinal, bytes) of data messages by flow, while it is not resolved."""
+    flows: set[int] = field(default_factory=set)
+
+
+@lru_cache(maxsize=256)
+def _sent(nbytes: int, item_bytes: int, world: int, rank: int) -> list[GlooMessage]:
+    return GlooRing(nbytes, world, item_bytes).sent(rank)
+
+
+class GlooLife:
+    """Follows one process group, from its first collective on or from the middle."""
+
+    def __init__(
+        self,
+        job: JobDescription,
+        emit: Callable[[Event], None],
+        serials: Iterator[int],
+        begun: Callable[[GlooLife, bool], bool],
+        ranks: RankFinder,
+        known: Buckets | None,
+    ) -> None:
+        self._job = job
+        self._emit = emit
+        self._serials = serials
+        self._begun = begun
+        self.ranks = ranks
+        self._sequence = CollectiveSequence(job, known)
+        self.flows: dict[int, GlooFlow] = {}
+        self._tags: dict[int, _Tag] = {}
+        self._next = 0
+        self._highest = -1
+        self._by_serial: dict[int, int] = {}
+        self.dead: str | None = None
+        self.started = False
+        """Whether it is the training's: its steps are told."""
+        self._late: bool | None = None
+        self._wrong: str | None = None
+        """What is not as described in the start that is seen now."""
+        self._strangers = 0
+        self._unsure = False
+        self._crossed = False
+        self._clean = False
+        self._lost: set[tuple[int, str]] = set()
+        self._step_open = -1
+        self._buckets: tuple[int, Buckets] | None = None
+        self._resynced = False
+        self._contradictions = 0
+        self._missed = -2
+        self._run = 0
+        """How many tags in a row are missing, up to `_missed`."""
+
+    # -- flows -----------------------------------------------------------------------------------------------------
+
+    def takes(self, flow: Flow) -> bool:
+        """Whether a new connection between these two may be one of this group."""
+        pair = {flow.source, flow.destination}
+        mine = ({one.flow.source, one.flow.destination} for one in self.flows.values())
+        return self.dead is None and self._highest < _YOUNG and pair not in mine
+
+    def opened(self, flow: Flow) -> None:
+        """A flow of this group."""
+        self.flows[flow.index] = here = GlooFlow(flow)
+        if not flow.detail.get("from_the_beginning", True):
+            here.resync()
+            self._resynced = True
+
+    def closed(self, flow: int) -> None:
+        """Nothing more comes in it."""
+        self.flows[flow].closed = True
+        self._close_old()
+
+    def resynced(self, flow: int) -> None:
+        """Messages are missing in it."""
+        self.flows[flow].resync_pending = True
+        self._resynced = True
+
+    def taken(self) -> None:
+        """What was parsed together with heads so far was said."""
+        for flow in self.flows.values():
+            flow.resync_pending = False
+
+    def head(self, flow: int, message: int, slot: int, opcode: int, nbytes: int) -> None:
+        """A message begins."""
+        prefix, tag, delta = slot >> 56, slot >> 24 & 0xFFFFFFFF, slot & 0xFFFFFF
+        if self.dead is not None or delta or not prefix or opcode not in (DATA, READY_TO_SEND, READY_TO_RECEIVE):
+            return
+        if tag >= self._next + _WINDOW and not self._jump(tag):
+            return
+        here = self.flows[flow]
+        here.saw(tag, message)
+        self._highest = max(self._highest, tag)
+        known = self._tags.get(tag)
+        if known is None:
+            if tag < self._next:
+                return
+            known = self._tags[tag] = _Tag(_OPS.get(prefix))
+        if known.op != _OPS.get(prefix):
+            self._die(f"tag {tag} is of two operations: this is no process group of torch, or two in one connection")
+            return
+        if flow not in known.flows:
+            known.flows.add(flow)
+            if known.item is not None:
+                self._reached(here, known.item.phase)
+        if opcode == DATA:
+            ordinal = here.data(message, tag, nbytes)
+            here.rings = here.rings or known.op == "allreduce"
+            if known.state == "open":
+                sizes = known.sizes.setdefault(flow, [])
+                if len(sizes) < _MOST_SIZES:
+                    sizes.append((ordinal, nbytes))
+            elif known.state == "item":
+                self._check(known, here, ordinal, nbytes)
+        self._resolve()
+
+    def place(self, flow: int, message: int) -> Answer:
+        """Where a message's payload belongs."""
+        here = self.flows[flow]
+        said = here.said(message)
+        if said is None or self.dead is not None:
+            return IGNORED
+        known = self._tags.get(said.tag)
+        if known is None or known.closed or known.state in ("stranger", "lost"):
+            return IGNORED
+        item = known.item
+        if item is None:
+            return None
+        if item.kind == "other" or said.ordinal == UNKNOWN or (item.step, _what(item)) in self._lost:
+            return IGNORED
+        if item.op == "broadcast":
+            return Place(known.collective, 0, said.nbytes, True)
+        rank = self.ranks.rank(here.flow.source)
+        if item.op == "allgather":
+            return None if rank is None else self._gathered(known.collective, rank, said.ordinal)
+        if rank is None:
+            return None
+        assert item.nbytes is not None  # of all-reduces it is known
+        message_sent = _sent(item.nbytes, item.item_bytes, self._job.ranks, rank)[said.ordinal]
+        if not message_sent.final:
+            return IGNORED
+        return Place(known.collective, message_sent.begin, message_sent.end, True)
+
+    def _gathered(self, collective: int, rank: int, ordinal: int) -> Answer:
+        """The `ordinal`-th message of a rank in the all-gather of counts: two halves of each block."""
+        block = (rank - ordinal // 2) % self._job.ranks
+        begin = 8 * block + 4 * (ordinal % 2)
+        return Place(collective, begin, begin + 4, True)
+
+    # -- tags in order ---------------------------------------------------------------------------------------------
+
+    def _resolve(self) -> None:
+        while self.dead is None:
+            known = self._tags.get(self._next)
+            if known is None or (known.op is not None and not known.sizes):
+                if not self._is_missing(known):
+                    return
+                self._miss(known)
+                continue
+            candidates = self._sequence.candidates()
+            if not candidates:
+                if self._highest >= self._next + _AHEAD_IF_SEEN:
+                    self._die("the order of the rebuilt buckets was lost")
+                return
+            found = next((one for one in candidates if self._fits(known, one)), None)
+            if found is not None:
+                self._accept(known, self._next, found)
+                self._next += 1
+            elif self._sequence.inside in ("start", "rebuild", "buffers"):
+                self._given_up()
+            else:
+                self._pass(known)
+                self._next += 1
+
+    def _is_missing(self, known: _Tag | None) -> bool:
+        candidates = self._sequence.candidates()
+        if candidates and candidates[0].nbytes == 0 and candidates[0].op == "allreduce":
+            return self._highest > self._next  # nothing is sent at all
+        ahead = _AHEAD if known is None or self._resynced else _AHEAD_IF_SEEN
+        return self._highest >= self._next + ahead
+
+    def _fits(self, known: _Tag, item: Item) -> bool:
+        """Whether all that was seen of a tag could be this collective."""
+        if known.op != item.op:
+            return False
+        for flow, sizes in known.sizes.items():
+            source = self.flows[flow].flow.source
+            if item.op == "allreduce":
+                if not any(self._sizes_fit(item, rank, sizes) for rank in self.ranks.candidates(source)):
+                    return False
+            elif not all(_size_fits(item, nbytes) for _, nbytes in sizes):
+                return False
+        return True
+
+    def _sizes_fit(self, item: Item, rank: int, sizes: list[tuple[int, int]]) -> bool:
+        assert item.nbytes is not None
+        messages = _sent(item.nbytes, item.item_bytes, self._job.ranks, rank)
+        allowed = {one.end - one.begin for one in messages}
+        for ordinal, nbytes in sizes:
+            if ordinal == UNKNOWN:
+                if nbytes not in allowed:
+                    return False
+            elif ordinal >= len(messages) or messages[ordinal].end - messages[ordinal].begin != nbytes:
+                return False
+        return True
+
+    def _accept(self, known: _Tag, tag: int, item: Item) -> None:
+        begins = item.group != "start" and self._sequence.inside is None
+        if item.group == "buffers" and item.index == 0 and self._sequence.buffers_repeated:
+            self._lose(item.step, "buffers", "buffers were broadcast more than once before it")
+        self._advance(item, begins)
+        known.state, known.item, known.collective = "item", item, next(self._serials)
+        self._by_serial[known.collective] = tag
+        for flow in known.flows:
+            self._reached(self.flows[flow], item.phase)
+        if item.kind != "other" and (item.step, _what(item)) not in self._lost:
+            nbytes = item.nbytes
+            if nbytes is None:
+                nbytes = next(sizes[0][1] for sizes in known.sizes.values())
+            self._emit(Expect(known.collective, item.kind, nbytes, item.dtype, item.step, item.bucket, item.tensors))
+        sizes, known.sizes = known.sizes, {}
+        for flow, seen in sizes.items():
+            for ordinal, nbytes in seen:
+                self._check(known, self.flows[flow], ordinal, nbytes)
+        self._close_old()
+
+    def _advance(self, item: Item, begins: bool) -> None:
+        """The sequence goes on by this collective, seen or missing."""
+        if item.group == "start":
+            if item.index == 2 and not self.started:
+                self.started = self._begun(self, True)
+                if self._wrong is not None:
+                    self._die(self._wrong, loud=True)
+        elif item.step > self._step_open:
+            self._step_open = item.step
+            self._lost = {one for one in self._lost if one[0] >= item.step - 4}
+            self._emit(StepOpen(item.step))
+        if item.group == "gradients" and begins:
+            self._clean = True
+            if self._buckets is None or self._buckets[1] is not self._sequence.buckets:
+                rebuilt = self._buckets is not None
+                self._buckets = item.step, self._sequence.buckets
+                self._emit(BucketsEvent(item.step, self._sequence.buckets, rebuilt))
+            if self._unsure:
+                self._lose(item.step, "gradients", "a collective before it is missing, and which one is not certain")
+        before = self._sequence.reduction
+        self._sequence.accept(item)
+        ended = self._sequence.reduction > before
+        anchored = item.group == "buffers" and self._sequence.inside is None
+        if self._unsure and (anchored or (ended and self._clean and self._sequence.cycle_is_unique())):
+            self._unsure = self._crossed = False
+
+    def _pass(self, known: _Tag) -> None:
+        """A stranger."""
+        last, inside = self._sequence.last, self._sequence.inside
+        if inside == "gradients" and last is not None:
+            if self._fits(known, last):
+                self._lose(last.step, "gradients", "an all-reduce of the size of one of its buckets came between them")
+            elif any(self._fits(known, one) for one in self._sequence.buffers):
+                self._lose(last.step, "gradients", "buffers were broadcast between its buckets")
+                self._unsure = True
+        known.state, known.sizes = "stranger", {}
+        if not self._sequence.started:
+            return
+        self._strangers += 1
+        self._clean = False
+        if self._crossed:
+            self._die("collectives are missing, and strangers came: steps cannot be counted any more")
+
+    def _given_up(self) -> None:
+        """The group that began does not go on: what was taken for its first collectives were strangers."""
+        items = self._sequence.give_up()
+        group, count = items[0].group, len(items)
+        if group == "start" and count >= 2:
+            # A count and shapes, and then something else: a training starts, but not the one that is described.
+            wanted = self._sequence.candidates_at_start()[count]
+            self._contradict(
+                f"a training begins whose broadcast number {count} is not one of {wanted.nbytes} bytes of "
+                f"{wanted.dtype} ({', '.join(wanted.tensors[:3])}, ...), as the job description has it"
+            )
+            if self.started:
+                self._die("its first broadcasts are not those of the job description")
+        for item in items:
+            if item.group == "buffers":
+                self._lose(item.step, "buffers", "a broadcast of their size came before them")
+        self._strangers += self._sequence.started
+        self._wrong = None
+        for tag in range(self._next - count, self._next):
+            known = self._tags.get(tag)
+            if known is not None and known.state == "item":
+                known.state = "lost"
+
+    def _miss(self, known: _Tag | None) -> None:
+        """The next tag was not seen at all, or none of its data."""
+        if known is not None:
+            known.state = "lost"
+        run = self._run + 1 if self._missed == self._next - 1 else 1
+        self._missed, self._run = self._next, run
+        self._next += 1
+        sequence = self._sequence
+        if not sequence.started and sequence.inside is None and not self._began_late():
+            return
+        candidates = sequence.candidates()
+        if not candidates:
+            self._die("the order of the rebuilt buckets was lost")
+            return
+        item = candidates[0]
+        if item.nbytes == 0 and item.op == "allreduce":
+            self._advance(item, sequence.inside is None)
+            return
+        if item.group == "gradients":
+            self._unsure = True
+        if run >= len(sequence.cycle()):
+            self._unsure = self._crossed = True
+            if self._strangers:
+                self._die("collectives of a whole step are missing, and strangers came before: steps cannot be counted")
+                return
+        self._advance(item, item.group != "start" and sequence.inside is None)
+        self._clean = False
+        if item.group == "rebuild" and not sequence.has_known:
+            self._die("the order of the rebuilt buckets was lost")
+        elif item.kind != "other":
+            self._lose(max(item.step, 0), _what(item), f"a collective is missing ({item.kind})")
+
+    def _began_late(self) -> bool:
+        """The capture began in the middle: whether its steps can be followed all the same."""
+        if self._late is None:
+            self._late = self.started = self._begun(self, False)
+            self._lose(0, "gradients", "the capture began in the middle of the training")
+        known = self._sequence.has_known and self._late
+        self._unsure = self._crossed = self._unsure or known
+        return known
+
+    def _jump(self, tag: int) -> bool:
+        """A tag far ahead: all before it is missing. Returns whether the conversation goes on."""
+        here = self._sequence.step
+        if not self._sequence.started and not self._began_late():
+            self._tags.clear()
+            self._next = max(0, tag - 1)
+            return True
+        if self._strangers or not self._sequence.skip(tag - 1 - self._next):
+            self._die("collectives of many steps are missing: steps cannot be counted")
+            return False
+        self._tags.clear()
+        self._next, self._unsure, self._crossed = tag - 1, True, True
+        for step in range(here, min(self._sequence.step, here + _MOST_MISSING)):
+            self._lose(step, "gradients", "its collectives are missing")
+        return True
+
+    # -- one collective --------------------------------------------------------------------------------------------
+
+    def _check(self, known: _Tag, flow: GlooFlow, ordinal: int, nbytes: int) -> None:
+        """Whether a data message is what the collective must send here; learns ranks of it."""
+        item = known.item
+        assert item is not None
+        source, destination = flow.flow.source, flow.flow.destination
+        good = True
+        if item.op == "broadcast":
+            good = _size_fits(item, nbytes)
+            if good and item.group == "start":
+                self.ranks.edge(source, destination, "tree")
+        elif item.op == "allgather":
+            self.ranks.edge(source, destination, "up")
+            if ordinal >= 2 * (self._job.ranks - 1):
+                self._die(f"the training has more ranks than the {self._job.ranks} of the job description", loud=True)
+        else:
+            self.ranks.edge(source, destination, "down")
+            if ordinal != UNKNOWN:
+                good = self.ranks.keep(source, lambda rank: self._sizes_fit(item, rank, [(ordinal, nbytes)]))
+        if self.ranks.changed:
+            self.ranks.changed = False
+            self._emit(Learned(self._job.ranks, self.ranks.known()))
+        if not good:
+            known.state = "lost"
+            self._unsure = True
+            self._lose(max(item.step, 0), _what(item), f"a collective taken for its {item.kind} is another one")
+
+    def lost(self, flow: int, message: int) -> None:
+        """Bytes of a message are lost here. If nobody else sends them to where we look, so is the step."""
+        said = self.flows[flow].said(message)
+        known = self._tags.get(said.tag) if said is not None else None
+        place = self.place(flow, message)
+        if said is None or known is None or known.item is None or not isinstance(place, Place) or not said.nbytes:
+            return
+        if known.item.op == "allreduce" and not self._others(flow, known.item, place):
+            self._lose(known.item.step, "gradients", "bytes of it are lost, and they pass only once")
+
+    def _others(self, flow: int, item: Item, place: Place) -> bool:
+        """Whether the final bytes of a place come in another flow as well, as far as is known."""
+        for index, other in self.flows.items():
+            rank = self.ranks.rank(other.flow.source)
+            if index == flow or other.closed:
+                continue
+            if rank is None:
+                return True
+            assert item.nbytes is not None
+            for one in _sent(item.nbytes, item.item_bytes, self._job.ranks, rank):
+                if one.final and one.begin == place.begin and other.rings:
+                    return True
+        return False
+
+    def _reached(self, flow: GlooFlow, phase: int) -> None:
+        if phase > flow.phase:
+            flow.phase = phase
+            self._close_old()
+
+    def _close_old(self) -> None:
+        """Close collectives of which nothing more can come, and forget them.
+
+        A rank begins a phase when it has finished the one before; a flow that stays silent is waited for a while.
+        """
+        behind = 2 * self._sequence.reduction - 5
+        for tag in sorted(tag for tag in self._tags if tag < self._next):
+            known = self._tags[tag]
+            item = known.item
+            if item is not None and known.state == "item" and item.phase >= behind:
+                flows = [one for one in self.flows.values() if one.rings or one.flow.index in known.flows]
+                if not all(one.closed or one.phase > item.phase for one in flows):
+                    continue
+            if item is not None and item.op == "allgather" and known.state == "item":
+                self._check_world(tag)
+            self._forget(tag)
+
+    def _check_world(self, tag: int) -> None:
+        """In an all-gather each rank sends two messages for each other one."""
+        for flow in self.flows.values():
+            count = flow.count(tag)
+            if count and flow.rings and not self._resynced and count < 2 * (self._job.ranks - 1):
+                found = count // 2 + 1
+                self._die(f"the training has {found} ranks, and the job description {self._job.ranks}", loud=True)
+                return
+
+    def _forget(self, tag: int) -> None:
+        known = self._tags.pop(tag)
+        for flow in known.flows:
+            self.flows[flow].forget(tag)
+        if known.collective >= 0:
+            self._by_serial.pop(known.collective, None)
+            if known.item is not None and known.item.kind != "other":
+                self._emit(Closed(known.collective))
+
+    # -- what the caller and the events need -----------------------------------------------------------------------
+
+    def content(self, collective: int, data: bytes) -> None:
+        """All bytes of a small collective."""
+        known = self._tags.get(self._by_serial.get(collective, -1))
+        if known is None or known.item is None or known.item.kind not in CONTENT_KINDS or self.dead is not None:
+            return
+        kind = known.item.kind
+        if kind == "count":
+            counts = {int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)}
+            if counts != {len(self._job.trainable)}:
+                text = f"the ranks have {sorted(counts)[:4]} trainable parameters, not {len(self._job.trainable)}"
+                self._wrong = self._wrong or text
+        elif kind == "sizes":
+            text = shapes_difference(self._job, data) or ""
+            if known.state == "item":
+                self._wrong = text or self._wrong
+            elif text:
+                self._contradict(f"a training begins that is not the one described: {text}")
+        elif known.state == "item":
+            method = self._sequence.bucket_order if kind == "bucket-order" else self._sequence.bucket_sizes
+            self._wrong = method(data)
+        if self.started and self._wrong is not None:
+            self._die(self._wrong, loud=True)
+        self._resolve()
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        for flow in self.flows.values():
+            flow.closed = True
+        for tag in sorted(self._tags):
+            self._forget(tag)
+        self.dead = self.dead or "it has ended"
+
+    def _lose(self, step: int, what: Literal["gradients", "buffers"], why: str) -> None:
+        if (step, what) not in self._lost and self.started:
+            self._lost.add((step, what))
+            self._emit(LostStep(step, why, what))
+
+    def _contradict(self, text: str) -> None:
+        if self._contradictions < _MOST_CONTRADICTIONS:
+            self._contradictions += 1
+            self._emit(Contradiction(text))
+
+    def _die(self, why: str, *, loud: bool = False) -> None:
+        if self.dead is None:
+            self._lose(max(self._sequence.step, 0), "gradients", why)
+            self.dead = why
+            if loud:
+                self._contradict(why)
+            for tag in sorted(self._tags):
+                self._forget(tag)
+
+
+def _what(item: Item) -> Literal["gradients", "buffers"]:
+    return "buffers" if item.group == "buffers" else "gradients"
+
+
+def _size_fits(item: Item, nbytes: int) -> bool:
+    """Whether a message of a broadcast or an all-gather of counts has the right size."""
+    if item.op == "allgather":
+        return nbytes == 4
+    if item.nbytes is None:
+        return nbytes > 0 and nbytes % (16 if item.kind == "sizes" else 4) == 0
+    return nbytes == item.nbytes
