@@ -14,8 +14,8 @@ UNKNOWN: Final = -1
 """Of an ordinal: messages before it may be missing."""
 _WORKERS: Final = 2
 """Threads that run collectives in torch's ProcessGroupGloo: so many are in progress at a time."""
-_MOST_MESSAGES: Final = 1 << 16
-_MOST_TAGS: Final = 1 << 13
+_MOST_MESSAGES: Final = 1 << 17
+_MOST_TAGS: Final = 1 << 15
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -44,6 +45,9 @@ _AHEAD_IF_SEEN: Final = 64
 _MOST_SIZES: Final = 4096
 _MOST_MISSING: Final = 1 << 16
 _MOST_CONTRADICTIONS: Final = 8
+_MOST_LOST: Final = 4096
+_KEPT: Final = 1 << 14
+"""Collectives that are known after they were closed."""
 _YOUNG: Final = 64
 """Connections that are made at their first use come before so many collectives."""
 
@@ -56,7 +60,6 @@ class _Tag:
     state: _State = "open"
     item: Item | None = None
     collective: int = -1
-    closed: bool = False
     sizes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """(ordinal, bytes) of data messages by flow, while it is not resolved."""
     flows: set[int] = field(default_factory=set)
@@ -89,8 +92,12 @@ class GlooLife:
         self._tags: dict[int, _Tag] = {}
         self._next = 0
         self._highest = -1
+        self._open: dict[int, None] = {}
+        """Tags that are not closed."""
+        self._closed: deque[int] = deque()
         self._by_serial: dict[int, int] = {}
         self.dead: str | None = None
+        self._ended = False
         self.started = False
         """Whether it is the training's: its steps are told."""
         self._late: bool | None = None
@@ -142,7 +149,8 @@ class GlooLife:
     def head(self, flow: int, message: int, slot: int, opcode: int, nbytes: int) -> None:
         """A message begins."""
         prefix, tag, delta = slot >> 56, slot >> 24 & 0xFFFFFFFF, slot & 0xFFFFFF
-        if self.dead is not None or delta or not prefix or opcode not in (DATA, READY_TO_SEND, READY_TO_RECEIVE):
+        silent = self.dead is not None or self._ended
+        if silent or delta or not prefix or opcode not in (DATA, READY_TO_SEND, READY_TO_RECEIVE):
             return
         if tag >= self._next + _WINDOW and not self._jump(tag):
             return
@@ -154,6 +162,7 @@ class GlooLife:
             if tag < self._next:
                 return
             known = self._tags[tag] = _Tag(_OPS.get(prefix))
+            self._open[tag] = None
         if known.op != _OPS.get(prefix):
             self._die(f"tag {tag} is of two operations: this is no process group of torch, or two in one connection")
             return
@@ -179,7 +188,7 @@ class GlooLife:
         if said is None or self.dead is not None:
             return IGNORED
         known = self._tags.get(said.tag)
-        if known is None or known.closed or known.state in ("stranger", "lost"):
+        if known is None or known.state in ("stranger", "lost"):
             return IGNORED
         item = known.item
         if item is None:
@@ -291,7 +300,8 @@ class GlooLife:
                     self._die(self._wrong, loud=True)
         elif item.step > self._step_open:
             self._step_open = item.step
-            self._lost = {one for one in self._lost if one[0] >= item.step - 4}
+            if len(self._lost) > _MOST_LOST:
+                self._lost = {one for one in self._lost if one[0] >= item.step - _MOST_LOST // 4}
             self._emit(StepOpen(item.step))
         if item.group == "gradients" and begins:
             self._clean = True
@@ -393,17 +403,25 @@ class GlooLife:
         """A tag far ahead: all before it is missing. Returns whether the conversation goes on."""
         here = self._sequence.step
         if not self._sequence.started and not self._began_late():
-            self._tags.clear()
+            self._drop_ahead()
             self._next = max(0, tag - 1)
             return True
         if self._strangers or not self._sequence.skip(tag - 1 - self._next):
             self._die("collectives of many steps are missing: steps cannot be counted")
             return False
-        self._tags.clear()
+        self._drop_ahead()
         self._next, self._unsure, self._crossed = tag - 1, True, True
         for step in range(here, min(self._sequence.step, here + _MOST_MISSING)):
             self._lose(step, "gradients", "its collectives are missing")
         return True
+
+    def _drop_ahead(self) -> None:
+        """Forget tags that are not resolved; close the others."""
+        for tag in sorted(self._open):
+            if self._tags[tag].state == "open":
+                del self._tags[tag], self._open[tag]
+            else:
+                self._close(tag)
 
     # -- one collective --------------------------------------------------------------------------------------------
 
@@ -468,7 +486,7 @@ class GlooLife:
         A rank begins a phase when it has finished the one before; a flow that stays silent is waited for a while.
         """
         behind = 2 * self._sequence.reduction - 5
-        for tag in sorted(tag for tag in self._tags if tag < self._next):
+        for tag in [tag for tag in self._open if tag < self._next]:
             known = self._tags[tag]
             item = known.item
             if item is not None and known.state == "item" and item.phase >= behind:
@@ -477,7 +495,7 @@ class GlooLife:
                     continue
             if item is not None and item.op == "allgather" and known.state == "item":
                 self._check_world(tag)
-            self._forget(tag)
+            self._close(tag)
 
     def _check_world(self, tag: int) -> None:
         """In an all-gather each rank sends two messages for each other one."""
@@ -488,14 +506,19 @@ class GlooLife:
                 self._die(f"the training has {found} ranks, and the job description {self._job.ranks}", loud=True)
                 return
 
-    def _forget(self, tag: int) -> None:
-        known = self._tags.pop(tag)
-        for flow in known.flows:
-            self.flows[flow].forget(tag)
-        if known.collective >= 0:
-            self._by_serial.pop(known.collective, None)
-            if known.item is not None and known.item.kind != "other":
-                self._emit(Closed(known.collective))
+    def _close(self, tag: int) -> None:
+        """Nothing more comes of a collective. It stays known for a while: pieces are asked for after many heads."""
+        known = self._tags[tag]
+        self._open.pop(tag, None)
+        if known.collective >= 0 and known.item is not None and known.item.kind != "other":
+            self._emit(Closed(known.collective))
+        self._closed.append(tag)
+        if len(self._closed) > _KEPT:
+            old = self._closed.popleft()
+            gone = self._tags.pop(old)
+            self._by_serial.pop(gone.collective, None)
+            for flow in gone.flows:
+                self.flows[flow].forget(old)
 
     # -- what the caller and the events need -----------------------------------------------------------------------
 
@@ -527,9 +550,9 @@ class GlooLife:
         """Nothing more comes."""
         for flow in self.flows.values():
             flow.closed = True
-        for tag in sorted(self._tags):
-            self._forget(tag)
-        self.dead = self.dead or "it has ended"
+        for tag in sorted(self._open):
+            self._close(tag)
+        self._ended = True
 
     def _lose(self, step: int, what: Literal["gradients", "buffers"], why: str) -> None:
         if (step, what) not in self._lost and self.started:
@@ -547,8 +570,8 @@ class GlooLife:
             self.dead = why
             if loud:
                 self._contradict(why)
-            for tag in sorted(self._tags):
-                self._forget(tag)
+            for tag in sorted(self._open):
+                self._close(tag)
 
 
 def _what(item: Item) -> Literal["gradients", "buffers"]:
