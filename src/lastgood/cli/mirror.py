@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from lastgood.cli import mirror_dump, mirror_generate, mirror_odds, mirror_setup
+from lastgood.cli import mirror_describe, mirror_dump, mirror_generate, mirror_odds, mirror_setup
 from lastgood.cli._app import App
 
 __all__ = ["app"]
 
 app = App(help="FlowCheck: checkpoints from mirrored packets, with the trainers untouched.", no_args_is_help=True)
+app.command("describe")(mirror_describe.describe)
 app.command("setup")(mirror_setup.setup)
 app.command("check")(mirror_setup.check)
 app.command("commands")(mirror_setup.commands)
