@@ -30,6 +30,8 @@ class Collective:
     alone: bool = True
     """Whether nothing else runs beside it."""
     root: int = 0
+    phase: int = 0
+    """What is in one phase may run at once; a rank ends one before it begins the next."""
 
 
 @dataclass
@@ -52,7 +54,10 @@ class Life:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._phase = 0
         self._start()
+        if self.strangers:
+            self._add("allreduce", 4, 4, None)
         first = self._first_buckets()
         self.buckets = self._shuffled_buckets()
         rebuilt_at = None
@@ -78,7 +83,11 @@ class Life:
     # -- pieces of the table ---------------------------------------------------------------------------------------
 
     def _add(self, op: str, nbytes: int, item: int, label: Label | None, **more: object) -> None:
-        self.collectives.append(Collective(op, nbytes, item, label, **more))  # type: ignore[arg-type]
+        one = Collective(op, nbytes, item, label, **more)  # type: ignore[arg-type]
+        self._phase += one.alone
+        one.phase = self._phase
+        self.collectives.append(one)
+        self._phase += one.alone
 
     def _start(self) -> None:
         job = self.job
@@ -121,6 +130,7 @@ class Life:
 
     def _gradients(self, step: int, buckets: list[list[int]], last: bool, turn: int) -> None:
         job = self.job
+        self._phase += 1
         trainable = [one for one in job.parameters if one.trainable]
         used: Label | None = ("used", step, None) if last else None
         if job.ddp.static_graph and turn == 0:
@@ -135,6 +145,7 @@ class Life:
             sizes.append(nbytes)
         if job.ddp.find_unused_parameters and not job.ddp.static_graph:
             self._add("allreduce", 4 * len(trainable), 4, used, alone=False)
+        self._phase += 1
 
     def _stranger(self, *, alone: bool = True) -> None:
         if self._random.random() < self.strangers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import groupby
 
 from tests.mirror.support.ddp_life import Collective, Life
 
@@ -70,17 +71,8 @@ def heads(life: Life, seed: int = 0, *, announcements: bool = True) -> list[Sent
     chance = random.Random(seed)
     ranks = life.job.ranks
     found: list[Sent] = []
-    phase: list[int] = []
-    for tag, one in enumerate(life.collectives):
-        if one.alone and phase:
-            found += _together(life, phase, chance, announcements)
-            phase = []
-        phase.append(tag)
-        if one.alone:
-            found += _together(life, phase, chance, announcements)
-            phase = []
-    if phase:
-        found += _together(life, phase, chance, announcements)
+    for _, tags in groupby(range(len(life.collectives)), key=lambda tag: life.collectives[tag].phase):
+        found += _together(life, list(tags), chance, announcements)
     assert all(one.source < ranks for one in found)
     return found
 

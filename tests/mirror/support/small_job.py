@@ -18,7 +18,7 @@ def tensor(name: str, *shape: int, dtype: str = "float32", trainable: bool = Tru
 
 
 def small_job(
-    elements: tuple[int, ...] = (7, 300, 5, 1200),
+    elements: tuple[int, ...] = (70, 300, 50, 1200),
     *,
     buffers: bool = True,
     frozen: bool = True,

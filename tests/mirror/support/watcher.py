@@ -46,6 +46,7 @@ class Watcher:
         self._numbers: dict[int, int] = {}
         self._waiting: list[tuple[int, int, Sent]] = []
         self._told: set[int] = set()
+        self._holes: set[int] = set()
 
     # -- what passes -----------------------------------------------------------------------------------------------
 
@@ -82,10 +83,17 @@ class Watcher:
         seen = [one for one in sents if self.seen(one)]
         for one in seen:
             self.flow(one.source, one.destination, **({"from_the_beginning": False} if late else {}))
-        for flow in {self.flow(one.source, one.destination) for one in seen if id(one) in gone}:
-            self.conversation.resynced(flow, "a hole")
+        # As parsers do: said together with the first head after the hole, and before all heads of the batch.
+        holes = set(self._holes)
+        for one in seen:
+            flow = self.flow(one.source, one.destination)
+            if id(one) in gone:
+                holes.add(flow)
+            elif flow in holes:
+                holes.discard(flow)
+                self.conversation.resynced(flow, "a hole")
         losses = []
-        hole: set[int] = set()
+        hole = self._holes
         for one in seen:
             flow = self.flow(one.source, one.destination)
             if id(one) in gone:

@@ -76,8 +76,6 @@ class CollectiveSequence:
         """Whether those of this reduction's own forward have, or there are none."""
         self._open: list[Item] = list(self._start)
         self._at = 0
-        self.last: Item | None = None
-        """What was accepted last."""
 
     # -- what comes ------------------------------------------------------------------------------------------------
 
@@ -129,7 +127,6 @@ class CollectiveSequence:
             }
             self._open, self._at = makers[item.group](), 0
         self._at += 1
-        self.last = item
         if self._at == len(self._open):
             self._close(item.group)
 
@@ -140,7 +137,6 @@ class CollectiveSequence:
             self._order = self._sizes = self._announced = None
         if found and found[0].group != "start":
             self._open = []
-        self.last = None
         return found
 
     def _close(self, group: Group) -> None:
@@ -297,7 +293,6 @@ class CollectiveSequence:
                 return False
             self.accept(found[0])
             count -= 1
-        self.last = None
         return True
 
 

@@ -44,15 +44,14 @@ class GlooFlow:
     _void: set[int] = field(default_factory=set)
     _fresh: set[int] | None = None
     """Tags since a resynchronisation, until enough of them are known to be new."""
-    _highest: int = -1
-    _ever_resynced: bool = False
+    _new_from: int = 0
+    """The first tag that certainly began after the last resynchronisation; so did all after it."""
     _messages: OrderedDict[int, Said] = field(default_factory=OrderedDict)
 
     def resync(self) -> None:
         """An unknown number of messages is missing here."""
         self._void |= self._counts.keys()
         self._fresh = set()
-        self._ever_resynced = True
 
     def saw(self, tag: int, message: int) -> None:
         """Any head of a collective came. Threads take collectives in the order of tags: later ones are new."""
@@ -64,15 +63,14 @@ class GlooFlow:
                 self._fresh.add(tag)
             return
         if self._fresh is not None:
-            if len(self._fresh) < _WORKERS:
-                self._void.add(tag)
-                self._fresh.add(tag)
+            if len(self._fresh) >= _WORKERS and tag > max(self._fresh):
+                self._fresh, self._new_from = None, tag
             else:
-                self._fresh = None
-        if self._ever_resynced and tag < self._highest:
+                self._fresh.add(tag)
+                self._void.add(tag)
+        elif tag < self._new_from:
             self._void.add(tag)
         self._counts[tag] = 0
-        self._highest = max(self._highest, tag)
         if len(self._counts) > _MOST_TAGS:
             self.forget(min(self._counts))
 

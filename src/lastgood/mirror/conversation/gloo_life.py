@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final, Literal
 
-from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, Op, shapes_difference
+from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, shapes_difference
 from lastgood.mirror.conversation.gloo_flow import UNKNOWN, GlooFlow
+from lastgood.mirror.conversation.gloo_tags import OPERATIONS, Tag, reduction_fits, sent_messages, size_fits
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
@@ -32,17 +31,14 @@ from lastgood.mirror.conversation.places import Buckets as BucketsEvent
 from lastgood.mirror.conversation.ranks import RankFinder
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.streams.messages import DATA, READY_TO_RECEIVE, READY_TO_SEND, Flow
-from lastgood.wire.gloo import GlooMessage, GlooRing
 
 __all__ = ["GlooLife"]
 
-_OPS: Final[dict[int, Op]] = {2: "allgather", 4: "allreduce", 6: "broadcast"}
 _WINDOW: Final = 4096
 """Tags that are followed ahead of the first one that is not resolved."""
 _AHEAD: Final = 4
 """A tag that was not seen while one so far ahead was is missing; threads begin them in order."""
 _AHEAD_IF_SEEN: Final = 64
-_MOST_SIZES: Final = 4096
 _MOST_MISSING: Final = 1 << 16
 _MOST_CONTRADICTIONS: Final = 8
 _MOST_LOST: Final = 4096
@@ -50,24 +46,6 @@ _KEPT: Final = 1 << 14
 """Collectives that are known after they were closed."""
 _YOUNG: Final = 64
 """Connections that are made at their first use come before so many collectives."""
-
-_State = Literal["open", "item", "stranger", "lost"]
-
-
-@dataclass
-class _Tag:
-    op: Op | None
-    state: _State = "open"
-    item: Item | None = None
-    collective: int = -1
-    sizes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """(ordinal, bytes) of data messages by flow, while it is not resolved."""
-    flows: set[int] = field(default_factory=set)
-
-
-@lru_cache(maxsize=256)
-def _sent(nbytes: int, item_bytes: int, world: int, rank: int) -> list[GlooMessage]:
-    return GlooRing(nbytes, world, item_bytes).sent(rank)
 
 
 class GlooLife:
@@ -89,7 +67,7 @@ class GlooLife:
         self.ranks = ranks
         self._sequence = CollectiveSequence(job, known)
         self.flows: dict[int, GlooFlow] = {}
-        self._tags: dict[int, _Tag] = {}
+        self._tags: dict[int, Tag] = {}
         self._next = 0
         self._highest = -1
         self._open: dict[int, None] = {}
@@ -111,6 +89,8 @@ class GlooLife:
         self._step_open = -1
         self._buckets: tuple[int, Buckets] | None = None
         self._resynced = False
+        self._last_gradients: Item | None = None
+        """If nothing of the training came since: a stranger of its size may have been taken for it."""
         self._contradictions = 0
         self._missed = -2
         self._run = 0
@@ -161,9 +141,9 @@ class GlooLife:
         if known is None:
             if tag < self._next:
                 return
-            known = self._tags[tag] = _Tag(_OPS.get(prefix))
+            known = self._tags[tag] = Tag(OPERATIONS.get(prefix))
             self._open[tag] = None
-        if known.op != _OPS.get(prefix):
+        if known.op != OPERATIONS.get(prefix):
             self._die(f"tag {tag} is of two operations: this is no process group of torch, or two in one connection")
             return
         if flow not in known.flows:
@@ -174,9 +154,7 @@ class GlooLife:
             ordinal = here.data(message, tag, nbytes)
             here.rings = here.rings or known.op == "allreduce"
             if known.state == "open":
-                sizes = known.sizes.setdefault(flow, [])
-                if len(sizes) < _MOST_SIZES:
-                    sizes.append((ordinal, nbytes))
+                known.note(flow, ordinal, nbytes)
             elif known.state == "item":
                 self._check(known, here, ordinal, nbytes)
         self._resolve()
@@ -203,7 +181,7 @@ class GlooLife:
         if rank is None:
             return None
         assert item.nbytes is not None  # of all-reduces it is known
-        message_sent = _sent(item.nbytes, item.item_bytes, self._job.ranks, rank)[said.ordinal]
+        message_sent = sent_messages(item.nbytes, item.item_bytes, self._job.ranks, rank)[said.ordinal]
         if not message_sent.final:
             return IGNORED
         return Place(known.collective, message_sent.begin, message_sent.end, True)
@@ -239,39 +217,28 @@ class GlooLife:
                 self._pass(known)
                 self._next += 1
 
-    def _is_missing(self, known: _Tag | None) -> bool:
+    def _is_missing(self, known: Tag | None) -> bool:
         candidates = self._sequence.candidates()
         if candidates and candidates[0].nbytes == 0 and candidates[0].op == "allreduce":
             return self._highest > self._next  # nothing is sent at all
         ahead = _AHEAD if known is None or self._resynced else _AHEAD_IF_SEEN
         return self._highest >= self._next + ahead
 
-    def _fits(self, known: _Tag, item: Item) -> bool:
+    def _fits(self, known: Tag, item: Item) -> bool:
         """Whether all that was seen of a tag could be this collective."""
         if known.op != item.op:
             return False
+        world = self._job.ranks
         for flow, sizes in known.sizes.items():
             source = self.flows[flow].flow.source
             if item.op == "allreduce":
-                if not any(self._sizes_fit(item, rank, sizes) for rank in self.ranks.candidates(source)):
+                if not any(reduction_fits(item, world, rank, sizes) for rank in self.ranks.candidates(source)):
                     return False
-            elif not all(_size_fits(item, nbytes) for _, nbytes in sizes):
+            elif not all(size_fits(item, nbytes) for _, nbytes in sizes):
                 return False
         return True
 
-    def _sizes_fit(self, item: Item, rank: int, sizes: list[tuple[int, int]]) -> bool:
-        assert item.nbytes is not None
-        messages = _sent(item.nbytes, item.item_bytes, self._job.ranks, rank)
-        allowed = {one.end - one.begin for one in messages}
-        for ordinal, nbytes in sizes:
-            if ordinal == UNKNOWN:
-                if nbytes not in allowed:
-                    return False
-            elif ordinal >= len(messages) or messages[ordinal].end - messages[ordinal].begin != nbytes:
-                return False
-        return True
-
-    def _accept(self, known: _Tag, tag: int, item: Item) -> None:
+    def _accept(self, known: Tag, tag: int, item: Item) -> None:
         begins = item.group != "start" and self._sequence.inside is None
         if item.group == "buffers" and item.index == 0 and self._sequence.buffers_repeated:
             self._lose(item.step, "buffers", "buffers were broadcast more than once before it")
@@ -313,18 +280,21 @@ class GlooLife:
                 self._lose(item.step, "gradients", "a collective before it is missing, and which one is not certain")
         before = self._sequence.reduction
         self._sequence.accept(item)
+        self._last_gradients = item if item.group == "gradients" else None
         ended = self._sequence.reduction > before
         anchored = item.group == "buffers" and self._sequence.inside is None
         if self._unsure and (anchored or (ended and self._clean and self._sequence.cycle_is_unique())):
             self._unsure = self._crossed = False
 
-    def _pass(self, known: _Tag) -> None:
+    def _pass(self, known: Tag) -> None:
         """A stranger."""
-        last, inside = self._sequence.last, self._sequence.inside
-        if inside == "gradients" and last is not None:
+        last = self._last_gradients
+        if last is not None:
             if self._fits(known, last):
-                self._lose(last.step, "gradients", "an all-reduce of the size of one of its buckets came between them")
-            elif any(self._fits(known, one) for one in self._sequence.buffers):
+                self._lose(last.step, "gradients", "an all-reduce of the size of one of its buckets came beside them")
+            elif self._sequence.inside == "gradients" and any(
+                self._fits(known, one) for one in self._sequence.buffers[:1]
+            ):
                 self._lose(last.step, "gradients", "buffers were broadcast between its buckets")
                 self._unsure = True
         known.state, known.sizes = "stranger", {}
@@ -332,6 +302,8 @@ class GlooLife:
             return
         self._strangers += 1
         self._clean = False
+        if known.op == "allreduce" and not self._sequence.reduction:
+            self._check_world()
         if self._crossed:
             self._die("collectives are missing, and strangers came: steps cannot be counted any more")
 
@@ -356,9 +328,10 @@ class GlooLife:
         for tag in range(self._next - count, self._next):
             known = self._tags.get(tag)
             if known is not None and known.state == "item":
-                known.state = "lost"
+                known.stale = group == "start"
+                known.state = "item" if known.stale else "lost"
 
-    def _miss(self, known: _Tag | None) -> None:
+    def _miss(self, known: Tag | None) -> None:
         """The next tag was not seen at all, or none of its data."""
         if known is not None:
             known.state = "lost"
@@ -380,6 +353,7 @@ class GlooLife:
             self._unsure = True
         if run >= len(sequence.cycle()):
             self._unsure = self._crossed = True
+            # A training that had none of its own before is taken to have had none in the gap.
             if self._strangers:
                 self._die("collectives of a whole step are missing, and strangers came before: steps cannot be counted")
                 return
@@ -402,6 +376,9 @@ class GlooLife:
     def _jump(self, tag: int) -> bool:
         """A tag far ahead: all before it is missing. Returns whether the conversation goes on."""
         here = self._sequence.step
+        if self._tags and tag - self._next > _MOST_MISSING:
+            self._die("more collectives are missing than can be followed")
+            return False
         if not self._sequence.started and not self._began_late():
             self._drop_ahead()
             self._next = max(0, tag - 1)
@@ -411,7 +388,10 @@ class GlooLife:
             return False
         self._drop_ahead()
         self._next, self._unsure, self._crossed = tag - 1, True, True
-        for step in range(here, min(self._sequence.step, here + _MOST_MISSING)):
+        if self._sequence.step - here > _MOST_LOST:
+            self._lose(here, "gradients", "its collectives are missing, and those of many steps after it")
+            return True
+        for step in range(here, self._sequence.step):
             self._lose(step, "gradients", "its collectives are missing")
         return True
 
@@ -425,14 +405,14 @@ class GlooLife:
 
     # -- one collective --------------------------------------------------------------------------------------------
 
-    def _check(self, known: _Tag, flow: GlooFlow, ordinal: int, nbytes: int) -> None:
+    def _check(self, known: Tag, flow: GlooFlow, ordinal: int, nbytes: int) -> None:
         """Whether a data message is what the collective must send here; learns ranks of it."""
         item = known.item
         assert item is not None
         source, destination = flow.flow.source, flow.flow.destination
         good = True
         if item.op == "broadcast":
-            good = _size_fits(item, nbytes)
+            good = size_fits(item, nbytes)
             if good and item.group == "start":
                 self.ranks.edge(source, destination, "tree")
         elif item.op == "allgather":
@@ -442,7 +422,9 @@ class GlooLife:
         else:
             self.ranks.edge(source, destination, "down")
             if ordinal != UNKNOWN:
-                good = self.ranks.keep(source, lambda rank: self._sizes_fit(item, rank, [(ordinal, nbytes)]))
+                good = self.ranks.keep(
+                    source, lambda rank: reduction_fits(item, self._job.ranks, rank, [(ordinal, nbytes)])
+                )
         if self.ranks.changed:
             self.ranks.changed = False
             self._emit(Learned(self._job.ranks, self.ranks.known()))
@@ -470,7 +452,7 @@ class GlooLife:
             if rank is None:
                 return True
             assert item.nbytes is not None
-            for one in _sent(item.nbytes, item.item_bytes, self._job.ranks, rank):
+            for one in sent_messages(item.nbytes, item.item_bytes, self._job.ranks, rank):
                 if one.final and one.begin == place.begin and other.rings:
                     return True
         return False
@@ -493,15 +475,16 @@ class GlooLife:
                 flows = [one for one in self.flows.values() if one.rings or one.flow.index in known.flows]
                 if not all(one.closed or one.phase > item.phase for one in flows):
                     continue
-            if item is not None and item.op == "allgather" and known.state == "item":
-                self._check_world(tag)
             self._close(tag)
 
-    def _check_world(self, tag: int) -> None:
+    def _check_world(self) -> None:
         """In an all-gather each rank sends two messages for each other one."""
-        for flow in self.flows.values():
-            count = flow.count(tag)
-            if count and flow.rings and not self._resynced and count < 2 * (self._job.ranks - 1):
+        tag = next((tag for tag, one in self._tags.items() if one.item is not None and one.op == "allgather"), None)
+        if tag is None or self._resynced:
+            return
+        for index in self._tags[tag].flows:
+            count = self.flows[index].count(tag)
+            if count and count != 2 * (self._job.ranks - 1):
                 found = count // 2 + 1
                 self._die(f"the training has {found} ranks, and the job description {self._job.ranks}", loud=True)
                 return
@@ -510,6 +493,9 @@ class GlooLife:
         """Nothing more comes of a collective. It stays known for a while: pieces are asked for after many heads."""
         known = self._tags[tag]
         self._open.pop(tag, None)
+        item = known.item
+        if item is not None and item.group == "gradients" and item.kind != "other" and not self.ranks.known():
+            self._lose(item.step, "gradients", "no size has shown which rank is watched: it must be given")
         if known.collective >= 0 and known.item is not None and known.item.kind != "other":
             self._emit(Closed(known.collective))
         self._closed.append(tag)
@@ -528,18 +514,18 @@ class GlooLife:
         if known is None or known.item is None or known.item.kind not in CONTENT_KINDS or self.dead is not None:
             return
         kind = known.item.kind
-        if kind == "count":
+        if kind == "count" and not known.stale:
             counts = {int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)}
             if counts != {len(self._job.trainable)}:
                 text = f"the ranks have {sorted(counts)[:4]} trainable parameters, not {len(self._job.trainable)}"
                 self._wrong = self._wrong or text
         elif kind == "sizes":
             text = shapes_difference(self._job, data) or ""
-            if known.state == "item":
+            if not known.stale:
                 self._wrong = text or self._wrong
             elif text:
                 self._contradict(f"a training begins that is not the one described: {text}")
-        elif known.state == "item":
+        elif known.state == "item" and not known.stale:
             method = self._sequence.bucket_order if kind == "bucket-order" else self._sequence.bucket_sizes
             self._wrong = method(data)
         if self.started and self._wrong is not None:
@@ -576,12 +562,3 @@ class GlooLife:
 
 def _what(item: Item) -> Literal["gradients", "buffers"]:
     return "buffers" if item.group == "buffers" else "gradients"
-
-
-def _size_fits(item: Item, nbytes: int) -> bool:
-    """Whether a message of a broadcast or an all-gather of counts has the right size."""
-    if item.op == "allgather":
-        return nbytes == 4
-    if item.nbytes is None:
-        return nbytes > 0 and nbytes % (16 if item.kind == "sizes" else 4) == 0
-    return nbytes == item.nbytes
