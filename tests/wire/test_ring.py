@@ -175,8 +175,21 @@ def test_cells_of_16_kib_go_to_channels_evenly() -> None:
     # 400,000 bytes are 25 cells (the last one is not full): 7 each for the first three channels, 4 for the last one.
     cell = 16384 // 4
     assert part_counts(100_000, 4, 4, channels=4, version="2.30") == [7 * cell, 7 * cell, 7 * cell, 100_000 - 21 * cell]
-    assert part_counts(100, 4, 4, channels=16, version="2.28.3") == [100]
-    assert part_counts(2 * cell, 4, 4, channels=16, version="2.28.3") == [cell, cell]
+    assert part_counts(100, 4, 4, channels=16, version="2.30.3") == [100]
+    assert part_counts(2 * cell, 4, 4, channels=16, version="2.30.3") == [cell, cell]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "protocol", "counts"),
+    [
+        (66_856, "simple", [10_240, 6_474]),
+        (41_128, "simple", [6_144, 4_138]),
+        (41_128, "ll", [5_632, 4_650]),
+        (25_728, "ll", [3_584, 2_848]),
+    ],
+)
+def test_shares_of_two_channels_are_those_of_captured_traffic(nbytes: int, protocol: str, counts: list[int]) -> None:
+    assert part_counts(nbytes // 4, 4, 2, channels=2, version="2.28.9", protocol=protocol) == counts
 
 
 def test_ll_has_cells_of_4_kib_and_chunks_of_32_kib() -> None:

@@ -69,8 +69,9 @@ class _CellRule:
 
 
 _OLD = _CellRule(512, 16, False, ("simple",))
-_NEW = _CellRule(32 * KIB, None, True, PROTOCOLS)
-_RULES = {"2.22": _OLD, "2.28": _NEW, "2.30": _NEW}
+_NEW = _CellRule(16 * KIB, None, True, PROTOCOLS)
+_NEWER = _CellRule(32 * KIB, None, True, PROTOCOLS)
+_RULES = {"2.22": _OLD, "2.28": _NEW, "2.30": _NEWER}
 KNOWN_VERSIONS = (*OLD_VERSIONS, *_RULES)
 
 
