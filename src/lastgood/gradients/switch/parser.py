@@ -118,10 +118,35 @@ class LinkParser:
                     self._then()
             at += step
 
+    def lose(self, nbytes: int) -> tuple[Record | None, int]:
+        """Bytes that will never come, of a link that is mirrored. Nothing is given of the record that they lie in.
+
+        Returns the marked record that is lost with them, and how many of them lie in headers that are not known: if
+        there are any, only `resume` goes on.
+        """
+        step = min(self._skip, nbytes)
+        self._skip -= step
+        nbytes -= step
+        lost = self._record
+        if lost is not None and nbytes:
+            left = self._wanted - len(self._held)
+            step = min(left, nbytes)
+            nbytes -= step
+            self._skip = left - step
+            self._expect(HEADER_BYTES, self._headed)
+            return lost, nbytes
+        return None, nbytes
+
+    def resume(self) -> None:
+        """What comes next is the header of a record."""
+        self._skip = 0
+        self._expect(HEADER_BYTES, self._headed)
+
     # -- what comes in turn --------------------------------------------------------------------------------------------
 
     def _expect(self, wanted: int, then: Callable[[], None]) -> None:
         self._held = bytearray()
+        self._record = None
         self._wanted, self._then = wanted, then
 
     def _framed(self) -> None:
