@@ -530,3 +530,20 @@ class RoceParser:
         """What is open is lost."""
     def counters(self) -> dict[str, int]:
         """All counters that are not 0."""
+
+# mirror: streams over TCP
+
+class GlooStreams:
+    """Gloo's messages in frames; lastgood.mirror.streams.native uses it."""
+
+    def __init__(self, keep_bytes: int, keep_all_bytes: int, blind_bytes: int, max_connections: int) -> None: ...
+    def feed(self, data: int, size: int, frames: int, count: int) -> tuple[Any, ...]:
+        """Read `count` frames (rows of FRAME at `frames`) of `size` bytes at `data`.
+
+        Returns flows that opened, flows that closed, heads, pieces and losses (rows as bytes), what was resynchronised,
+        and what is refused.
+        """
+    def finish(self) -> tuple[Any, ...]:
+        """Nothing more comes; returns as `feed`."""
+    def counters(self) -> dict[str, int]:
+        """What was counted, without zeros."""
