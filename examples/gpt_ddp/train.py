@@ -40,9 +40,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, length, WIDTH) to the same."""
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads.unbind()
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm_mlp(x)))))
+        out: torch.Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm_mlp(x)))))
+        return out
 
 
 class GPT(nn.Module):
@@ -61,7 +63,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
 def make() -> dict[str, Any]:
@@ -119,7 +122,7 @@ def train(steps: int, losses: Path | None, resume_from: Path | None, save_to: Pa
         parts["optimizer"].step()
         parts["scheduler"].step()
         if file is not None:
-            file.write(f"{step} {loss.item().hex()}\n")
+            file.write(f"{step} {float(loss).hex()}\n")
             file.flush()
         time.sleep(pause_s)
     if file is not None:

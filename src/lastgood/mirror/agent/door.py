@@ -210,7 +210,7 @@ class AgentDoor:
             raise StateError(f"{wire.other}: {why}")
         began = time.monotonic()
         memory = torch.empty(total, dtype=torch.uint8)
-        view = memoryview(memory.numpy()).cast("B")
+        view = memory.numpy().data.cast("B")
         offset = 0
         while offset < total:
             frame = wire.receive_frame(f"byte {offset} of a state")

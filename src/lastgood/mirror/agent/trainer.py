@@ -295,7 +295,7 @@ class _Link:
 
 def _send_state(wire: Wire, state: _State) -> None:
     began = time.monotonic()
-    stream = memoryview(state.stream.numpy()).cast("B") if state.stream.numel() else memoryview(b"")
+    stream = state.stream.numpy().data.cast("B") if state.stream.numel() else memoryview(b"")
     head = StateHead(number=state.number, step=state.step, stream_bytes=len(stream), layout_bytes=len(state.layout))
     wire.send_message(**head.model_dump())
     offset = 0
