@@ -26,6 +26,7 @@ ALLOWED = {
     ("integrations/dcp/writer.py", "dcp"): "the name of a layout of files",
     ("experiments/figures/registry.py", "checkmate"): "a figure's name",
     ("experiments/figures/registry.py", "dcp"): "a figure's name",
+    ("experiments/figures/registry.py", "flowcheck"): "a figure's name",
     ("experiments/records/dcp.py", "dcp"): "the name of a figure's panel",
     ("experiments/plan/node_checks.py", "checkmate"): "a figure's section of the configuration",
     ("experiments/plan/variants.py", "checkmate"): "a figure's section of the configuration",
@@ -37,6 +38,8 @@ PAPERS = {
     "plan/variants.py": "figures 11 to 14 vary PCcheck's options",
     "plots/captions.py": "captions of figures 11 to 14",
     "tables/checkmate.py": "Checkmate's figure",
+    "flowcheck": "FlowCheck's figure",
+    "tables/flowcheck.py": "FlowCheck's figure",
     "tables/goodput.py": "PCcheck's published gains",
     "tables/optimizer.py": "Checkmate's figure",
 }

@@ -73,7 +73,10 @@ def test_overrides_may_come_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["fig7"], "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, test_simple"),
+        (
+            ["fig7"],
+            "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, flowcheck, test_simple",
+        ),
         (["fig8", "a=1"], "unknown key"),
     ],
 )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.experiments.config.flowcheck_section import FlowcheckSection
 from lastgood.experiments.config.sections import (
     CheckmateSection,
     ConcurrencySection,
@@ -112,6 +113,9 @@ class Config(FrozenModel):
     checkmate: CheckmateSection = Field(description="what Checkmate's figure measures, over several nodes")
     dcp: DcpSection = Field(
         default_factory=DcpSection, description="what the figure of torch's distributed checkpoint measures"
+    )
+    flowcheck: FlowcheckSection = Field(
+        default_factory=FlowcheckSection, description="what FlowCheck's figure measures, panel by panel"
     )
 
     @property

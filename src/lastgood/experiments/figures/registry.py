@@ -23,10 +23,11 @@ from lastgood.experiments.plan.cells import (
     plan_sweep,
     plan_throughput,
 )
+from lastgood.experiments.plan.flowcheck import plan_flowcheck
 from lastgood.experiments.plan.variants import BLOB, Variant, concurrency_variants, memory_variants, threads_variants
 from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.dcp import DCP_PANEL
-from lastgood.experiments.records.kinds import DCP, GOODPUT, RUN, MeasurementKind, load_function
+from lastgood.experiments.records.kinds import DCP, FLOWCHECK, GOODPUT, RUN, MeasurementKind, load_function
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
 
@@ -141,6 +142,14 @@ _FIGURES = {
         lambda _: [DCP_PANEL],
         "lastgood.experiments.plots.dcp:plot_dcp",
         shows=DCP,
+        always=lambda _: False,
+    ),
+    # Parts of it need root and a testbed, which nobody gets unasked.
+    "flowcheck": FigureKind(
+        plan_flowcheck,
+        lambda config: config.flowcheck.parts,
+        "lastgood.experiments.plots.flowcheck:plot_flowcheck",
+        shows=FLOWCHECK,
         always=lambda _: False,
     ),
 }

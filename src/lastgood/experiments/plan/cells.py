@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lastgood.experiments.plan.grid import Prediction
 
 __all__ = [
+    "PUBLIC_TRACE",
     "dcp_modelled_s",
     "goodput_modelled_s",
     "in_batches",
@@ -63,7 +64,7 @@ _SERVER_S = 8.0
 """An S3 server's start and end."""
 _said: set[str] = set()
 """What was told to be left out."""
-_PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
+PUBLIC_TRACE = Path("evaluation", "fig9", "traces", "a100-spot-64.trace")
 
 
 _Spec = TypeVar("_Spec", bound=Spec)
@@ -115,7 +116,7 @@ def plan_goodput(config: Config) -> list[RunSpec | GoodputSpec]:
     intervals = sorted({*config.intervals, *section.intervals})
     specs: list[RunSpec | GoodputSpec] = [*_plan_models(config, goodput_variants, intervals)]
     systems = section.systems or [system for system in config.systems if system != BASELINE]
-    path = Path(section.trace) if section.trace else find_root() / _PUBLIC_TRACE
+    path = Path(section.trace) if section.trace else find_root() / PUBLIC_TRACE
     trace = load_trace(path)
     stretch = trace.stretch(section.window_s, section.failures)
     for repetition in range(section.repetitions):

@@ -17,6 +17,7 @@ from lastgood.units import MIB, format_bytes, format_rate, format_seconds
 __all__ = [
     "checkmate_caption",
     "dcp_caption",
+    "flowcheck_caption",
     "goodput_caption",
     "optimizer_caption",
     "persist_caption",
@@ -121,6 +122,26 @@ def dcp_caption(frame: pd.DataFrame) -> str:
         f"Not to be compared: {'; '.join(reasons)}." if reasons else "",
         _on_s3(frame[frame["medium"] == "s3"]),
         f"torch {_joined(frame['torch'])}.",
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
+
+
+def flowcheck_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, what the part was asked for, published numbers with their sources, revision."""
+    first = frame.iloc[0]
+    warning = " (compare shapes and ratios, not absolute numbers, with a paper's)" if first["scale"] == "laptop" else ""
+    published = frame[frame["source"] == "published"]
+    notes = sorted(set(frame["note"].dropna()))
+    sentences = [
+        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
+        f"{warning}.",
+        str(first["words"]),
+        *(f"{note}." for note in notes),
+        *(
+            f"Published: {row['series']}, {row['setting']} ({row['paper_source']})."
+            for _, row in published.drop_duplicates(["series", "setting"]).iterrows()
+        ),
         _revision(frame),
     ]
     return _joined_sentences(sentences)

@@ -15,6 +15,7 @@ from typing import Any
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.records.base import MOST_RECORD_BYTES, Record, Spec
 from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
+from lastgood.experiments.records.flowcheck import FlowcheckRecord, FlowcheckSpec
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpec
 from lastgood.experiments.records.run import RunRecord
@@ -24,6 +25,7 @@ from lastgood.units import MIB
 
 __all__ = [
     "DCP",
+    "FLOWCHECK",
     "GOODPUT",
     "OPTIMIZER",
     "RUN",
@@ -90,7 +92,15 @@ DCP = MeasurementKind(
     modelled_s="lastgood.experiments.plan.cells:dcp_modelled_s",
     collect="lastgood.experiments.tables.dcp:collect_dcp_files",
 )
-_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP)
+FLOWCHECK = MeasurementKind(
+    "a part of FlowCheck's figure",
+    FlowcheckSpec,
+    FlowcheckRecord,
+    execute="lastgood.experiments.flowcheck.execute:execute_flowcheck",
+    modelled_s="lastgood.experiments.plan.flowcheck:flowcheck_modelled_s",
+    collect="lastgood.experiments.tables.flowcheck:collect_flowcheck_files",
+)
+_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP, FLOWCHECK)
 
 
 def kind_of_spec(spec: Spec) -> MeasurementKind:

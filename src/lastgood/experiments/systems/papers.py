@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["CHECKMATE", "PCCHECK", "PCCHECK_EARLIER"]
+__all__ = ["CHECKMATE", "FLOWCHECK", "PCCHECK", "PCCHECK_EARLIER"]
 
 PCCHECK: Final = "pccheck"
 """The system whose options figures 12 to 14 of PCcheck's paper vary, and that its numbers compare others with."""
@@ -14,3 +14,6 @@ PCCHECK_EARLIER: Final = ("checkfreq", "gpm", "gemini")
 
 CHECKMATE: Final = "checkmate"
 """The system that Checkmate's figure compares others with."""
+
+FLOWCHECK: Final = "flowcheck"
+"""The system whose figure is about mirrored packets."""
