@@ -51,7 +51,7 @@ FLOORS = [
         "experiments.ceilings experiments.optbench experiments.services experiments.config",
         "experiments.advise experiments.runs experiments.plan",
         "experiments.goodput experiments.multirank experiments.figures",
-        "experiments.dcp_runs experiments.tables",
+        "experiments.dcp_runs experiments.flowcheck experiments.tables",
         "experiments.claims experiments.plots",
         "experiments.report",
         "cli",

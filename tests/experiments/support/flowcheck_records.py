@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lastgood.experiments.formulas.mirror_node import LARGE_MODELS, MirrorNode
 from lastgood.experiments.records.flowcheck import (
     ALONE,
     MIRRORED,
@@ -29,6 +28,7 @@ from lastgood.experiments.records.flowcheck import (
     WatchedLife,
     Window,
 )
+from lastgood.experiments.records.mirror_node import LARGE_MODELS, MirrorNode
 from tests.experiments.support.records import make_record
 
 NODE = MirrorNode(watched=8, gpu_link_bits_per_s=200e9, gradient_bytes=4, header_bytes=58, payload_bytes=4096)

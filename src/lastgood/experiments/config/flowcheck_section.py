@@ -10,8 +10,8 @@ from typing_extensions import Self
 from lastgood.cluster.testbed.state import parse_rate
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.values import BASELINE, Count, CountOrZero, Listed, SystemName
-from lastgood.experiments.formulas.mirror_node import LARGE_MODELS
 from lastgood.experiments.records.flowcheck import FLOWCHECK_PARTS, GptShape
+from lastgood.experiments.records.mirror_node import LARGE_MODELS
 from lastgood.models import FrozenModel
 from lastgood.workloads.optimizer_shapes import MODELS
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood.cluster.testbed.state import parse_rate
 from lastgood.experiments.config.schema import Config
-from lastgood.experiments.formulas.mirror_node import LARGE_MODELS, MirrorNode
 from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.plan.cells import PUBLIC_TRACE
 from lastgood.experiments.plan.grid import find_root
@@ -20,6 +19,7 @@ from lastgood.experiments.records.flowcheck import (
     SizingSettings,
     TrainingSettings,
 )
+from lastgood.experiments.records.mirror_node import LARGE_MODELS, MirrorNode
 from lastgood.experiments.traces.trace import load_trace
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lastgood.experiments.formulas.mirror_node import LargeModel, MirrorNode, NodeRates
 from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
+from lastgood.experiments.records.mirror_node import LargeModel, MirrorNode, NodeRates
 from lastgood.models import FrozenModel
 
 __all__ = [
