@@ -12,21 +12,21 @@ from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
-from lastgood.checkpointers.checkmate.restore import (
+from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
+from lastgood.checkpointers.ranks.exchange import RankExchange
+from lastgood.checkpointers.recovery.checkmate_job import note_job
+from lastgood.checkpointers.shadows.restore import (
     Restored,
     job_of,
     ranks_together,
     read_token,
 )
-from lastgood.checkpointers.checkmate.ring import check_ring, open_ring
-from lastgood.checkpointers.ranks.exchange import RankExchange
-from lastgood.checkpointers.recovery.checkmate_job import note_job
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, WaitTimeout
 from lastgood.gradients.conductor.conductor import Conductor, ConductorSettings
 from lastgood.gradients.layout.layout import GradientLayout, plan_layout
 from lastgood.gradients.layout.spans import Span, sent_range
 from lastgood.gradients.link.gradient_stream import GradientStream
-from lastgood.gradients.link.shadow_link import Identity
+from lastgood.gradients.link.shadow_link import Identity, ShadowLink
 from lastgood.gradients.protocol import client as asking
 from lastgood.gradients.protocol.messages import Complete
 from lastgood.gradients.tap.bucket import BucketTap, TapContext
@@ -166,7 +166,8 @@ def begin_incarnation(
     )
     mover: DeviceMover | None = None
     try:
-        stream = GradientStream(layout, [link.data for link in conductor.links], base, close_open)
+        ways = [link.data for link in conductor.links if isinstance(link, ShadowLink)]
+        stream = GradientStream(layout, ways, base, close_open)
         notes = UpdateNotes(state, tracked, spec, reduced=buckets, shares=shares)
         mover = _mover_for(tracked, stream, options)
         incarnation = Incarnation(

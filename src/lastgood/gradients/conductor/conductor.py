@@ -19,6 +19,7 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.conductor.state import ConductorState
 from lastgood.gradients.layout.entries import Saved, Side
+from lastgood.gradients.link.any_link import LinkMaker
 from lastgood.gradients.link.data_link import DataSettings
 from lastgood.gradients.link.shadow_link import Identity, ShadowLink
 from lastgood.gradients.protocol.messages import (
@@ -62,6 +63,7 @@ class Conductor:
     """All shadows, from one rank. `start`, then `wait_whole` once the first seeds are on their way, then `close`.
 
     `on_complete` is called, in some thread, with rank 0's word on what became of iterations: on every rank the same.
+    `link` makes the way to each shadow: over sockets, or to one in this process (a mirror node's).
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Conductor:
         settings: ConductorSettings,
         owned: Callable[[int], bool],
         on_complete: Callable[[Complete], None],
+        link: LinkMaker = ShadowLink,
     ) -> None:
         self._identity = identity
         self._settings = settings
@@ -92,7 +95,7 @@ class Conductor:
         self._stop = threading.Event()
         self._ticker: threading.Thread | None = None
         self.links = [
-            ShadowLink(number, address, token, identity, self, settings.timeout_s, settings.data)
+            link(number, address, token, identity, self, settings.timeout_s, settings.data)
             for number, address in enumerate(addresses)
         ]
 

@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lastgood.errors import LastgoodError, MismatchError
 from lastgood.gradients.layout.entries import Side
-from lastgood.gradients.layout.layout import GradientLayout
+from lastgood.gradients.link.any_link import Identity, Listener
 from lastgood.gradients.link.data_link import DataLink, DataSettings
 from lastgood.gradients.protocol.client import ShadowClient
 from lastgood.gradients.protocol.connection import connect_shadow
@@ -50,40 +50,6 @@ _RESENT = 64
 _END_S = 5.0
 _MAX_EARLY = 1000
 _NOTHING = memoryview(b"")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who speaks, about what."""
-
-    job: str
-    incarnation: int
-    rank: int
-    layout: GradientLayout
-    adopt: int | None
-    """As in Declare; only rank 0 declares."""
-
-
-class Listener(Protocol):
-    """What is told of a shadow, in a thread of its link."""
-
-    def connected(self, shadow: int, welcome: Welcome) -> None:
-        """A control connection is open, and the layout is declared."""
-
-    def disconnected(self, shadow: int, why: str) -> None:
-        """The control connection is gone."""
-
-    def failing(self, shadow: int, why: str) -> None:
-        """A connection could not be made; it is tried again."""
-
-    def refused(self, shadow: int) -> None:
-        """Nobody listens at its address: its process has ended."""
-
-    def heard(self, shadow: int, message: Message) -> None:
-        """The shadow says something."""
-
-    def fenced_off(self, shadow: int, incarnation: int) -> None:
-        """Another incarnation of this job has begun; this link has ended."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from lastgood import _native
 from lastgood.errors import CheckpointError, MismatchError, NoCheckpoint, WaitTimeout
 from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.layout.layout import GradientLayout
@@ -19,6 +18,7 @@ from lastgood.gradients.protocol.messages import Message
 from lastgood.gradients.shadow.actions import DropSide, Open, Tell, Window
 from lastgood.gradients.shadow.memory import ShadowMemory, memory_need
 from lastgood.gradients.shadow.rank_records import RankRecords
+from lastgood.gradients.shadow.receiver import GradientReceiver, OpenReceiver, open_native_receiver
 from lastgood.gradients.shadow.settings import Counters, ShadowSettings
 from lastgood.gradients.shadow.spill_store import SpillStore
 from lastgood.gradients.shadow.state import ShadowState
@@ -37,15 +37,21 @@ RECEIVER_S = 5.0
 class ShadowBody:
     """See the module. Whatever is read or changed here needs `change` held. `tell` is called so: it must not wait."""
 
-    def __init__(self, settings: ShadowSettings, tell: Callable[[Message, bool], None]) -> None:
+    def __init__(
+        self,
+        settings: ShadowSettings,
+        tell: Callable[[Message, bool], None],
+        open_receiver: OpenReceiver = open_native_receiver,
+    ) -> None:
         self.settings = settings
         self.state = ShadowState(settings.slots)
         self.counters = Counters()
         self.change = threading.Condition(threading.RLock())
         self._tell = tell
+        self._open_receiver = open_receiver
         self.memory: ShadowMemory | None = None
         self.layout: GradientLayout | None = None
-        self.receiver: _native.Receiver | None = None
+        self.receiver: GradientReceiver | None = None
         self.sides = RankRecords(settings.side_limit_bytes)
         self.working = False
         """Whether the worker is in memory."""
@@ -90,16 +96,7 @@ class ShadowBody:
             layout, settings.shadow, slots=settings.slots, limit_bytes=limit, threads=settings.threads, spills=spills
         )
         assert self.state.job is not None
-        self.receiver = _native.Receiver(
-            int.from_bytes(bytes.fromhex(self.state.job)[:8], "little"),
-            self.state.incarnation,
-            [(bucket, layout.buckets[bucket].nbytes, layout.buckets[bucket].dtype) for bucket in memory.owned],
-            memory.slot_addresses(),
-            threads=settings.receive_threads,
-            cpus=settings.receive_cpus,
-            stall_s=settings.timeout_s,
-            owner=memory,
-        )
+        self.receiver = self._open_receiver(self.state.job, self.state.incarnation, layout, memory, settings)
         self.memory, self.layout = memory, layout
         _log.info("%s for this layout: %s", format_bytes(memory.need.total), memory.need)
 

@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from lastgood import _native
 from lastgood.errors import ConfigError, MismatchError
 from lastgood.gradients.layout.entries import Saved, Side
 from lastgood.gradients.layout.layout import GradientLayout
@@ -26,6 +25,7 @@ from lastgood.gradients.protocol.messages import (
 )
 from lastgood.gradients.shadow.body import RECEIVER_S, WORK_S, ShadowBody
 from lastgood.gradients.shadow.memory import BucketValue
+from lastgood.gradients.shadow.receiver import OpenReceiver, ReceiverEvent, open_native_receiver
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.gradients.shadow.spill_store import SideRecord, SpillStore
 from lastgood.gradients.shadow.worker import ShadowWorker
@@ -40,8 +40,13 @@ _TICK_S = 0.2
 class ShadowCore:
     """See the module. `tell` is called with the lock held: it must not wait."""
 
-    def __init__(self, settings: ShadowSettings, tell: Callable[[Message, bool], None]) -> None:
-        self.body = ShadowBody(settings, tell)
+    def __init__(
+        self,
+        settings: ShadowSettings,
+        tell: Callable[[Message, bool], None],
+        open_receiver: OpenReceiver = open_native_receiver,
+    ) -> None:
+        self.body = ShadowBody(settings, tell, open_receiver)
         self._state = self.body.state
         self.settings = settings
         self._refused: Counter[str] = Counter()
@@ -325,14 +330,14 @@ class ShadowCore:
                 if self.body.receiver.complete(bucket, iteration):
                     self._state.received(bucket, iteration)
 
-    def _obey(self, events: Sequence[_native.ReceiverEvent]) -> None:
+    def _obey(self, events: Sequence[ReceiverEvent]) -> None:
         for event in events:
             try:
                 self._obey_one(event)
             except Exception as error:  # whatever one rank's records bring, the other ranks' events must still be heard
                 self._odd_events(f"rank {event.rank}: {error!r}")
 
-    def _obey_one(self, event: _native.ReceiverEvent) -> None:
+    def _obey_one(self, event: ReceiverEvent) -> None:
         assert self.body.receiver is not None
         if event.kind == "complete":
             # It may have been overwritten since, if the bucket waits for a seed.

@@ -114,7 +114,7 @@ class ShadowService:
         self._controls_lock = threading.Lock()
         self._connections: set[Wire] = set()
         self._known_errors: set[str] = set()
-        self.core = ShadowCore(settings, self._tell)
+        self.core = self._make_core()
         self._gate = Gate(
             listener,
             self._prove,
@@ -125,6 +125,10 @@ class ShadowService:
                 "too many connections" if cause == "full" else "no proof of the token"
             ),
         )
+
+    def _make_core(self) -> ShadowCore:
+        """What this service keeps."""
+        return ShadowCore(self.settings, self._tell)
 
     def run(self) -> None:
         """Serve until `stop` is called from another thread or a signal's handler."""
