@@ -14,9 +14,9 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
-from lastgood.checkpointers.checkmate.restore import read_token
 from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.checkpointers.registry import checkpointer_class
+from lastgood.checkpointers.shadows.restore import read_token
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.gradients.shadow.launch_env import find_place
 from lastgood.gradients.trainer.parameters import memory_order

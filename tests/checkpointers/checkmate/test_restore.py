@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from lastgood.checkpointers.checkmate import restore as checkmate_restore
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.checkmate.system import Checkmate
+from lastgood.checkpointers.shadows import restore as checkmate_restore
 from lastgood.errors import CheckpointError, NoCheckpoint
 from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.protocol import client as asking

@@ -150,7 +150,7 @@ def ranks_in_threads() -> Iterator[None]:
     distributed = SimpleNamespace(get_world_size=lambda group: RANKS, all_reduce=_all_reduce)
     world = mock.Mock(side_effect=lambda: (_here.rank, RANKS))
     exchange = mock.Mock(side_effect=lambda *_: _here.meeting)
-    restore = "lastgood.checkpointers.checkmate.restore"
+    restore = "lastgood.checkpointers.shadows.restore"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch(f"{restore}.world_of_torch", world))
         stack.enter_context(mock.patch(f"{restore}.RankExchange", exchange))

@@ -25,6 +25,12 @@ class CheckmateOptions(BaseOptions):
     """Options of Checkmate. `shadows` and `token_file` say where a run happens; nothing starts without them."""
 
     path_options: ClassVar[tuple[str, ...]] = ("token_file",)
+    system: ClassVar[str] = "checkmate"
+    wants: ClassVar[str] = (
+        'give shadows=["host:port", ...]; `lastgood shadow serve` starts one each (docs/checkmate.md)'
+    )
+    wants_token: ClassVar[str] = "give token_file=, the one that `lastgood shadow serve --token-file` has"
+    one_side: ClassVar[bool] = False
 
     shadows: tuple[str, ...] = ()
     """``host:port`` of every shadow, in their order (`lastgood shadow serve`)."""

@@ -23,10 +23,10 @@ from lastgood._lazy import torch
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.checkmate.incarnation import Incarnation, begin_incarnation
 from lastgood.checkpointers.checkmate.options import CheckmateOptions
-from lastgood.checkpointers.checkmate.restore import Restored, check_held, find_newest, restore_together
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.checkmate_job import Promises
+from lastgood.checkpointers.shadows.restore import Restored, check_held, find_newest, restore_together
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
 from lastgood.gradients.layout.entries import Side

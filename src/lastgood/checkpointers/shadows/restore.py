@@ -1,4 +1,4 @@
-"""What a training under Checkmate goes on from: the newest step that all shadows hold, to the bit."""
+"""What a training under Checkmate or FlowCheck goes on from: the newest step that all shadows hold, to the bit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from lastgood._lazy import torch
-from lastgood.checkpointers.checkmate.options import CheckmateOptions
 from lastgood.checkpointers.ranks.exchange import RankExchange
 from lastgood.checkpointers.recovery.checkmate_job import JOB_FILE, note_job, noted_job
 from lastgood.errors import (
@@ -34,7 +33,9 @@ from lastgood.tokens import read_token as read_token_file
 from lastgood.world import world_of_torch
 
 __all__ = [
+    "AskingOptions",
     "Restored",
+    "TreeMaker",
     "check_held",
     "find_newest",
     "job_of",
@@ -50,8 +51,42 @@ _SLOWEST_READ_BYTES_PER_S = 50e6
 _RESTORE_READ_FACTOR = 8
 """Bytes read during a restore, as a multiple of a shadow's parameter bytes (parameters and 3 state tensors, read
 twice)."""
+_Declared = tuple[str, tuple[int, ...], str]
 _STATUS_POLLS = 20
 """Status polls while training runs, until all shadows report the same iteration."""
+
+
+class AskingOptions(Protocol):
+    """Options of a system whose state is with shadows."""
+
+    system: ClassVar[str]
+    """Its name, for messages."""
+    wants: ClassVar[str]
+    """What to give if no shadow is named."""
+    wants_token: ClassVar[str]
+    """What to give if there is no secret."""
+    one_side: ClassVar[bool]
+    """Whether all ranks take the side record of rank 0, so that any number of them can restore."""
+    token_file: str | None
+    timeout_s: float
+
+    @property
+    def shadows(self) -> tuple[str, ...]:
+        """``host:port`` of every shadow, in their order."""
+
+
+class TreeMaker(Protocol):
+    """Makes the tree of a whole state, as `apply_tree` takes it, of a side record and of what shadows gave."""
+
+    def __call__(
+        self,
+        state: Mapping[str, Any],
+        tracked: TrackedParameters,
+        side: Mapping[str, Any],
+        tensors: Mapping[tuple[int, str], torch.Tensor],
+        where: str,
+    ) -> dict[str, Any]:
+        """Raises MismatchError if they do not fit the state."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +114,12 @@ class _Plan:
 # -- where shadows are -------------------------------------------------------------------------------------------------
 
 
-def read_token(options: CheckmateOptions) -> bytes:
+def read_token(options: AskingOptions) -> bytes:
     """The secret that shadows want to see. Raises ConfigError if there is none, no shadow, or others may read it."""
     if not options.shadows:
-        raise ConfigError(
-            'checkmate: give shadows=["host:port", ...]; `lastgood shadow serve` starts one each (docs/checkmate.md)'
-        )
+        raise ConfigError(f"{options.system}: {options.wants}")
     if options.token_file is None:
-        raise ConfigError("checkmate: give token_file=, the one that `lastgood shadow serve --token-file` has")
+        raise ConfigError(f"{options.system}: {options.wants_token}")
     return read_token_file(Path(options.token_file))
 
 
@@ -96,10 +129,10 @@ def ranks_together() -> tuple[int, int, RankExchange | None]:
     All of them call it together.
     """
     rank, ranks = world_of_torch()
-    return rank, ranks, None if ranks == 1 else RankExchange("checkmate", rank, ranks, 600.0)
+    return rank, ranks, None if ranks == 1 else RankExchange("shadows", rank, ranks, 600.0)
 
 
-def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | None:
+def job_of(directory: Path, options: AskingOptions, token: bytes) -> str | None:
     """The job that belongs to this directory, or else to the shadows. None for neither.
 
     Raises MismatchError if shadows keep another job, CheckpointError if one cannot be asked.
@@ -109,21 +142,21 @@ def job_of(directory: Path, options: CheckmateOptions, token: bytes) -> str | No
     kept = {status.job for status in _statuses(options, token) if status.job is not None}
     if len(kept) > 1 or (noted is not None and kept and kept != {noted}):
         raise MismatchError(
-            f"checkmate: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
+            f"{options.system}: {directory} belongs to job {noted or '(none yet)'}, and the shadows keep "
             f"{', '.join(sorted(kept))}; give the shadows of this job, or start them again"
         )
     return noted or (kept.pop() if kept else None)
 
 
-def _statuses(options: CheckmateOptions, token: bytes) -> list[Status]:
+def _statuses(options: AskingOptions, token: bytes) -> list[Status]:
     answers = asking.ask_all(options.shadows, token, options.timeout_s, asking.ShadowClient.status)
     failures = [str(answer) for answer in answers if isinstance(answer, LastgoodError)]
     if failures:
-        raise CheckpointError("checkmate: " + "; ".join(failures))
+        raise CheckpointError(f"{options.system}: " + "; ".join(failures))
     return [answer for answer in answers if not isinstance(answer, LastgoodError)]
 
 
-def find_newest(directory: Path, options: CheckmateOptions) -> int | None:
+def find_newest(directory: Path, options: AskingOptions) -> int | None:
     """The newest step that all shadows hold, or None. Fences nobody off."""
     token = read_token(options)
     job_of(directory, options, token)
@@ -133,7 +166,7 @@ def find_newest(directory: Path, options: CheckmateOptions) -> int | None:
         return None
 
 
-def _choose(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> asking.Choice:
+def _choose(directory: Path, options: AskingOptions, token: bytes, step: int | None) -> asking.Choice:
     """What all shadows hold now. Raises NoCheckpoint, and CorruptCheckpoint if they held something and lost it.
 
     A training that goes on (or what it has left in connections) moves one shadow on before another one answers. Once an
@@ -160,7 +193,7 @@ def _choose(directory: Path, options: CheckmateOptions, token: bytes, step: int 
             if step is not None or not signs:
                 raise
             raise CorruptCheckpoint(
-                f"checkmate: {error}, and a training would begin again after steps that were complete: "
+                f"{options.system}: {error}, and a training would begin again after steps that were complete: "
                 f"{'; '.join(signs)}. Start the shadows with the folders for spills that they had, if they spilled; to "
                 f"begin again, {', and '.join(anew)}"
             ) from error
@@ -174,18 +207,22 @@ def _held(statuses: Sequence[Status]) -> list[tuple[Any, ...]]:
 
 
 def restore_together(
-    directory: Path, state: Mapping[str, Any], options: CheckmateOptions, step: int | None
+    directory: Path,
+    state: Mapping[str, Any],
+    options: AskingOptions,
+    step: int | None,
+    tree: TreeMaker = restored_tree,
 ) -> Restored:
     """Fence, choose and load, on all ranks together. Raises as `Checkmate.restore`."""
     token = read_token(options)
     rank, ranks, together = ranks_together()
     plan: _Plan = _found_by_first(rank, together, lambda: _find(directory, options, token, step))
-    if plan.ranks != ranks:
+    if plan.ranks != ranks and not options.one_side:
         raise MismatchError(
-            f"checkmate: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; this "
-            "system restores on as many"
+            f"{options.system}: step {plan.choice.step} was saved by {plan.ranks} ranks, and there are {ranks} now; "
+            "this system restores on as many"
         )
-    load = _Load(state, options, token, plan, rank)
+    load = _Load(state, options, token, plan, 0 if options.one_side else rank, tree)
     # Loading may need all ranks itself (ZeRO's weights are gathered), so no rank begins before all can.
     for part in (load.fetch, load.apply):
         _all_do(part, together, plan.choice.step)
@@ -225,13 +262,13 @@ def _all_do(part: Callable[[], None], together: RankExchange | None, step: int) 
             raise CheckpointError(f"rank {faults[0][0]} could not restore step {step}: {faults[0][1]}")
 
 
-def check_held(directory: Path, options: CheckmateOptions, step: int | None) -> None:
+def check_held(directory: Path, options: AskingOptions, step: int | None) -> None:
     """Raise as `restore_together` would now, if it would find nothing; all ranks call it. Fences nobody off."""
     rank, _, together = ranks_together()
     _found_by_first(rank, together, lambda: _look(directory, options, read_token(options), step))
 
 
-def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> str:
+def _look(directory: Path, options: AskingOptions, token: bytes, step: int | None) -> str:
     """The job, if all shadows hold something of it. Raises as `_choose` and `job_of`."""
     job = job_of(directory, options, token)
     if job is None:
@@ -239,12 +276,12 @@ def _look(directory: Path, options: CheckmateOptions, token: bytes, step: int | 
     try:
         _choose(directory, options, token, step)
     except NoCheckpoint as error:
-        _log.warning("checkmate: %s", error)  # attach() goes on from nothing
+        _log.warning("%s: %s", options.system, error)  # attach() goes on from nothing
         raise
     return job
 
 
-def _find(directory: Path, options: CheckmateOptions, token: bytes, step: int | None) -> _Plan:
+def _find(directory: Path, options: AskingOptions, token: bytes, step: int | None) -> _Plan:
     """On rank 0: fence all older incarnations off, and choose."""
     job = _look(directory, options, token, step)  # nobody is fenced off for nothing
     statuses = asking.fence(options.shadows, token, job=job, timeout_s=options.timeout_s)
@@ -278,13 +315,20 @@ class _Load:
     """One rank's part of a restore: its own side record, and its tensors from all shadows in parallel."""
 
     def __init__(
-        self, state: Mapping[str, Any], options: CheckmateOptions, token: bytes, plan: _Plan, rank: int
+        self,
+        state: Mapping[str, Any],
+        options: AskingOptions,
+        token: bytes,
+        plan: _Plan,
+        rank: int,
+        make_tree: TreeMaker,
     ) -> None:
         self._state = state
         self._options = options
         self._token = token
         self._plan = plan
         self._rank = rank
+        self._make_tree = make_tree
         self._where = f"step {plan.choice.step} of the shadows"
         self._tracked: TrackedParameters
         self._lock = threading.Lock()
@@ -319,7 +363,7 @@ class _Load:
         if missing:
             raise CorruptCheckpoint(f"{self._where}: shadows gave no bytes of {', '.join(missing[:3])}")
         reduced = open_side(record, self._where)
-        self._tree = restored_tree(self._state, self._tracked, reduced, self._tensors, self._where)
+        self._tree = self._make_tree(self._state, self._tracked, reduced, self._tensors, self._where)
         check_tree(self._state, self._tree, self._where)
 
     def apply(self) -> None:
@@ -335,7 +379,7 @@ class _Load:
             own = list(enumerate(layout.parameters))
         theirs = [(one.name.removeprefix(prefix) if union else one.name, one.shape, one.dtype.name) for _, one in own]
         for held, wanted in zip(theirs, self._tracked.declared(), strict=False):
-            if held != wanted:
+            if not self._is_same(held, wanted):
                 raise MismatchError(
                     f"{self._where}: the checkpoint holds {held[0]} as {held[2]} {held[1]}, "
                     f"the state has {wanted[0]} as {wanted[2]} {wanted[1]}"
@@ -346,6 +390,12 @@ class _Load:
                 f"{len(self._tracked.parameters)}"
             )
         return own[0][0]
+
+    def _is_same(self, held: _Declared, wanted: _Declared) -> bool:
+        """Whether a parameter is the one that the checkpoint holds; who looks on does not know its part's name."""
+        name, *rest = held
+        named = wanted[0] == name or (self._options.one_side and wanted[0].endswith(f".{name}"))
+        return named and list(wanted[1:]) == rest
 
     def _take(self, entry: Entry, first: int) -> memoryview | None:
         """Memory for a tensor; None for another rank's."""
