@@ -3,6 +3,7 @@
 
 #include "capture/bindings.hpp"
 #include "mirror/roce_bindings.hpp"
+#include "mirror/scatter_bindings.hpp"
 #include "mirror/sockets_bindings.hpp"
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
@@ -22,4 +23,5 @@ NB_MODULE(_native, module) {
     lastgood::bind_capture(module);
     lastgood::mirror::bind_roce(module);
     lastgood::bind_mirror_sockets(module);
+    lastgood::bind_scatter(module);
 }

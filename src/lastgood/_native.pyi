@@ -547,3 +547,14 @@ class GlooStreams:
         """Nothing more comes; returns as `feed`."""
     def counters(self) -> dict[str, int]:
         """What was counted, without zeros."""
+
+# -- mirror: pieces of messages into buffers
+
+def scatter_pieces(
+    memory: int, memory_bytes: int, begin: int, end: int, pieces: int, count: int
+) -> list[tuple[int, int]]:
+    """Copy pieces of a message (`mirror.streams.messages.PIECE`) to their places in a buffer, without the GIL.
+
+    The message is bytes `begin` to `end` of the `memory_bytes` at `memory`; what lies outside of it is left out.
+    Returns the ranges of the buffer that were written, in the order of the pieces, neighbours joined.
+    """

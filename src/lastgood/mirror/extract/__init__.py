@@ -1,1 +1,1 @@
-"""Gradient slots that fill piece by piece: complete, healed by another copy, or declared lost."""
+"""Bytes of messages into the buffers of collectives, with a map of what is there: complete, healed, or lost."""
