@@ -187,6 +187,18 @@ class ShadowMemory:
         """Address of each owned bucket's memory, for each slot: iteration i lies in slot i mod slots."""
         return [[slot[bucket].data_ptr() for bucket in self.owned] for slot in self._gradients]
 
+    def gradients(self, bucket: int, iteration: int) -> list[torch.Tensor]:
+        """The memory of an iteration's gradients, shaped as the bucket's parameters, in their order."""
+        declared = self.layout.buckets[bucket]
+        dtype = getattr(torch, declared.dtype.name)
+        flat = self._gradients[iteration % len(self._gradients)][bucket].view(dtype)
+        found = []
+        for index in declared.parameters:
+            parameter = self.layout.parameters[index]
+            begin = parameter.offset // dtype.itemsize
+            found.append(flat[begin : begin + prod(parameter.shape)].view(parameter.shape))
+        return found
+
     def apply(self, bucket: int, iteration: int, rule: dict[str, Any] | None, absent: Collection[int]) -> None:
         """Update one bucket with what lies in the iteration's slot.
 
@@ -197,14 +209,8 @@ class ShadowMemory:
             return
         update = UpdateRule.from_data(rule)
         value = self._values[bucket]
-        slot = self._gradients[iteration % len(self._gradients)][bucket]
-        flat = slot.view(value.flat.dtype)
-        gradients: list[torch.Tensor | None] = []
-        item = flat.element_size()
-        for index, parameter in zip(value.indices, value.parameters, strict=True):
-            begin = self.layout.parameters[index].offset // item
-            held = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            gradients.append(None if index in absent else held)
+        held = self.gradients(bucket, iteration)
+        gradients = [None if index in absent else one for index, one in zip(value.indices, held, strict=True)]
         value.optimizer.step(gradients, update)
 
     # -- values ----------------------------------------------------------------------------------------------------

@@ -126,6 +126,10 @@ class ShadowService:
             ),
         )
 
+    def _admit(self, hello: Hello) -> None:
+        """Check a trainer's hello. Raises MismatchError, saying why it is refused."""
+        self.core.admit(hello)
+
     def _make_core(self) -> ShadowCore:
         """What this service keeps."""
         return ShadowCore(self.settings, self._tell)
@@ -201,7 +205,7 @@ class ShadowService:
             if not isinstance(hello, Hello):
                 raise CorruptCheckpoint(f"{wire.other} began with {hello.kind}")
             if hello.role != "asker":
-                self.core.admit(hello)
+                self._admit(hello)
         except MismatchError as error:
             self.core.refuse("hello")
             _refuse(wire, error)

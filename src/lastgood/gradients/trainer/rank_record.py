@@ -10,7 +10,7 @@ is a mapping of parts of the state; together they are all of it. Version 1 had o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,10 +23,15 @@ from lastgood.state import Layout, unflatten
 from lastgood.state.layout import MAX_LAYOUT_BYTES
 from lastgood.state.shards import is_sharded, local_part, wrap
 
-__all__ = ["SIDE_VERSIONS", "Arrival", "SideRecords", "open_side", "restored_tree"]
+__all__ = ["SIDE_VERSIONS", "Arrival", "SideRecords", "open_side", "record_of", "restored_tree", "side_layout"]
 
 SIDE_VERSIONS = (1, 2)
 """That `open_side` reads; the last one is written."""
+
+
+def side_layout(layout: GradientLayout, rank: int) -> dict[str, Any]:
+    """`Side.layout` of a rank's records."""
+    return {"version": SIDE_VERSIONS[-1], "rank": rank, "gradients": layout.to_data()}
 
 
 class SideRecords:
@@ -36,7 +41,7 @@ class SideRecords:
         self._state = state
         self._tracked = tracked
         self._modules: dict[str, ModuleSection] = {}
-        self.layout = {"version": SIDE_VERSIONS[-1], "rank": rank, "gradients": layout.to_data()}
+        self.layout = side_layout(layout, rank)
         """What does not change from step to step; goes with the first record of a connection."""
 
     def take(self) -> tuple[memoryview, Any]:
@@ -44,19 +49,7 @@ class SideRecords:
 
         Raises StateError for what cannot be stored.
         """
-        sections = self._sections()
-        devices = {device for section in sections for device in section.devices}
-        memory = torch.empty(
-            sum(section.nbytes for section in sections), dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
-        )
-        view = memoryview(memory.numpy().data)
-        at = 0
-        for section in sections:
-            head = len(section.head)
-            view[at : at + head] = section.head
-            _copy_stream(section, memory[at + head : at + section.nbytes])
-            at += section.nbytes
-        return view, Arrival(devices) if devices else None
+        return record_of(self._sections())
 
     def _sections(self) -> list[Section]:
         plain: dict[str, Any] = {}
@@ -75,6 +68,22 @@ class SideRecords:
             else:
                 plain[name] = part
         return [Section.of(plain), *sections]
+
+
+def record_of(sections: Sequence[Section]) -> tuple[memoryview, Any]:
+    """Copy sections into one record: the record, and what to `synchronize` with before it is complete (None: it is)."""
+    devices = {device for section in sections for device in section.devices}
+    memory = torch.empty(
+        sum(section.nbytes for section in sections), dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
+    )
+    view = memoryview(memory.numpy().data)
+    at = 0
+    for section in sections:
+        head = len(section.head)
+        view[at : at + head] = section.head
+        _copy_stream(section, memory[at + head : at + section.nbytes])
+        at += section.nbytes
+    return view, Arrival(devices) if devices else None
 
 
 def _copy_stream(section: Section, memory: torch.Tensor) -> None:

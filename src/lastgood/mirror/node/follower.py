@@ -1,0 +1,444 @@
+"""Makes iterations of what was extracted: begins incarnations, finishes steps, and says from when on it is blind.
+
+One step after the other: its gradients go into the shadow's slots as buckets become complete; when all of them are
+there, its update is told; and once the buffers that open the next forward have come (if the model has any), it can be
+given back. A step that cannot become complete makes the node blind: the shadow keeps what it holds, later gradients
+are logged, and the node sees again from a state that comes in another way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lastgood._lazy import torch
+from lastgood.errors import LastgoodError, WaitTimeout
+from lastgood.gradients.protocol.messages import Complete
+from lastgood.gradients.shadow.core import ShadowCore
+from lastgood.gradients.trainer.parameters import PARAMETER
+from lastgood.mirror.conversation.places import (
+    Buckets,
+    Contradiction,
+    Expect,
+    Incarnation,
+    Learned,
+    LostStep,
+    StepOpen,
+)
+from lastgood.mirror.extract.extractor import Extracted
+from lastgood.mirror.extract.slots import Filled, Gone
+from lastgood.mirror.job.description import JobDescription
+from lastgood.mirror.node.held import find_held, held_side, next_incarnation, updates_made
+from lastgood.mirror.node.layout import NodeLayout
+from lastgood.mirror.node.life import Life, Start
+from lastgood.mirror.node.link import Ear
+from lastgood.mirror.node.log import GradientLog, LoggedStep
+from lastgood.mirror.node.settings import NodeSettings
+from lastgood.mirror.node.states import GivenState
+from lastgood.mirror.node.steps import Steps
+from lastgood.mirror.node.twin import Twin
+from lastgood.mirror.node.weights import Broadcast, frozen_of, in_memory_order, initial_tensors
+
+__all__ = ["Blind", "Follower"]
+
+_log = logging.getLogger("lastgood.mirror")
+
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Blind:
+    """The node cannot tell states from some step on."""
+
+    since: int | None
+    """The first iteration that it cannot tell; None: it never knew any of this incarnation."""
+    why: str
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"blind since step {'?' if self.since is None else self.since}, because {self.why}"
+
+
+class Follower:
+    """Follows one job. For one thread.
+
+    Args:
+        core: the shadow; its receiver is a `MirrorReceiver`.
+        ear: what the core tells goes to it.
+        job_id: of a job that begins here, 32 hex digits.
+    """
+
+    def __init__(self, job: JobDescription, core: ShadowCore, ear: Ear, settings: NodeSettings, job_id: str) -> None:
+        self.job = job
+        self.layout = NodeLayout(job, settings.bucket_bytes)
+        self._core = core
+        self._ear = ear
+        self._settings = settings
+        self._job_id = job_id
+        self._twin = Twin(self.layout)
+        self._log = GradientLog(settings.log_bytes)
+        self._life: Life | None = None
+        self._steps = Steps(self._wants_used)
+        self._initial: Broadcast | None = None
+        self._buffers: dict[int, Broadcast] = {}
+        self._base: int | None = None
+        """Updates before step 0 of this incarnation; None: not known."""
+        self._unsided: int | None = None
+        """The iteration whose buffers come with the next forward."""
+        self._frozen: dict[str, torch.Tensor] = {}
+        self._static_absent: frozenset[int] = frozenset()
+        self._given: GivenState | None = None
+        self.blind: Blind | None = None
+        self.refused: str | None = None
+        """The traffic is not that of the job description."""
+        self.learned: Learned | None = None
+        self.iteration = 0
+        """The newest iteration whose gradients are all there."""
+        self.counters: Counter[str] = Counter()
+        """steps, incarnations, lost_steps, resyncs, logged."""
+
+    def hear(self, events: Iterable[Extracted]) -> list[Buffer]:
+        """Follow what was extracted, in order; returns buffers that are read."""
+        read: list[Buffer] = []
+        for event in events:
+            if isinstance(event, Filled):
+                read.append(event.memory)
+            if self.refused is not None and not isinstance(event, Incarnation):
+                continue
+            try:
+                self._hear(event)
+            except (LastgoodError, RuntimeError, ValueError) as error:
+                _log.exception("mirror node: %s", type(event).__name__)
+                self._go_blind(self._next_iteration, str(error) or repr(error))
+        self._check_life()
+        return read
+
+    def _hear(self, event: Extracted) -> None:
+        if isinstance(event, Incarnation):
+            self._begin_incarnation(event)
+        elif isinstance(event, Buckets):
+            self._steps.learn(event)
+        elif isinstance(event, StepOpen):
+            self._step_opened(event.step)
+        elif isinstance(event, Filled):
+            self._filled(event.expected, event.memory)
+        elif isinstance(event, Gone):
+            self._gone(event.expected, event.why)
+        elif isinstance(event, LostStep):
+            if event.what == "gradients":
+                self._lost(event.step, event.why)
+            else:
+                self._buffers_lost(event.step, event.why)
+        elif isinstance(event, Contradiction):
+            self.refused = event.text
+            self._go_blind(self._next_iteration, f"the traffic contradicts the job description: {event.text}")
+        elif isinstance(event, Learned):
+            self.learned = event
+
+    def _wants_used(self, step: int) -> bool:
+        ddp = self.job.ddp
+        return step == 0 if ddp.static_graph else ddp.find_unused_parameters
+
+    # -- beginnings ------------------------------------------------------------------------------------------------
+
+    def _begin_incarnation(self, event: Incarnation) -> None:
+        self.close()
+        self.counters["incarnations"] += 1
+        self.refused = None
+        self._steps = Steps(self._wants_used)
+        self._initial = Broadcast(initial_tensors(self.job))
+        self._buffers.clear()
+        self._log.clear()
+        self._base = self._unsided = None
+        self._static_absent = frozenset()
+        self.blind = None
+        _log.info("incarnation %d of the training begins", event.number)
+        if not event.complete:
+            self._initial = None
+            self._go_blind(None, "the capture began in the middle of an incarnation of the training")
+
+    def _initial_complete(self, initial: Broadcast) -> None:
+        """The first broadcasts are over: find what they are the state of."""
+        self._initial = None
+        tensors = initial.tensors
+        self._frozen = frozen_of(self.job, tensors)
+        weights = self._weights(tensors)
+        core, body = self._core, self._core.body
+        with body.change:
+            number = body.state.incarnation
+            fresh_fence = body.state.declared or number == 0
+        if fresh_fence:
+            number = next_incarnation(core)
+            core.fence(body.state.job or self._job_id, number)
+        found = find_held(core, number, weights)
+        if found is not None:
+            part = held_side(core, found)
+            self._twin.begin(part["scaler"], updates_made(core))
+            self._start(number, Start(found.iteration, True, {}))
+            return
+        if self._holds_something() and not self._settings.fresh:
+            self._go_blind(
+                None,
+                "the weights that the training began with are those of no step that is held here, so the optimizer's "
+                "state is not known",
+            )
+            return
+        self._twin.begin(None, {})
+        self._start(number, Start(0, False, {(index, PARAMETER): one for index, one in weights.items()}))
+
+    def _weights(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By layout index, in memory order."""
+        found = {}
+        for index, parameter in enumerate(self.job.optimized):
+            info = self.job.parameters[parameter]
+            declared = self.layout.gradients.parameters[index]
+            memory = in_memory_order(tensors[info.name], info.order)
+            found[index] = memory.view(getattr(torch, info.dtype)).view(declared.shape)
+        return found
+
+    def _holds_something(self) -> bool:
+        status = self._core.status()
+        return bool(status.memory or status.durable or status.promised is not None)
+
+    def _start(self, number: int, start: Start) -> None:
+        settings = self._settings
+        life = Life(
+            self._core,
+            self._ear,
+            self.layout,
+            number,
+            start,
+            spill_every=settings.spill_every,
+            wait_s=settings.wait_s,
+            on_complete=self._completed,
+        )
+        try:
+            life.begin()
+        except BaseException:
+            life.close()
+            raise
+        self._life = life
+        self.blind = None
+        self.iteration = start.iteration
+        if self._base is None:
+            self._base = start.iteration
+        _log.info("follows the training from step %d on, in incarnation %d", start.iteration, number)
+
+    def _completed(self, word: Complete) -> None:
+        self.counters["complete"] = word.iteration
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _next_iteration(self) -> int | None:
+        return None if self._base is None else self._base + self._steps.following + 1
+
+    def _iteration_of(self, step: int) -> int:
+        return (self._base or 0) + step + 1
+
+    def _step_opened(self, step: int) -> None:
+        lacking = self._steps.lacks(self._steps.following) if step > self._steps.following else ""
+        if lacking:
+            self._lost(self._steps.following, f"the next step began, and {lacking} had not come")
+        self._steps.skip_to(step)
+        for older in [one for one in self._buffers if one < step]:
+            del self._buffers[older]
+
+    def _filled(self, expected: Expect, memory: Buffer) -> None:
+        if expected.kind == "parameters":
+            if self._initial is not None:
+                self._initial.take(expected, memory)
+                if self._initial.complete:
+                    self._initial_complete(self._initial)
+        elif expected.kind == "buffers":
+            self._buffers_came(expected, memory)
+        elif expected.kind == "gradient":
+            self._bucket_came(expected, memory)
+        elif expected.kind == "used":
+            used = memory.view(np.int32)
+            absent = frozenset(np.flatnonzero(used == 0).tolist())
+            if self.job.ddp.static_graph:
+                self._static_absent = absent
+            self._steps.used_came(expected.step, absent)
+            self._finish_steps()
+
+    def _bucket_came(self, expected: Expect, memory: Buffer) -> None:
+        step, bucket = expected.step, expected.bucket
+        if bucket is None or step < self._steps.following:
+            return
+        known = self._steps.buckets(step)
+        if bucket >= len(known):
+            return  # the map of buckets was never seen
+        indices = known[bucket]
+        iteration = self._iteration_of(step)
+        life = self._life
+        tensor = torch.from_numpy(memory)
+        for part in self.layout.parts(indices):
+            if part.index is None:
+                continue
+            gradient = tensor[part.begin : part.begin + part.nbytes].view(getattr(torch, part.dtype))
+            if life is not None and self.blind is None:
+                life.receiver.put(iteration, part.index, gradient, self._settings.wait_s)
+            else:
+                self._log.put(step, part.index, gradient)
+        self._steps.bucket_came(step, bucket)
+        self._finish_steps()
+
+    def _finish_steps(self) -> None:
+        while (found := self._steps.next_finished()) is not None:
+            step, unused = found
+            absent = self._absent(unused | self._static_absent)
+            if self.blind is not None or self._life is None:
+                self._log.finish(step, absent)
+                self.counters["logged"] += 1
+                self._try_given()
+                continue
+            self._finish(self._life, self._iteration_of(step), absent)
+
+    def _absent(self, unused: frozenset[int]) -> tuple[int, ...]:
+        found = (self.layout.index_of.get(self.job.trainable[one]) for one in unused)
+        return tuple(sorted(one for one in found if one is not None))
+
+    def _finish(self, life: Life, iteration: int, absent: tuple[int, ...], *, saved: bool = True) -> None:
+        """All gradients of an iteration are in their slots. `saved`: it is to be given back, with its buffers."""
+        rule = self._twin.update(iteration, life.gradients(iteration), frozenset(absent))
+        life.step(iteration, rule, absent, saved=saved)
+        self.iteration = iteration
+        self.counters["steps"] += 1
+        if not saved:
+            return
+        if self.job.buffers:
+            self._unsided = iteration
+        else:
+            life.side(iteration, self._twin.side(iteration, self._frozen, {}))
+
+    def _buffers_came(self, expected: Expect, memory: Buffer) -> None:
+        """Of the forward of a step: what the step before left behind."""
+        step = expected.step
+        held = self._buffers.setdefault(step, Broadcast(self.job.buffers))
+        held.take(expected, memory)
+        if held.complete:
+            self._add_side(step, held)
+
+    def _add_side(self, step: int, held: Broadcast) -> None:
+        iteration = self._iteration_of(step - 1)
+        if self._life is not None and self.blind is None and self._unsided == iteration and step > 0:
+            self._unsided = None
+            self._life.side(iteration, self._twin.side(iteration, self._frozen, held.tensors))
+
+    # -- losses ----------------------------------------------------------------------------------------------------
+
+    def _gone(self, expected: Expect, why: str) -> None:
+        if expected.kind == "parameters":
+            if self._initial is not None:
+                self._initial = None
+                self._go_blind(None, f"the weights that the training began with are lost: {why}")
+        elif expected.kind in ("gradient", "used"):
+            self._lost(expected.step, why)
+        elif expected.kind == "buffers":
+            self._buffers_lost(expected.step, why)
+
+    def _buffers_lost(self, step: int, why: str) -> None:
+        """The step before cannot be given back; those after it can."""
+        if step > 0:
+            self.counters["lost_buffers"] += 1
+            _log.warning("step %d cannot be given back: %s", self._iteration_of(step - 1), why)
+
+    def _lost(self, step: int, why: str) -> None:
+        """The gradients of a step will never be complete."""
+        if step < self._steps.following:
+            return
+        self.counters["lost_steps"] += 1
+        self._log.lose(step)
+        self._steps.skip_to(step + 1)
+        if self.blind is None:
+            self._go_blind(None if self._base is None else self._iteration_of(step), why)
+
+    def _go_blind(self, since: int | None, why: str) -> None:
+        if self.blind is None:
+            self.blind = Blind(since, why)
+            _log.error("mirror node: %s; what was held before can still be given back", self.blind)
+
+    def _check_life(self) -> None:
+        life = self._life
+        if life is not None and self.blind is None and (fault := life.fault) is not None:
+            self._go_blind(self.iteration + 1, fault)
+
+    # -- a state from elsewhere ------------------------------------------------------------------------------------
+
+    def give(self, given: GivenState) -> None:
+        """A complete state of this training. While the node is blind, it goes on from there if it can.
+
+        It needs all gradients since then: a state of a step that is still to come is kept until that has come.
+        """
+        self._given = given
+        self._try_given()
+
+    def _try_given(self) -> None:
+        given = self._given
+        if given is None or self.blind is None or self._base is None:
+            return
+        step = given.iteration - self._base
+        if step > self._steps.following:
+            return  # it is of a step that is not seen yet
+        self._given = None
+        logged = self._log.since(step, self._steps.following)
+        if logged is None:
+            _log.warning("the state of step %d is of no use: gradients that followed it are lost", given.iteration)
+            return
+        self._resync(given, logged)
+
+    def _resync(self, given: GivenState, logged: list[LoggedStep]) -> None:
+        core = self._core
+        if self._life is not None:
+            self._life.close()
+            self._life = None
+        number = next_incarnation(core)
+        core.fence(core.body.state.job or self._job_id, number)
+        self._twin.begin(given.scaler, given.made)
+        self._frozen = {**self._frozen, **given.frozen}
+        self._start(number, Start(given.iteration, False, given.tensors))
+        self.counters["resyncs"] += 1
+        for one in logged:
+            self._replay(one, last=one is logged[-1])
+        self._log.clear()
+        following = self._steps.following
+        if (held := self._buffers.get(following)) is not None and held.complete:
+            self._add_side(following, held)
+
+    def _replay(self, one: LoggedStep, *, last: bool) -> None:
+        life = self._life
+        assert life is not None
+        iteration = self._iteration_of(one.step)
+        for index, gradient in one.gradients.items():
+            life.receiver.put(iteration, index, gradient, self._settings.wait_s)
+        self._finish(life, iteration, one.absent, saved=last)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether a state that was given waits for its step."""
+        return self._given is not None
+
+    @property
+    def following(self) -> bool:
+        """Whether an incarnation is being followed."""
+        return self._life is not None
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Return once all that was heard is in the shadow. Raises WaitTimeout."""
+        life = self._life
+        if life is not None and not life.wait_idle(timeout_s):
+            raise WaitTimeout(f"waited {timeout_s:g} s for the shadow to take all steps up to {self.iteration}")
+
+    def close(self) -> None:
+        """This incarnation is over. What the shadow holds stays."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.close()
