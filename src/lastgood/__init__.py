@@ -13,6 +13,7 @@ _HOMES = {
     "CheckFreq": "lastgood.checkpointers.checkfreq.system",
     "Checkmate": "lastgood.checkpointers.checkmate.system",
     "Checkpointer": "lastgood.checkpointers.base",
+    "FlowCheck": "lastgood.checkpointers.flowcheck.system",
     "GPM": "lastgood.checkpointers.gpm.system",
     "Gemini": "lastgood.checkpointers.gemini.system",
     "NoCheckpointing": "lastgood.checkpointers.baselines.none",

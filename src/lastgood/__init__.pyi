@@ -4,6 +4,7 @@ from lastgood.checkpointers.baselines.sync import SyncCheckpointer as SyncCheckp
 from lastgood.checkpointers.checkfreq.system import CheckFreq as CheckFreq
 from lastgood.checkpointers.checkmate.system import Checkmate as Checkmate
 from lastgood.checkpointers.dcp.system import TorchDCP as TorchDCP
+from lastgood.checkpointers.flowcheck.system import FlowCheck as FlowCheck
 from lastgood.checkpointers.gemini.system import Gemini as Gemini
 from lastgood.checkpointers.gpm.system import GPM as GPM
 from lastgood.checkpointers.pccheck.system import PCcheck as PCcheck

@@ -32,6 +32,7 @@ BUILT_IN = {
     "torchsnapshot": "lastgood.checkpointers.third_party.torchsnapshot:TorchSnapshot",
     "nvrx": "lastgood.checkpointers.third_party.nvrx:ResiliencyExtension",
     "checkmate": "lastgood.checkpointers.checkmate.system:Checkmate",
+    "flowcheck": "lastgood.checkpointers.flowcheck.system:FlowCheck",
 }
 
 

@@ -129,6 +129,24 @@ class CountedLoader(Checked):
             "made_of": self._facts(),
         }
 
+    def place_after(self, batches: int) -> dict[str, Any]:
+        """The state of a training that has consumed so many batches, if the loader's order is known from the epoch.
+
+        Generators are as they are now: an order that was drawn from them is another one. Raises DataError for a loader
+        that keeps its own place, or has no length.
+        """
+        if self._keeps_its_place:
+            raise DataError("a loader that keeps its own place has none that follows from the number of steps")
+        try:
+            length = len(self)
+        except TypeError as error:
+            raise DataError("a loader without a length has no place that follows from the number of steps") from error
+        epoch, within = divmod(batches, max(1, length))
+        found = self.state_dict() | {"epoch": epoch, "batches": within, "total_batches": batches}
+        if "loader_epoch" in found:
+            found["loader_epoch"] = epoch
+        return found | {"epoch_start": self._generators()}
+
     def _facts(self) -> dict[str, Any]:
         """What the epoch's order was made from: asked once an epoch, since a length may cost, or draw, something."""
         if self._made_of is None:

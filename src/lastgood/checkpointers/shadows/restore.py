@@ -67,8 +67,14 @@ class AskingOptions(Protocol):
     """What to give if there is no secret."""
     one_side: ClassVar[bool]
     """Whether all ranks take the side record of rank 0, so that any number of them can restore."""
-    token_file: str | None
-    timeout_s: float
+
+    @property
+    def token_file(self) -> str | None:
+        """The file with the secret that shadows want to see."""
+
+    @property
+    def timeout_s(self) -> float:
+        """A shadow that does not answer for so long counts as stuck."""
 
     @property
     def shadows(self) -> tuple[str, ...]:
