@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lastgood.cli import mirror_describe, mirror_dump, mirror_generate, mirror_odds, mirror_setup
+from lastgood.cli import (
+    mirror_describe,
+    mirror_dump,
+    mirror_generate,
+    mirror_odds,
+    mirror_run,
+    mirror_setup,
+    mirror_status,
+)
 from lastgood.cli._app import App
 
 __all__ = ["app"]
@@ -15,3 +23,7 @@ app.command("commands")(mirror_setup.commands)
 app.command("dump")(mirror_dump.dump)
 app.command("generate")(mirror_generate.generate)
 app.command("odds")(mirror_odds.odds)
+app.command("run")(mirror_run.run)
+app.command("status")(mirror_status.status)
+app.command("stop")(mirror_status.stop)
+app.command("resync")(mirror_status.resync)
