@@ -13,6 +13,7 @@ namespace {
 constexpr std::uint64_t kMostWaitingBytes = 16u << 20;
 constexpr std::uint64_t kMostFlag = std::uint64_t(1) << 31;
 constexpr std::uint64_t kMostSteps = 5;
+constexpr std::int64_t kMostMissing = 4096;
 constexpr std::size_t kLlLine = 16, kLl128Line = 128, kLl128Data = 120;
 
 constexpr const char* kCountNames[] = {
@@ -334,15 +335,17 @@ bool RoceFlow::continues_split(const RoceWrite& write) const {
 }
 
 void RoceFlow::wait(std::vector<RoceWrite>& where, const RoceWrite& write) {
-    if (waiting_bytes_ + write.nbytes > kMostWaitingBytes) {
+    const std::uint64_t more = write.nbytes + kPacketBytes;
+    if (waiting_bytes_ + more > kMostWaitingBytes || !sink_.wait(std::int64_t(more))) {
         sink_.count(RoceCount::unplaced_packets, where.size() + 1);
         where.clear();
-        waiting_bytes_ = split_gap_ = 0;
+        release();
+        split_gap_ = 0;
         has_gap_ = true;
         gap_ = -1;
         return;
     }
-    waiting_bytes_ += write.nbytes;
+    waiting_bytes_ += more;
     where.push_back(write);
     RoceWrite& kept = where.back();
     if (!kept.own) {
@@ -351,6 +354,11 @@ void RoceFlow::wait(std::vector<RoceWrite>& where, const RoceWrite& write) {
         kept.data = kept.own.get();
     }
     if (&where == &split_) split_gap_ = 0;
+}
+
+void RoceFlow::release() {
+    sink_.wait(-std::int64_t(waiting_bytes_));
+    waiting_bytes_ = 0;
 }
 
 void RoceFlow::end_split() {
@@ -369,13 +377,15 @@ void RoceFlow::split_unknown() {
     gap_ = split_.front().psn;
     sink_.count(RoceCount::unplaced_packets, split_.size());
     split_.clear();
-    waiting_bytes_ = split_gap_ = 0;
+    release();
+    split_gap_ = 0;
 }
 
 void RoceFlow::drop_split() {
     sink_.count(RoceCount::clear_to_send, split_.size());
     split_.clear();
-    waiting_bytes_ = split_gap_ = 0;
+    release();
+    split_gap_ = 0;
 }
 
 void RoceFlow::give_split(const RoceWrite& write) {
@@ -413,7 +423,8 @@ void RoceFlow::split_message(std::uint64_t size) {
     }
     lost(at, size - at);
     end();
-    waiting_bytes_ = split_gap_ = 0;
+    release();
+    split_gap_ = 0;
 }
 
 // -- after a gap ------------------------------------------------------------------------------------------------------
@@ -434,7 +445,7 @@ bool RoceFlow::after_gap(const RoceWrite& write) {
 void RoceFlow::drop_tail() {
     sink_.count(RoceCount::unplaced_packets, tail_.size());
     tail_.clear();
-    waiting_bytes_ = 0;
+    release();
 }
 
 void RoceFlow::ends_in_gap(const RoceWrite& write) {
@@ -476,7 +487,7 @@ void RoceFlow::give_tail(const std::uint8_t* immediate) {
     }
     std::vector<RoceWrite> tail;
     tail.swap(tail_);
-    waiting_bytes_ = 0;
+    release();
     carries_data_ = true;
     if (!begun_ && gap_ == -1) {
         sink_.count(RoceCount::packets_before_start, tail.size());
@@ -508,7 +519,7 @@ void RoceFlow::count_missing(std::int64_t start, const RoceWrite* write) {
         // The first message of a connection has flag 1.
         const std::uint64_t last_flag = last_flag_ != 0 ? last_flag_ : 1;
         const std::int64_t missing = std::int64_t(flag_message_ + flag - last_flag - message_);
-        if (flag != 0 && 1 <= missing && missing <= missing_packets) {
+        if (flag != 0 && 1 <= missing && missing <= std::min(missing_packets, kMostMissing)) {
             lose_messages(std::uint64_t(missing));
             return;
         }

@@ -12,6 +12,8 @@ namespace lastgood::mirror {
 
 enum : std::uint8_t { kFirst = 6, kMiddle = 7, kLast = 8, kLastImmediate = 9, kOnly = 10, kOnlyImmediate = 11 };
 
+constexpr std::uint64_t kPacketBytes = 128;  // what a packet that waits takes beside its payload
+
 enum class RoceProtocol { automatic, simple, ll, ll128 };
 enum class Coding : std::uint8_t { raw, ll, ll128 };
 
@@ -75,10 +77,12 @@ class RoceSink {
   public:
     virtual ~RoceSink() = default;
     virtual void head(std::uint64_t message, std::uint64_t nbytes, std::uint64_t time_ns) = 0;
-    // `flag` is that of all lines; payload is still coded, and was found to have it.
+    // Payload is still coded; its flags are right.
     virtual void piece(std::uint64_t message, std::uint64_t offset, const RoceWrite& write, Coding coding) = 0;
     virtual void lost(std::uint64_t message, std::uint64_t offset, std::uint64_t nbytes) = 0;
     virtual void resynced(const std::string& why) = 0;
+    // Whether so many more bytes may wait with those of all flows; below 0: they wait no more.
+    virtual bool wait(std::int64_t more) = 0;
     virtual void count(RoceCount which, std::uint64_t more) = 0;
 };
 
@@ -104,6 +108,7 @@ class RoceFlow {
     void immediate(const RoceWrite& write);
     bool continues_split(const RoceWrite& write) const;
     void wait(std::vector<RoceWrite>& where, const RoceWrite& write);
+    void release();
     void end_split();
     void split_unknown();
     void drop_split();

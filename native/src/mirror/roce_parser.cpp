@@ -16,7 +16,7 @@ constexpr std::uint8_t kAcknowledge = 17, kCm = 100, kCnp = 129;
 constexpr std::int64_t kPsns = 1 << 24;
 constexpr std::uint32_t kStartWindow = 1024;
 constexpr std::int64_t kMostAhead = 1 << 16;
-constexpr std::size_t kRememberedStarts = 1024, kRememberedGaps = 64, kMostFlows = 4096, kMostEarly = 64;
+constexpr std::size_t kRememberedStarts = 256, kRememberedGaps = 64, kMostFlows = 1024, kMostEarly = 64;
 constexpr std::size_t kBlockBytes = 1 << 20, kKeptBlocks = 64;
 constexpr std::size_t kIcrcBytes = 4;
 constexpr std::uint32_t kData = 1;
@@ -104,7 +104,7 @@ class RoceQueue final : public RoceSink {
         kept.own.reset(new std::uint8_t[write.nbytes + 1]);
         if (write.nbytes) std::memcpy(kept.own.get(), write.data, write.nbytes);
         kept.data = kept.own.get();
-        parser_.waiting_bytes_ += write.nbytes;
+        parser_.waiting_bytes_ += write.nbytes + kPacketBytes;
         parser_.count(RoceCount::held_packets);
     }
 
@@ -118,7 +118,7 @@ class RoceQueue final : public RoceSink {
         while (!held_.empty() && held_.begin()->first == floor_) {
             const RoceWrite write = std::move(held_.begin()->second);
             held_.erase(held_.begin());
-            parser_.waiting_bytes_ -= write.nbytes;
+            parser_.waiting_bytes_ -= write.nbytes + kPacketBytes;
             ++floor_;
             flow_.take(write);
         }
@@ -187,6 +187,12 @@ class RoceQueue final : public RoceSink {
         }
         parser_.count(RoceCount::resynced);
         parser_.output_.tables.resynced.emplace_back(index_, why);
+    }
+
+    bool wait(std::int64_t more) override {
+        if (more > 0 && parser_.waiting_bytes_ + std::uint64_t(more) > parser_.most_waiting_bytes_) return false;
+        parser_.waiting_bytes_ += std::uint64_t(more);
+        return true;
     }
 
     void count(RoceCount which, std::uint64_t more) override { parser_.count(which, more); }

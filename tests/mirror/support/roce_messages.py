@@ -42,6 +42,8 @@ class Found:
     resynced: list[tuple[int, str]] = field(default_factory=list)
     events: list[tuple[object, ...]] = field(default_factory=list)
     """Everything, without addresses: two parsers that do the same give the same."""
+    most_bytes: int = 1 << 24
+    """Content of larger messages is not kept: their length is what a packet says."""
 
     def add(self, parsed: Parsed) -> None:
         for flow in parsed.opened:
@@ -52,22 +54,25 @@ class Found:
             assert opcode == DATA and slot == 0 and number not in self.closed
             assert message not in self.messages[number], "numbers do not recur"
             assert message > max(self.messages[number], default=-1), "numbers grow"
-            self.messages[number][message] = Message(nbytes, time_ns, bytearray(nbytes), bytearray(nbytes))
+            room = nbytes if nbytes <= self.most_bytes else 0
+            self.messages[number][message] = Message(nbytes, time_ns, bytearray(room), bytearray(room))
             self.events.append(("head", number, message, nbytes, time_ns))
         for number, pad, message, offset, address, nbytes in parsed.pieces.tolist():
             one = self.messages[number][message]
             assert one is not None and pad == 0 and nbytes > 0 and offset + nbytes <= one.nbytes
             content = ctypes.string_at(address, nbytes)
             assert not any(one.known[offset : offset + nbytes]), "given once"
-            one.content[offset : offset + nbytes] = content
-            one.known[offset : offset + nbytes] = bytes([CAME]) * nbytes
+            if one.known:
+                one.content[offset : offset + nbytes] = content
+                one.known[offset : offset + nbytes] = bytes([CAME]) * nbytes
             self.events.append(("piece", number, message, offset, content))
         for number, _, message, offset, nbytes in parsed.lost.tolist():
             if nbytes:
                 one = self.messages[number][message]
                 assert one is not None and offset + nbytes <= one.nbytes
                 assert not any(one.known[offset : offset + nbytes]), "lost, and did not come"
-                one.known[offset : offset + nbytes] = bytes([LOST]) * nbytes
+                if one.known:
+                    one.known[offset : offset + nbytes] = bytes([LOST]) * nbytes
             else:
                 assert message not in self.messages[number]
                 self.messages[number][message] = None

@@ -24,6 +24,7 @@ __all__ = [
     "MIDDLE",
     "ONLY",
     "ONLY_IMMEDIATE",
+    "PACKET_BYTES",
     "Payload",
     "QueueFlow",
     "Sink",
@@ -39,6 +40,10 @@ ONLY_IMMEDIATE: Final = 11
 
 _MOST_WAITING_BYTES: Final = 16 << 20
 """Of one message whose length is not known yet."""
+PACKET_BYTES: Final = 128
+"""What a packet that waits takes beside its payload."""
+_MOST_MISSING: Final = 4096
+"""Messages that are counted by flags; more are not believed."""
 _MOST_FLAG: Final = 1 << 31
 _MOST_STEPS: Final = 5
 """By which a connection's step grows with a message, at most: 2 for a slice, and up to 3 to round up before it."""
@@ -92,6 +97,9 @@ class Sink(Protocol):
 
     def keep(self, payload: Payload) -> Payload:
         """The same bytes in memory that stays until they are given, and then as long as others."""
+
+    def wait(self, more: int) -> bool:
+        """Whether so many more bytes may wait with those of all flows; below 0: they wait no more."""
 
     def count(self, name: str, more: int = 1) -> None:
         """Add to a counter."""
@@ -318,13 +326,15 @@ class QueueFlow:
 
     def _wait(self, where: list[Write], write: Write) -> None:
         """Keep a packet until it is known what it belongs to."""
-        if self.waiting_bytes + write.nbytes > _MOST_WAITING_BYTES:
+        more = write.nbytes + PACKET_BYTES
+        if self.waiting_bytes + more > _MOST_WAITING_BYTES or not self.sink.wait(more):
             self.sink.count("unplaced_packets", len(where) + 1)
             where.clear()
-            self.waiting_bytes = self.split_gap = 0
+            self._release()
+            self.split_gap = 0
             self._forget()
             return
-        self.waiting_bytes += write.nbytes
+        self.waiting_bytes += more
         payload = self.sink.keep(write.payload)
         where.append(
             Write(
@@ -341,6 +351,11 @@ class QueueFlow:
         if where is self.split:
             self.split_gap = 0
 
+    def _release(self) -> None:
+        """What waited is given, or dropped."""
+        self.sink.wait(-self.waiting_bytes)
+        self.waiting_bytes = 0
+
     def _end_split(self) -> None:
         """What waits is followed by something else: clear to send, or a message whose immediate is lost."""
         if not self.carries_data or not self.split_gap:
@@ -355,12 +370,14 @@ class QueueFlow:
         self.gap = self.split[0].psn
         self.sink.count("unplaced_packets", len(self.split))
         self.split.clear()
-        self.waiting_bytes = self.split_gap = 0
+        self._release()
+        self.split_gap = 0
 
     def _drop_split(self) -> None:
         self.sink.count("clear_to_send", len(self.split))
         self.split.clear()
-        self.waiting_bytes = self.split_gap = 0
+        self._release()
+        self.split_gap = 0
 
     def _give_split(self, write: Write) -> None:
         head, last = self.split[0], self.split[-1]
@@ -393,7 +410,8 @@ class QueueFlow:
         self._lost(at, size - at)
         self._end()
         self.split.clear()
-        self.waiting_bytes = self.split_gap = 0
+        self._release()
+        self.split_gap = 0
 
     # -- after a gap ---------------------------------------------------------------------------------------------------
 
@@ -414,7 +432,7 @@ class QueueFlow:
     def _drop_tail(self) -> None:
         self.sink.count("unplaced_packets", len(self.tail))
         self.tail.clear()
-        self.waiting_bytes = 0
+        self._release()
 
     def _ends_in_gap(self, write: Write) -> None:
         """The immediate of a message that is lost: the next one begins right after."""
@@ -451,7 +469,8 @@ class QueueFlow:
         if first > self.tail[0].psn:
             self._drop_tail()
             return
-        tail, self.tail, self.waiting_bytes = self.tail, [], 0
+        tail, self.tail = self.tail, []
+        self._release()
         self.carries_data = True
         if not self.begun and self.gap == -1:
             self.sink.count("packets_before_start", len(tail))
@@ -483,7 +502,7 @@ class QueueFlow:
             flag = one_flag(Coding.LL, write.payload.view)
             # The first message of a connection has flag 1.
             missing = self.flag_message + flag - (self.last_flag or 1) - self.message
-            if flag and 1 <= missing <= packets:
+            if flag and 1 <= missing <= min(packets, _MOST_MISSING):
                 self._lose_messages(missing)
                 return
         self._unknown()

@@ -32,6 +32,7 @@ from lastgood.mirror.streams.roce_flow import (
     MIDDLE,
     ONLY,
     ONLY_IMMEDIATE,
+    PACKET_BYTES,
     Payload,
     QueueFlow,
     Write,
@@ -65,9 +66,9 @@ _START_WINDOW: Final = 1024
 """A connection of NCCL begins at PSN 0: one that is first seen before this PSN is taken from its start on."""
 _MOST_AHEAD: Final = 1 << 16
 """An acknowledgement further ahead of what was seen is not believed."""
-_REMEMBERED_STARTS: Final = 1024
+_REMEMBERED_STARTS: Final = 256
 _REMEMBERED_GAPS: Final = 64
-_MOST_FLOWS: Final = 4096
+_MOST_FLOWS: Final = 1024
 _MOST_EARLY: Final = 64
 
 
@@ -177,7 +178,7 @@ class PlainRoceParser:
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"a RoCE parser reads the protocols {', '.join(PROTOCOLS)}, not {protocol!r}")
-        self._protocol, self._patience, self._most_waiting = protocol, patience, most_waiting_bytes
+        self._protocol, self._patience, self.most_waiting_bytes = protocol, patience, most_waiting_bytes
         self._queues: OrderedDict[_Key, _Queue] = OrderedDict()
         self._by_port: dict[tuple[bytes, bytes, int], list[_Queue]] = {}
         self._counters: Counter[str] = Counter()
@@ -317,7 +318,7 @@ class PlainRoceParser:
         queue.hold(write)
         if not queue.acknowledged and len(queue.held) > self._patience:
             queue.settle(min(queue.held) - 1)
-        if self.waiting_bytes > self._most_waiting:
+        if self.waiting_bytes > self.most_waiting_bytes:
             self._counters["holes_given_up"] += 1
             queue.settle(queue.top - 1)
 
@@ -415,13 +416,13 @@ class _Queue:
             self.keep(write.payload),
             write.time_ns,
         )
-        self.parser.waiting_bytes += write.nbytes
+        self.parser.waiting_bytes += write.nbytes + PACKET_BYTES
         self.parser.count("held_packets")
 
     def drain(self) -> None:
         """Give what is in order now."""
         while (write := self.held.pop(self.floor, None)) is not None:
-            self.parser.waiting_bytes -= write.nbytes
+            self.parser.waiting_bytes -= write.nbytes + PACKET_BYTES
             self.floor += 1
             self.flow.take(write)
 
@@ -470,6 +471,13 @@ class _Queue:
         """The same bytes in memory of their own."""
         copy: NDArray[np.uint8] = np.frombuffer(payload.view, np.uint8).copy()
         return Payload(copy.ctypes.data, copy.data)
+
+    def wait(self, more: int) -> bool:
+        """Whether so many more bytes may wait; below 0: they wait no more."""
+        if more > 0 and self.parser.waiting_bytes + more > self.parser.most_waiting_bytes:
+            return False
+        self.parser.waiting_bytes += more
+        return True
 
     def count(self, name: str, more: int = 1) -> None:
         """Add to a counter."""
