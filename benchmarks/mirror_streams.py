@@ -62,8 +62,6 @@ class Traffic:
 def read(traffic: Traffic, target: np.ndarray | None) -> float:
     """Seconds for all frames; pieces are copied to `target` if there is one."""
     parser = NativeGlooParser()
-    place = _native.scatter_pieces
-    payload = 0
     begin = time.perf_counter()
     for batch in traffic.batches:
         pieces = parser.feed(batch).pieces
@@ -73,7 +71,7 @@ def read(traffic: Traffic, target: np.ndarray | None) -> float:
         for low, high in zip(starts, [*starts[1:], len(pieces)], strict=True):
             at = int(pieces["message"][low]) // 2 % (len(target) // SEGMENT_BYTES) * SEGMENT_BYTES
             where = pieces.ctypes.data + int(low) * pieces.itemsize
-            place(target.ctypes.data, target.nbytes, at, at + SEGMENT_BYTES, where, int(high - low))
+            _native.scatter_pieces(target.ctypes.data, target.nbytes, at, at + SEGMENT_BYTES, where, int(high - low))
     seconds = time.perf_counter() - begin
     payload = parser.counters()["payload_bytes"]
     if payload != traffic.payload_bytes:
