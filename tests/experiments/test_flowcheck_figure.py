@@ -261,6 +261,26 @@ def test_series_differ_without_colour_too(tmp_path: Path) -> None:
 # -- for real ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_measured_goes_through_the_parser_and_is_the_truth(tmp_path: Path) -> None:
+    small = {"simulated": 0, "measured": 8, "ranks": 4, "gradient_bytes": 64 << 10, "watched": ((0,), (0, 2))}
+    settings = spec_of("recovery").settings.model_copy(update={**small, "loss_rates": (1e-5, 0.05)})
+    spec = spec_of("recovery", settings=settings)
+    result: Any = execute_flowcheck(spec, tmp_path, tmp_path, tmp_path, lambda _: None).result
+    found = {(point.watched, point.loss_rate): point for point in result.points}
+    assert len(found) == 4
+    assert all(point.differing == 0 for point in result.points)
+    assert found[(0,), 1e-5].share == found[(0, 2), 1e-5].share == 1
+    assert found[(0,), 0.05].share < found[(0, 2), 0.05].share
+
+
+def test_rates_of_parsing_and_updating_are_measured(tmp_path: Path) -> None:
+    settings = spec_of("sizing").settings.model_copy(update={"updates": 1, "traffic_bytes": 1 << 20})
+    spec = spec_of("sizing", settings=settings)
+    result: Any = execute_flowcheck(spec, tmp_path, tmp_path, tmp_path, lambda _: None).result
+    assert [rate.name for rate in result.rates] == ["parse", "update"]
+    assert all(rate.per_core_s > 1e6 for rate in result.rates)
+
+
 def test_simulation_agrees_with_the_formula(tmp_path: Path) -> None:
     settings = spec_of("recovery").settings.model_copy(update={"simulated": 300, "measured": 0})
     record = execute_flowcheck(spec_of("recovery", settings=settings), tmp_path, tmp_path, tmp_path, lambda _: None)

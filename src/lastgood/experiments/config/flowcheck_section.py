@@ -134,8 +134,8 @@ class RecoveryBench(FrozenModel):
     )
     simulated: CountOrZero = Field(default=400, description="a whole number from 0: iterations simulated at each point")
     measured: CountOrZero = Field(
-        default=20,
-        description="a whole number from 0: iterations whose packets are generated, parsed and extracted at each point",
+        default=12,
+        description="a whole number from 0: iterations whose packets are generated, lost and parsed at each point",
     )
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class SizingBench(FrozenModel):
     )
     updates: Count = Field(default=5, description="a whole number from 1: updates timed")
     traffic_bytes: Count = Field(
-        default=64 << 20, description="a whole number from 1: bytes of gradients parsed to learn this machine's rate"
+        default=16 << 20, description="a whole number from 1: bytes of gradients parsed to learn this machine's rate"
     )
 
 

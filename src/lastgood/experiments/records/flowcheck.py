@@ -343,7 +343,7 @@ class RecoveryPoint(FrozenModel):
     recovered: int = Field(ge=0)
     """Of these, iterations of which every byte of the reduced gradient was seen."""
     differing: int = Field(default=0, ge=0)
-    """Of the recovered ones, those whose gradient was not the true one: must be none."""
+    """Iterations with a byte that was taken for known and is not the true one: must be none."""
 
     @property
     def share(self) -> float:
