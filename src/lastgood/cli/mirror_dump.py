@@ -25,7 +25,9 @@ __all__ = ["dump"]
 
 
 def dump(
-    interface: Annotated[str | None, typer.Option(help="Interface to capture on, as mir0. Needs root.")] = None,
+    interface: Annotated[
+        list[str] | None, typer.Option(help="Interface to capture on, as mir0; several share one ring. Needs root.")
+    ] = None,
     pcap: Annotated[Path | None, typer.Option(help="A pcap or pcapng file instead of an interface.")] = None,
     dpdk: Annotated[
         str | None,
@@ -66,7 +68,7 @@ def dump(
     from lastgood.mirror.capture.ring import DEFAULT_RING, RingWriter
     from lastgood.units import option_bytes
 
-    if sum(one is not None for one in (interface, pcap, dpdk)) != 1:
+    if sum(map(bool, (interface, pcap, dpdk))) != 1:
         raise ConfigError("name one of --interface, --pcap and --dpdk")
     if dpdk is not None and (keep is not None or ring == "-"):
         raise ConfigError("--dpdk fills a ring, and keeps no file: give --ring a path, and no --keep")
@@ -76,7 +78,7 @@ def dump(
         "block": option_bytes("--block", block),
         "keep": option_bytes("--keep-size", keep_size),
     }
-    needs = {"kernel ring": sizes["kernel"]} if interface is not None else {}
+    needs = {"kernel ring": sizes["kernel"]} if interface else {}
     if ring != "-":
         needs["ring"] = sizes["ring"]
     port = None
@@ -111,12 +113,14 @@ def dump(
     if core is not None:
         _pin(core)
     with ExitStack() as stack:
-        source = stack.enter_context(closing(_source(interface, pcap, sizes["kernel"], sizes["block"], own)))
+        source = stack.enter_context(closing(_source(interface or [], pcap, sizes["kernel"], sizes["block"], own)))
         kept = None if keep is None else stack.enter_context(closing(FrameKeeper(keep, sizes["keep"])))
         filled = None
         if ring != "-":
             filled = stack.enter_context(closing(RingWriter(path, sizes["ring"], source.link_type)))
-            console.print(f"mirror dump: frames of {interface or pcap} go to {path}; end it with Ctrl-C")
+            console.print(
+                f"mirror dump: frames of {', '.join(interface or [str(pcap)])} go to {path}; end it with Ctrl-C"
+            )
         running = Dump(source, ring=filled, keep=kept, drop=pcap is None, patience_s=patience)
         running.run(stop, _printer(report) if report > 0 else None)
         _print_line(running.counters())
@@ -125,14 +129,15 @@ def dump(
                 console.print(f"mirror dump: not all of it: {why}")
 
 
-def _source(interface: str | None, pcap: Path | None, ring_bytes: int, block_bytes: int, own: bool) -> FrameSource:
+def _source(interfaces: list[str], pcap: Path | None, ring_bytes: int, block_bytes: int, own: bool) -> FrameSource:
     if pcap is not None:
         from lastgood.mirror.capture.files import CaptureFile
 
         return CaptureFile(pcap)
     from lastgood.mirror.capture.interface import InterfaceSource
 
-    return InterfaceSource(str(interface), ring_bytes=ring_bytes, block_bytes=block_bytes, own_frames=own)
+    first, *also = interfaces
+    return InterfaceSource(first, also=also, ring_bytes=ring_bytes, block_bytes=block_bytes, own_frames=own)
 
 
 def _pin(core: int) -> None:

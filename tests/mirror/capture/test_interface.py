@@ -91,6 +91,40 @@ def test_checksums_that_were_left_to_a_card_are_marked_and_own_frames_too(link: 
         assert found[b"from near"] & OWN
 
 
+def test_several_interfaces_share_one_ring_in_order_and_others_stay_out(link: Link) -> None:
+    for name in ("one", "two", "other"):
+        link.ip(0, "link", "add", name, "type", "veth", "peer", "name", f"{name}-far")
+        for end in (name, f"{name}-far"):
+            link.ip(0, "link", "set", end, "addrgenmode", "none", "up")
+
+    def senders() -> dict[str, socket.socket]:
+        made = {}
+        for name in ("one", "other", "two"):
+            made[name] = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+            made[name].bind((f"{name}-far", 0))
+        return made
+
+    ends = link.near(senders)
+    source = link.near(lambda: InterfaceSource("one", also=["two"], ring_bytes=4 * MIB))
+    with closing(source):
+        sent = []
+        for number in range(60):
+            name = ("one", "other", "two")[number % 3]
+            frame = HEAD + KIND + bytes([number]) * 80
+            ends[name].send(frame)
+            sent += [frame] * (name != "other")
+        assert [row[0] for row in collect(source, len(sent))] == sent
+        assert source.read(10, 0.05) is not None
+        link.ip(0, "link", "del", "two")
+        deadline = time.monotonic() + 10
+        while source.read(10, 0.1) is not None:
+            assert time.monotonic() < deadline
+    for end in ends.values():
+        end.close()
+    with pytest.raises(ConfigError, match="once"):
+        InterfaceSource("lo", also=["lo"])
+
+
 def test_own_frames_can_be_left_out(link: Link) -> None:
     source = link.near(lambda: InterfaceSource("near", ring_bytes=4 * MIB, own_frames=False))
 

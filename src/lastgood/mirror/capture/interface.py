@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from lastgood import _native
 from lastgood.errors import ConfigError, HostError
-from lastgood.mirror.capture.frames import ETHERNET, FRAME, FrameBatch
+from lastgood.mirror.capture.frames import ETHERNET, FRAME, MOST_FRAME_BYTES, FrameBatch
 from lastgood.units import MIB, format_bytes
 
 __all__ = ["BLOCK_BYTES", "KERNEL_RING_BYTES", "InterfaceSource"]
@@ -40,14 +42,18 @@ _FRAME_BYTES = 2048
 """The kernel only checks that blocks are a multiple of it; frames of version 3 have their own lengths."""
 _WITH_ETHERNET_HEADERS = (1, 772)
 """Kinds of hardware: Ethernet and loopback."""
-_SIOCGIFINDEX = 0x8933
+_SIOCGIFINDEX, _SIOCGIFHWADDR = 0x8933, 0x8927
+_ATTACH_FILTER = 26
+_INTERFACE_OF_FRAME = 0xFFFFF008
+"""Where a filter finds the number of a frame's interface (SKF_AD_OFF + SKF_AD_IFINDEX)."""
 
 
 class InterfaceSource:
     """A FrameSource of an interface, promiscuous, in both directions unless told otherwise. Needs CAP_NET_RAW.
 
-    While the interface is down nothing comes; once it is gone, the source has ended. `counters` has `kernel_dropped`:
-    frames that came while the ring was full.
+    With more interfaces (`also`), frames of all come through one ring, in the order in which the kernel got them: two
+    rings would show an acknowledgement before what it acknowledges. While an interface is down nothing comes from it;
+    once one is gone, the source has ended. `counters` has `kernel_dropped`: frames that came while the ring was full.
     """
 
     link_type = ETHERNET
@@ -56,6 +62,7 @@ class InterfaceSource:
         self,
         interface: str,
         *,
+        also: Sequence[str] = (),
         ring_bytes: int = KERNEL_RING_BYTES,
         block_bytes: int = BLOCK_BYTES,
         promiscuous: bool = True,
@@ -69,7 +76,9 @@ class InterfaceSource:
             )
         if not 2 * block_bytes <= ring_bytes <= _MOST_RING_BYTES:
             raise ConfigError(f"a ring of {ring_bytes} bytes: at least two blocks, at most {_MOST_RING_BYTES} bytes")
-        self.interface = interface
+        self.interfaces = (interface, *also)
+        if len(set(self.interfaces)) < len(self.interfaces):
+            raise ConfigError(f"each interface is captured once: {', '.join(self.interfaces)}")
         blocks = ring_bytes // block_bytes
         self.ring_bytes = blocks * block_bytes
         self._dropped = self._frozen = self._downs = 0
@@ -97,8 +106,10 @@ class InterfaceSource:
         count = self._blocks.read(self._socket.fileno(), self._table.ctypes.data, max(1, limit), timeout_s)
         if count < 0:
             count = self._failed(-count)
-            if self._gone:
-                return None
+        elif not count and len(self.interfaces) > 1:
+            self._gone = not self._all_there()  # a socket of several is not told
+        if self._gone and not count:
+            return None
         return FrameBatch(self._bytes.data, self._table[:count])
 
     def counters(self) -> dict[str, int]:
@@ -141,31 +152,55 @@ class InterfaceSource:
         if not own_frames:
             with contextlib.suppress(OSError):  # kernels before 4.20; then they have the flag
                 self._socket.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
-        self._bound_index = self._index()
-        if promiscuous:
-            member = struct.pack("IHH8s", self._bound_index, _PROMISCUOUS, 0, b"")
-            self._socket.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
-        self._socket.bind((self.interface, _ALL_PROTOCOLS))
-        kind = self._socket.getsockname()[3]
-        if kind not in _WITH_ETHERNET_HEADERS:
-            raise HostError(
-                f"{self.interface}: its frames have no Ethernet header (kind {kind}); name another interface"
-            )
+        self._numbers = [self._number(name) for name in self.interfaces]
+        for name, number in zip(self.interfaces, self._numbers, strict=True):
+            (kind,) = struct.unpack_from("16xH", self._ask(_SIOCGIFHWADDR, name))
+            if kind not in _WITH_ETHERNET_HEADERS:
+                raise HostError(f"{name}: its frames have no Ethernet header (kind {kind}); name another interface")
+            if promiscuous:
+                member = struct.pack("IHH8s", number, _PROMISCUOUS, 0, b"")
+                self._socket.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
+        if len(self.interfaces) == 1:
+            self._socket.bind((self.interfaces[0], _ALL_PROTOCOLS))
+            return
+        # Bound to all that there are, of which the filter lets those through. Python binds to a named one only.
+        self._filter(self._numbers)
+        address = struct.pack("=HHiHBB8s", socket.AF_PACKET, socket.htons(_ALL_PROTOCOLS), 0, 0, 0, 0, b"")
+        if ctypes.CDLL(None, use_errno=True).bind(self._socket.fileno(), address, len(address)) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def _index(self) -> int:
-        """The interface's number where the socket lives, which may be another network namespace than this thread's."""
-        request = struct.pack("16si20x", self.interface.encode()[:15], 0)
-        return int(struct.unpack_from("16xi", fcntl.ioctl(self._socket.fileno(), _SIOCGIFINDEX, request))[0])
+    def _filter(self, numbers: Sequence[int]) -> None:
+        """Let only frames of these interfaces into the ring (classic BPF)."""
+        left = len(numbers)
+        program = [struct.pack("HBBI", 0x20, 0, 0, _INTERFACE_OF_FRAME)]  # load it
+        for number in numbers:
+            program.append(struct.pack("HBBI", 0x15, left, 0, number))  # equal: to the end
+            left -= 1
+        program += [struct.pack("HBBI", 0x06, 0, 0, length) for length in (0, MOST_FRAME_BYTES)]
+        code = ctypes.create_string_buffer(b"".join(program))
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code))
+        )
+
+    def _ask(self, request: int, name: str) -> bytes:
+        """Of the socket's own network namespace, which may be another one than this thread's."""
+        return fcntl.ioctl(self._socket.fileno(), request, struct.pack("16s24x", name.encode()[:15]))
+
+    def _number(self, name: str) -> int:
+        return int(struct.unpack_from("16xi", self._ask(_SIOCGIFINDEX, name))[0])
+
+    def _all_there(self) -> bool:
+        try:
+            return [self._number(name) for name in self.interfaces] == self._numbers
+        except OSError:
+            return False
 
     def _failed(self, number: int) -> int:
         """What an error of the socket means: 0 frames now, or the end."""
         if number not in (errno.ENETDOWN, errno.ENXIO, errno.ENODEV):
-            raise HostError(f"{self.interface}: capturing failed: {os.strerror(number)}")
+            raise HostError(f"{', '.join(self.interfaces)}: capturing failed: {os.strerror(number)}")
         self._downs += 1
-        try:
-            self._gone = self._index() != self._bound_index
-        except OSError:
-            self._gone = True
+        self._gone = not self._all_there()
         return 0
 
     def _ask_kernel(self) -> None:
@@ -184,4 +219,4 @@ class InterfaceSource:
             errno.ENOMEM: f"the kernel has no {format_bytes(self.ring_bytes)} for its ring; take a smaller one",
             errno.EAFNOSUPPORT: "this kernel has no packet sockets",
         }.get(error.errno or 0, f"{error.strerror}")
-        return HostError(f"{self.interface}: cannot capture: {hint}")
+        return HostError(f"{', '.join(self.interfaces)}: cannot capture: {hint}")
