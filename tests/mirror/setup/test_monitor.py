@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 
+import numpy as np
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.cluster.testbed.monitor import Monitor
-from lastgood.cluster.testbed.net import links_in, listed, namespace_of, run_program
+from lastgood.cluster.testbed.net import in_namespace, links_in, listed, namespace_of, run_program
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from lastgood.errors import ConfigError, HostError
+from lastgood.mirror.capture.interface import InterfaceSource
 from lastgood.mirror.setup.check import check_mirror
+from lastgood.units import MIB
 
 pytestmark = pytest.mark.root
 
@@ -130,3 +137,65 @@ def test_the_commands_of_the_docs(bed: Testbed) -> None:
     assert all(row["frames"] >= 20 for row in json.loads(run("check", "--counters", "--json").stdout))
     assert run("setup", "--to", "vm3", "--undo").exit_code == 0
     assert bed.monitors() == ()
+
+
+def exchange(bed: Testbed, node: str, sent: dict[str, bytes]) -> None:
+    """TCP between a node and the machine: each side sends its bytes at once, and gets the other's."""
+
+    def run(connection: socket.socket, mine: bytes, theirs: bytes) -> None:
+        writing = threading.Thread(target=connection.sendall, args=(mine,))
+        writing.start()
+        got = bytearray()
+        while len(got) < len(theirs):
+            got += connection.recv(1 << 20) or pytest.fail("cut")
+        writing.join(30)
+        assert got == theirs
+
+    listener = socket.create_server((bed.host_address, 0))
+    space = namespace_of(bed.name, node)
+    near = in_namespace(space, lambda: socket.create_connection(listener.getsockname()[:2], 10))
+    far, _ = listener.accept()
+    with listener, near, far:
+        far.settimeout(30)
+        near.settimeout(30)
+        other = threading.Thread(target=run, args=(far, sent["received"], sent["sent"]))
+        other.start()
+        run(near, sent["sent"], sent["received"])
+        other.join(30)
+        assert not other.is_alive()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_tcp_carries_is_complete_and_no_acknowledgement_comes_before_its_data(bed: Testbed, split: bool) -> None:
+    monitor = bed.mirror(["vm1"], "vm3", split=split)
+    rng = np.random.default_rng(1)
+    sent = {"sent": rng.bytes(8 << 20), "received": rng.bytes(8 << 20)}
+    first, *also = monitor.interfaces
+    space = namespace_of(bed.name, "vm3")
+    frames: list[bytes] = []
+    with closing(in_namespace(space, lambda: InterfaceSource(first, also=also, ring_bytes=64 * MIB))) as source:
+        exchange(bed, "vm1", sent)
+        while batch := source.read(4096, 0.3):
+            frames += [bytes(batch.frame(number)) for number in range(len(batch))]
+        counters = source.counters()
+    assert counters["kernel_dropped"] == counters["truncated"] == 0 and counters["bytes"] > 16 << 20
+    seen = {way: bytearray() for way in sent}
+    begin: dict[str, int] = {}
+    node = socket.inet_aton(bed.address("vm1"))
+    for frame in frames:
+        if frame[12:14] != b"\x08\x00" or frame[23] != 6:
+            continue
+        way, other = ("sent", "received") if frame[26:30] == node else ("received", "sent")
+        start = 14 + (frame[14] & 15) * 4
+        sequence, acknowledged = struct.unpack_from(">II", frame, start + 4)
+        payload = frame[start + (frame[start + 12] >> 4) * 4 : 14 + struct.unpack_from(">H", frame, 16)[0]]
+        if frame[start + 13] & 2:  # SYN
+            begin[way] = sequence + 1
+            continue
+        place = (sequence - begin[way]) & 0xFFFFFFFF
+        if payload and place <= len(seen[way]):
+            seen[way][place : place + len(payload)] = payload
+        if len(seen[other]) < len(sent[other]):  # at the end FIN counts as a byte
+            assert (acknowledged - begin[other]) & 0xFFFFFFFF <= len(seen[other])
+    assert seen == {way: bytearray(content) for way, content in sent.items()}
+    bed.unmirror("vm3")
