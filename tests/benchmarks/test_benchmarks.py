@@ -102,6 +102,12 @@ def test_persist_without_fio_says_so(disk: Path) -> None:
     assert not (disk / "out.json").exists()
 
 
+def test_mirror_roce(disk: Path) -> None:
+    items = results_of(disk, run(disk, "mirror_roce", "--quick", "--rounds", "1"), "mirror_roce")["comparisons"]
+    assert [item["goal"] for item in items] == [0.5, 0.35, 0.35, 0.25]
+    assert all(len(item["our_values"]) == 1 for item in items)
+
+
 def test_checksums(disk: Path) -> None:
     done = run(disk, "checksums", "--quick", "--rounds", "2", "--sizes", "1MiB")
     [item] = results_of(disk, done, "checksums")["comparisons"]
