@@ -517,9 +517,9 @@ class RoceParser:
 
     def __init__(self, protocol: str, patience: int, most_waiting_bytes: int) -> None: ...
     def feed(
-        self, data: int, frames: int, count: int
+        self, data: int, nbytes: int, frames: int, count: int
     ) -> tuple[list[tuple[int, bytes, bytes, int, int, bool]], list[int], bytes, bytes, bytes, list[tuple[int, str]]]:
-        """Read `count` rows of FRAME at address `frames`, whose bytes lie at `data`.
+        """Read `count` rows of FRAME at address `frames`, whose bytes are among the `nbytes` at `data`.
 
         Returns opened flows (number, source, destination, UDP port, queue pair, whether from the start), closed ones,
         the tables HEAD, PIECE and LOST as bytes, and resynchronised flows with the reason.

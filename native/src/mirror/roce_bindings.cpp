@@ -79,15 +79,15 @@ void bind_roce(nb::module_& module) {
             "protocol"_a, "patience"_a, "most_waiting_bytes"_a)
         .def(
             "feed",
-            [](RoceParser& self, std::uintptr_t data, std::uintptr_t frames, std::size_t count) {
+            [](RoceParser& self, std::uintptr_t data, std::size_t nbytes, std::uintptr_t frames, std::size_t count) {
                 const RoceOutput* output;
                 {
                     const GilReleased released;
-                    output = &self.feed(bytes_at(data), frames_at(frames), count);
+                    output = &self.feed(bytes_at(data), nbytes, frames_at(frames), count);
                 }
                 return as_tuple(*output);
             },
-            "data"_a, "frames"_a, "count"_a)
+            "data"_a, "nbytes"_a, "frames"_a, "count"_a)
         .def("finish", [](RoceParser& self) { return as_tuple(self.finish()); })
         .def("counters", [](const RoceParser& self) {
             nb::dict counters;

@@ -259,9 +259,14 @@ std::uint8_t* RoceParser::room(std::size_t nbytes) {
     return at;
 }
 
-const RoceOutput& RoceParser::feed(const std::uint8_t* data, const Frame* frames, std::size_t count) {
+const RoceOutput& RoceParser::feed(const std::uint8_t* data, std::size_t nbytes, const Frame* frames,
+                                   std::size_t count) {
     begin();
-    for (std::size_t number = 0; number < count; ++number) frame(data + frames[number].offset, frames[number]);
+    for (std::size_t number = 0; number < count; ++number) {
+        const Frame& one = frames[number];
+        if (one.offset > nbytes || one.captured > nbytes - one.offset) continue;  // no frame of this batch
+        frame(data + one.offset, one);
+    }
     return output_;
 }
 

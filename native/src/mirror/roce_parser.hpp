@@ -57,7 +57,7 @@ class RoceParser {
     RoceParser& operator=(const RoceParser&) = delete;
 
     // What it gives holds until the next call.
-    const RoceOutput& feed(const std::uint8_t* data, const Frame* frames, std::size_t count);
+    const RoceOutput& feed(const std::uint8_t* data, std::size_t nbytes, const Frame* frames, std::size_t count);
     const RoceOutput& finish();
     std::uint64_t counter(RoceCount which) const { return counters_[std::size_t(which)]; }
 

@@ -6,7 +6,7 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -57,6 +57,7 @@ def describe(
     static_graph: Annotated[bool | None, typer.Option(help="As DistributedDataParallel has it.")] = None,
     forward_sync_buffers: Annotated[bool | None, typer.Option(help="As DistributedDataParallel has it.")] = None,
     backend: Annotated[_Backend, typer.Option(help="What carries the collectives.")] = _Backend.GLOO,
+    network: Annotated[Literal["sockets", "roce"], typer.Option(help="What carries NCCL.")] = "sockets",
     nccl: Annotated[str, typer.Option(metavar="VERSION", help="NCCL's version, as 2.28.")] = "",
     protocol: Annotated[str, typer.Option(help="NCCL_PROTO: simple or ll; empty: as NCCL picks it.")] = "",
     channels: Annotated[int, typer.Option(min=1, max=64, help="Channels that NCCL may use.")] = 1,
@@ -90,6 +91,7 @@ def describe(
     training.clip_value = training.clip_value if clip_value is None else clip_value
     carrier = Backend(
         kind=backend.value,
+        network=network,
         version=nccl,
         protocol=protocol,  # type: ignore[arg-type]
         channels=channels,

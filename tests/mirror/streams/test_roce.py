@@ -209,7 +209,7 @@ def test_sizes_from_nothing_to_several_packets(make: Callable[..., Parser]) -> N
     frames, contents = stream([0, 1, 2, 3, 4, 255, 256, 257, 512, 1000, 0])
     found = read_frames(make(protocol="simple"), frames)
     assert contents_of(found) == contents
-    assert found.flows[0].detail == {"queue_pair": QUEUE, "from_start": True}
+    assert found.flows[0].detail == {"queue_pair": QUEUE, "from_the_beginning": True}
     assert (found.flows[0].source, found.flows[0].destination) == ("10.0.0.1", "10.0.0.2")
     assert found.flows[0].source_port == 50000
 
@@ -321,7 +321,7 @@ def test_psn_wraps_and_a_late_capture_begins_at_a_message(make: Callable[..., Pa
     frames, contents = stream([1000, 600, 1000], psn=0xFFFFFD)
     found = read_frames(make(protocol="simple"), frames)
     assert contents_of(found) == contents
-    assert found.flows[0].detail["from_start"] is False
+    assert found.flows[0].detail["from_the_beginning"] is False
     parser = make(protocol="simple")
     found = read_frames(parser, frames[2:])
     assert contents_of(found) == contents[1:] and not found.resynced

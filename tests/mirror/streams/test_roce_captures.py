@@ -17,7 +17,8 @@ from lastgood.mirror.streams.roce import RoceParser
 from lastgood.mirror.streams.roce_plain import Packet, PlainRoceParser, roce_packet
 from lastgood.wire.nccl import messages, nccl_broadcast, nccl_layout
 from lastgood.wire.ring import is_final
-from tests.mirror.support.roce_messages import Found, captures, file_batches, read_batches
+from tests.mirror.support.captures import captures
+from tests.mirror.support.roce_messages import Found, file_batches, read_batches
 
 SUMS = (
     "allreduce+p2p", "allreduce+partial_p2p", "allreduce+partial_p2p_new", "allreduce_addstep", "rdma32",
@@ -38,18 +39,18 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Parser]:
 
 def parsed(make: Callable[[], Parser], name: str) -> tuple[Found, dict[str, int]]:
     parser = make()
-    return read_batches(parser, file_batches(captures() / f"{name}.pcapng")), parser.counters()
+    return read_batches(parser, file_batches(captures("rocev2-captures") / f"{name}.pcapng")), parser.counters()
 
 
 @cache
 def packets(name: str) -> list[tuple[bytes, IpPacket, Packet | str]]:
     found = []
-    for batch in file_batches(captures() / f"{name}.pcapng"):
+    for batch in file_batches(captures("rocev2-captures") / f"{name}.pcapng"):
         for number in range(len(batch)):
             frame = batch.frame(number)
             ip = ip_packet(frame, int(batch.table[number]["length"]), int(batch.table[number]["link"]))
             if isinstance(ip, IpPacket):
-                packet = roce_packet(frame, ip, int(batch.table[number]["link"]))
+                packet = roce_packet(frame, ip)
                 if packet != "other_traffic":
                     found.append((bytes(frame), ip, packet))
     return found
@@ -61,7 +62,7 @@ def packets(name: str) -> list[tuple[bytes, IpPacket, Packet | str]]:
 @pytest.mark.parametrize("name", ALL)
 def test_headers_are_those_that_scapy_reads(name: str) -> None:
     """Its contribution has BTH, AETH and the ICRC; RETH and the immediate are defined here."""
-    captures()
+    captures("rocev2-captures")
     scapy = pytest.importorskip("scapy.all")
     roce = pytest.importorskip("scapy.contrib.roce")
 
@@ -172,7 +173,7 @@ def test_every_write_is_accounted_for(make: Callable[[], Parser], name: str) -> 
         if queue.broken:
             assert name == "iter_80000" and counters["lost_packets"] > 0
             continue
-        assert flow.detail["from_start"] is True
+        assert flow.detail["from_the_beginning"] is True
         for number, content in enumerate(queue.complete):
             assert of_flow[number].complete
             assert bytes(of_flow[number].content) == lines_of(content, None if simple else number + 1)

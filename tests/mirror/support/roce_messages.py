@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from lastgood.mirror.capture.files import CaptureFile
 from lastgood.mirror.capture.frames import ETHERNET, FRAME, FrameBatch
@@ -106,15 +104,6 @@ def batch_of(frames: Iterable[bytes], *, link: int = ETHERNET, padding: bytes = 
         rows.append((len(data), len(frame), len(frame), number, 0, link))
         data += frame
     return FrameBatch(memoryview(bytes(data)), np.array(rows, FRAME))
-
-
-def captures() -> Path:
-    """The folder of the real captures of NCCL over RoCEv2; the test is skipped where they are not."""
-    beside = Path(__file__).parents[3].parent / "shared" / "data"
-    folder = Path(os.environ.get("LASTGOOD_CAPTURES", beside)) / "rocev2-captures"
-    if not folder.is_dir():
-        pytest.skip("no captures of RoCEv2 here (LASTGOOD_CAPTURES)")
-    return folder
 
 
 def file_batches(path: Path) -> Iterator[FrameBatch]:

@@ -138,6 +138,8 @@ class Backend(StrictModel):
     """The library that carries the collectives."""
 
     kind: Literal["gloo", "nccl"] = "gloo"
+    network: Literal["sockets", "roce"] = "sockets"
+    """NCCL's."""
     version: Annotated[str, Field(max_length=20, pattern=r"^(\d+(\.\d+)*)?$")] = ""
     """NCCL's, as 2.28."""
     protocol: Literal["", "simple", "ll", "ll128"] = ""

@@ -18,6 +18,10 @@ def parser_for(job: JobDescription) -> Parser:
         from lastgood.mirror.streams.native import NativeGlooParser
 
         return NativeGlooParser()
+    if job.backend.network == "roce":
+        from lastgood.mirror.streams.roce import RoceParser
+
+        return RoceParser(protocol=job.backend.protocol or "auto")
     from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 
     return NcclSocketParser()

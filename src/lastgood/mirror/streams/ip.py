@@ -44,6 +44,8 @@ class IpPacket(NamedTuple):
     """What an IP packet carries: bytes `begin` to `end` of the frame, of which those before `captured` are there."""
 
     protocol: int
+    start: int
+    """Where the IP header begins."""
     source: bytes
     """4 or 16 bytes."""
     destination: bytes
@@ -95,7 +97,7 @@ def _ipv4(frame: memoryview, length: int, at: int) -> IpPacket | Left:
         return Left.FRAGMENT
     end = at + total
     source, destination = bytes(frame[at + 12 : at + 16]), bytes(frame[at + 16 : at + 20])
-    return IpPacket(frame[at + 9], source, destination, at + header, end, min(end, len(frame)))
+    return IpPacket(frame[at + 9], at, source, destination, at + header, end, min(end, len(frame)))
 
 
 def _ipv6(frame: memoryview, length: int, at: int) -> IpPacket | Left:
@@ -130,4 +132,4 @@ def _ipv6(frame: memoryview, length: int, at: int) -> IpPacket | Left:
         return Left.DAMAGED
     if len(frame) < begin:
         return Left.SHORT
-    return IpPacket(kind, source, destination, begin, end, min(end, len(frame)))
+    return IpPacket(kind, at, source, destination, begin, end, min(end, len(frame)))

@@ -31,7 +31,7 @@ class RoceParser:
     def feed(self, batch: FrameBatch) -> Parsed:
         """Read frames. Addresses of pieces hold until the next call, and no longer than the batch."""
         table = np.ascontiguousarray(batch.table)
-        return _parsed(self._parser.feed(address_of(batch.data), table.ctypes.data, len(table)))
+        return _parsed(self._parser.feed(address_of(batch.data), batch.data.nbytes, table.ctypes.data, len(table)))
 
     def finish(self) -> Parsed:
         """The source has ended: what is still open is lost."""

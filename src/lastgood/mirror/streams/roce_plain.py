@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lastgood.errors import ConfigError
-from lastgood.mirror.capture.frames import COOKED, COOKED_V2, ETHERNET
 from lastgood.mirror.streams.icrc import ICRC_BYTES, icrc
 from lastgood.mirror.streams.ip import UDP, IpPacket, Left, ip_packet
 from lastgood.mirror.streams.ll import Coding, decode
@@ -90,7 +89,7 @@ class Packet(NamedTuple):
     end: int
 
 
-def roce_packet(frame: memoryview, ip: IpPacket, link: int) -> Packet | str:
+def roce_packet(frame: memoryview, ip: IpPacket) -> Packet | str:
     """The headers of a packet to RoCE's port, or the name of the counter for what it is instead."""
     if ip.protocol != UDP:
         return "other_traffic"
@@ -108,8 +107,7 @@ def roce_packet(frame: memoryview, ip: IpPacket, link: int) -> Packet | str:
     if end > ip.captured:
         return "truncated_packets"
     end -= ICRC_BYTES
-    start = _ip_start(frame, link)
-    if icrc(frame[start:end], udp - start) != int.from_bytes(frame[end : end + ICRC_BYTES], "little"):
+    if icrc(frame[ip.start : end], udp - ip.start) != int.from_bytes(frame[end : end + ICRC_BYTES], "little"):
         return "wrong_checksums"
     opcode, flags = frame[udp + 8], frame[udp + 9]
     queue = int.from_bytes(frame[udp + 13 : udp + 16], "big")
@@ -140,19 +138,9 @@ def roce_packet(frame: memoryview, ip: IpPacket, link: int) -> Packet | str:
     return Packet(opcode, queue, psn, port, address, rkey, length, immediate, syndrome, begin, end - pad)
 
 
-def _ip_start(frame: memoryview, link: int) -> int:
-    """Where the IP header of a frame that has one begins."""
-    at = {ETHERNET: 14, COOKED: 16}.get(link, 20)
-    kind = 0 if link == COOKED_V2 else at - 2
-    while bytes(frame[kind : kind + 2]) not in (b"\x08\x00", b"\x86\xdd"):
-        kind = at + 2
-        at += 4
-    return at
-
-
 def roce_flow(index: int, source: bytes, destination: bytes, port: int, queue: int, from_start: bool) -> Flow:
     """A flow as others see it."""
-    detail = {"queue_pair": queue, "from_start": from_start}
+    detail = {"queue_pair": queue, "from_the_beginning": from_start}
     return Flow(index, "roce", _text(source), port, _text(destination), ROCE_PORT, detail)
 
 
@@ -199,7 +187,7 @@ class PlainRoceParser:
             if isinstance(ip, Left):
                 self._counters[ip.value] += 1
                 continue
-            packet = roce_packet(view, ip, int(row["link"]))
+            packet = roce_packet(view, ip)
             if isinstance(packet, str):
                 self._counters[packet] += 1
                 continue
