@@ -18,7 +18,6 @@ from lastgood.checkpointers.agreement.decide import Decided, Fate, Wanted
 from lastgood.checkpointers.agreement.job import JobOfRanks, Settings
 from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
-from lastgood.checkpointers.copies.host import PinnedMemory, make_pool
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
@@ -26,19 +25,17 @@ from lastgood.checkpointers.pccheck.beside import Beside
 from lastgood.checkpointers.pccheck.flight import Flight, Flights
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
+from lastgood.checkpointers.pccheck.room import Room
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.job import RankedJob
 from lastgood.checkpointers.ranks.replicated import Division
 from lastgood.checkpointers.recovery.found_here import words_on_control, words_on_layout
 from lastgood.checkpointers.recovery.recovery import Recovery
-from lastgood.checkpointers.slots.making_room import room_for
 from lastgood.checkpointers.traits import CostModel, Traits
 from lastgood.errors import CheckpointError, NoCheckpoint, StorageError, WaitTimeout
 from lastgood.files import ReadableBy, make_directory, storage_errors
 from lastgood.locations import Location
-from lastgood.notices import told_if_slow
 from lastgood.sinks import Sink
-from lastgood.state import FlatState
 from lastgood.state.optimizers import optimizers_of
 from lastgood.storage import SlotInfo, SlotStore, SlotView
 from lastgood.storage.objects.reachable import Reachable, look_at_place
@@ -74,8 +71,7 @@ class PCcheck(Checkpointer):
     def __init__(self, directory: Path | str | Location, options: PCcheckOptions | None = None, **given: Any) -> None:
         super().__init__(directory, options, **given)
         self._store: SlotStore | None = None
-        self._capacity = 0
-        self._pool_memory: PinnedMemory | None = None
+        self._room = Room(self.options)
         self._flights = Flights(self.options.max_in_flight)
         self._job: JobOfRanks | None = None
         self._division: Division | None = None
@@ -260,7 +256,7 @@ class PCcheck(Checkpointer):
         if all(optimizer.state for optimizer in optimizers_of(self.state)):
             # Optimizers make their moments in the first step. Before it, the size is not known yet, and slots made now
             # would all have to be written again; the first save makes them instead.
-            self._make_room(flat, len(flat.layout.to_json()))
+            self._room.make(self._opened(), flat, len(flat.layout.to_json()), self.drain)
 
     def _close(self) -> None:
         store = self._store
@@ -282,11 +278,11 @@ class PCcheck(Checkpointer):
             if beside is not None:
                 beside.close(self._close_s)
             self._store = None
-            self._capacity = 0
+            room, self._room = self._room, Room(self.options)
             try:
                 store.close(min(_STORE_CLOSE_S, self._close_s))
             finally:
-                self._release_pool()
+                room.release_pool()
 
     def exit_drain_s(self) -> float:
         """As the option of that name says."""
@@ -334,7 +330,7 @@ class PCcheck(Checkpointer):
         if self._division is not None:
             flat = self._division.apply(flat)
         meta = flat.layout.to_json()
-        self._make_room(flat, len(meta))
+        self._room.make(store, flat, len(meta), self.drain)
         stream_bytes = flat.layout.stream_bytes + len(meta)
         skips = self.options.pressure == "skip"
         slot = self._flights.take_slot(store, event, stream_bytes, self._timeout_s(), self._job, skips=skips)
@@ -347,8 +343,8 @@ class PCcheck(Checkpointer):
         self._how = slot.how
         flight = None
         try:
-            pool_memory = None if self._pool_memory is None else self._pool_memory.tensor
-            flight = Flight(event, slot, flat, meta, pool_memory, self._timeout_s(), self._still.find(flat))
+            still = self._still.find(flat)
+            flight = Flight(event, slot, flat, meta, self._room.pool_memory, self._timeout_s(), still)
             self._flights.launch(flight, self._fly)
         except BaseException:
             # No thread will ever finish this one.
@@ -362,7 +358,7 @@ class PCcheck(Checkpointer):
 
     def _timeout_s(self) -> float:
         """How long one checkpoint may take: time for a disk of 10 MB/s beyond the usual limit."""
-        return DEFAULT_TIMEOUT_S + self._capacity / 1e7
+        return DEFAULT_TIMEOUT_S + self._room.capacity / 1e7
 
     def _fly(self, flight: Flight) -> None:
         event = flight.event
@@ -426,31 +422,6 @@ class PCcheck(Checkpointer):
         if steps:
             raise WaitTimeout(f"waited {timeout_s:.0f} s for the checkpoints of steps {steps} in {self.directory}")
         self._flights.join(timeout_s)
-
-    def _make_room(self, flat: FlatState, meta_bytes: int) -> None:
-        """Slots and a pool for a state of this size; made again only when the state has outgrown them."""
-        needed = flat.layout.stream_bytes + meta_bytes
-        on_device = any(block.is_cuda for block in flat.blocks)
-        if needed <= self._capacity and on_device == (self._pool_memory is not None):
-            return
-        self.drain()
-        store = self._opened()
-        # Plain values change the length of the layout from save to save; a little room spares a second round.
-        capacity = needed + max(64 * 1024, meta_bytes // 4)
-        with told_if_slow(*room_for(store.directory, self.options.slots * store.slot_file_bytes(capacity))):
-            store.reserve(capacity)
-        chunk = self.options.chunk_bytes
-        least = (self.options.writer_threads + 1) * chunk
-        self._release_pool()
-        store.pool, self._pool_memory = make_pool(
-            -(-max(self.options.pool_bytes or capacity, least) // chunk), chunk, pinned=on_device
-        )
-        self._capacity = capacity
-
-    def _release_pool(self) -> None:
-        if self._pool_memory is not None:
-            self._pool_memory.release()
-            self._pool_memory = None
 
     def _opened(self) -> SlotStore:
         if self._store is None:
