@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from lastgood.checkpointers.export.formats import load_exported
+from lastgood.checkpointers.recovery import restorable
 from lastgood.checkpointers.recovery.recovery import Recovery
 from lastgood.cli import app
 from lastgood.cli.export import export
@@ -197,6 +199,14 @@ def test_what_is_no_layout_at_all(tmp_path):
     for meta in (b"", b"[]", b"\xff", b"[" * 5000, layout_json(ONE, [24]), b'{"format":"lastgood-shadow-spill"}'):
         write_slot(job / "slot-0000.lgs", record(), stream_of(BLOCKS), meta)
         assert not agreed(job, tmp_path / "out")
+
+
+def test_the_rate_is_that_of_the_reading(tmp_path, monkeypatch):
+    """The look at what was read imports torch, which takes longer than many a checkpoint."""
+    put(tmp_path, ONE, BLOCKS)
+    monkeypatch.setattr(restorable, "check_content", lambda *_: time.sleep(0.5))
+    (slot,) = (one for one in json.loads(run("verify", tmp_path, "--json")[1].stdout)["slots"] if one["bytes_per_s"])
+    assert slot["bytes_per_s"] > slot["stream_bytes"] / 0.5
 
 
 def test_what_a_shadow_spilled_is_checked_as_the_shadow_does(tmp_path):

@@ -184,6 +184,7 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
         started = time.perf_counter()
         try:
             view.verify(status.info, threads, read_timeout_s(status.info.stream_bytes))
+            read_s = time.perf_counter() - started  # the look at the content imports torch
             check_content(view, status.info, root)
         except (CorruptCheckpoint, MismatchError, StorageError) as error:
             gone = view.why_gone(status.info)
@@ -193,7 +194,7 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
                 result = "refused" if isinstance(error, MismatchError) else "damaged"
                 detail, damaged = str(error), True
         else:
-            bytes_per_s = status.info.stream_bytes / (time.perf_counter() - started)
+            bytes_per_s = status.info.stream_bytes / read_s
     elif status.state is SlotState.TORN:
         unfinished = status.record is not None and status.record.kind is RecordKind.WRITING
         # A look, too, can fall into the moment in which a training takes a slot.
