@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -82,24 +84,36 @@ def test_hybrid_shards_come_back_on_another_number_of_ranks(tmp_path):
         assert record_of(tmp_path).iterations[0].equal is True
 
 
+def torchrun(ranks, tmp_path, command, *arguments):
+    (port,) = free_ports()
+    launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    words = ["-m", "lastgood", "dcp", command, "--backend", "gloo", "--uri", str(tmp_path / "at"), *arguments]
+    return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, timeout=200, check=False)
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path):
-    (port,) = free_ports()
-    launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]
-    command = ["-m", "lastgood", "dcp", "save-and-load", "--backend", "gloo", "--uri", str(tmp_path / "at")]
     record = tmp_path / "record.json"
-    done = subprocess.run(
-        [sys.executable, *launcher, *command, *SMALL, "--record", str(record)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = torchrun(2, tmp_path, "save-and-load", *SMALL, "--record", str(record))
     assert done.returncode == 0, done.stderr[-3000:]
     found = DcpRecord.load(record)
     assert (found.spec.ranks, found.suffix) == (2, done.stdout.splitlines()[-1])
     assert [one.equal for one in found.iterations] == [None, True]
     assert [path.name for path in (tmp_path / "at").iterdir()] == [found.suffix]  # one suffix, rank 0's
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_that_failed_and_why(tmp_path):
+    suffix = dcp(tmp_path, "save", *SMALL).stdout.splitlines()[-1]
+    (data,) = (tmp_path / "at" / suffix / "iteration-0").glob("*.distcp")
+    data.unlink()
+    done = torchrun(1, tmp_path, "load", "--suffix", suffix, *SMALL[2:])
+    assert done.returncode != 0
+    cause = rf"(?s)rank 0 on {re.escape(socket.gethostname())}: .*__0_0\.distcp"
+    own, _, summary = done.stderr.partition("Root Cause")
+    assert "lastgood: rank 0 on " in own
+    assert re.search(cause, own)
+    assert re.search(cause, summary)
 
 
 def test_a_load_of_other_contents_is_told(tmp_path):

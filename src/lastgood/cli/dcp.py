@@ -52,7 +52,8 @@ from lastgood.cli.dcp_mlperf import mlperf
 from lastgood.cli.dcp_specs import Reached, reached, spec_of, spec_of_saved, started_by_torchrun
 
 if TYPE_CHECKING:
-    from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
+    from lastgood.errors import LaunchError
+    from lastgood.experiments.records.dcp import DcpRecord, DcpSpec, Operation
 
 __all__ = ["app"]
 
@@ -61,8 +62,14 @@ app.command()(mlperf)
 app.command()(clean)
 
 
-@app.command()
+@app.command(
+    "save-and-load", help="Save and load in turn; every load reads the disk, and is compared with what was saved."
+)
+@app.command(
+    "save", help="Save a model's state some times over, and print the name of the last checkpoint, which stays."
+)
 def save(
+    context: typer.Context,
     uri: Uri,
     model: Model = None,
     backend: Backend = "gloo",
@@ -95,48 +102,10 @@ def save(
     logs: Logs = LOGS,
     record: Record = None,
 ) -> None:
-    """Save a model's state some times over, and print the name of the last checkpoint, which stays."""
+    """Save a model's state, and with ``save-and-load`` load it as well: both commands have the same flags."""
     flags = locals()
-    _run("save", spec_of("save", flags), flags)
-
-
-@app.command(name="save-and-load")
-def save_and_load(
-    uri: Uri,
-    model: Model = None,
-    backend: Backend = "gloo",
-    iterations: Iterations = 3,
-    warmup: Warmup = 1,
-    world_size: WorldSize = 1,
-    hostfile: Hostfile = None,
-    ssh_config: SshConfig = None,
-    region: Region = None,
-    endpoint_url: Endpoint = None,
-    server: Server = None,
-    storage: Storage = None,
-    thread_count: Threads = None,
-    sync_files: Sync = None,
-    part_size: PartSize = None,
-    target_gbps: Gbps = None,
-    prefix_strategy: Prefixes = None,
-    s3_reader: Reader = None,
-    state: State = None,
-    sharding: Sharding = None,
-    replicas: Replicas = None,
-    fsdp: Fsdp = None,
-    ddp: Ddp = False,
-    asynchronous: Async = None,
-    planner_cache: Cache = False,
-    suffix: Annotated[str | None, typer.Option("--suffix", help="Name of the checkpoint [default: a new one].")] = None,
-    keep_all: Annotated[bool, typer.Option("--keep-all", help="Keep the checkpoint of every iteration.")] = False,
-    seed: Seed = 0,
-    scratch: Scratch = SCRATCH,
-    logs: Logs = LOGS,
-    record: Record = None,
-) -> None:
-    """Save and load in turn; every load reads the disk, and is compared with what was saved."""
-    flags = locals()
-    _run("save-and-load", spec_of("save-and-load", flags), flags)
+    operation: Operation = "save" if context.command.name == "save" else "save-and-load"
+    _run(operation, spec_of(operation, flags), flags)
 
 
 @app.command()
@@ -331,17 +300,39 @@ def _as_a_rank(spec: DcpSpec, at: Reached, suffix: str, keep: bool, report: Call
     import datetime
     import time
 
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from lastgood.experiments.dcp.places import FolderPlace
     from lastgood.experiments.dcp_runs.bench import run_rank
     from lastgood.experiments.dcp_runs.execute import order_of, record_of
 
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()
-    result = run_rank(order_of(spec, at.place, suffix, None, keep=keep), report)
+    try:
+        result = run_rank(order_of(spec, at.place, suffix, None, keep=keep), report)
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception
+        raise _of_this_rank(error) from error
     if result is None:
         return None
     scratch = at.place.path.parent if isinstance(at.place, FolderPlace) else Path.cwd()
     return record_of(spec, result, at.place, result.suffix, started_at, time.monotonic() - began, scratch)
+
+
+def _of_this_rank(error: BaseException) -> LaunchError:
+    """What has failed here, named as ranks of our own launch are; torchrun's summary of its ranks has it as well."""
+    import os
+    import socket
+
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from lastgood.checkpointers.dcp.torch_io import first_cause
+    from lastgood.errors import LastgoodError, LaunchError
+
+    cause = first_cause(error)
+    said = str(cause) if isinstance(cause, LastgoodError) else f"{type(cause).__name__}: {cause}"
+    told = LaunchError(f"rank {os.environ['RANK']} on {socket.gethostname()}: {said}")
+    get_error_handler().record_exception(told)
+    return told
 
 
 def _print(record: DcpRecord) -> None:
