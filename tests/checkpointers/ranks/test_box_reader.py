@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lastgood.checkpointers.ranks import box_reader as stream_boxes
 from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import Overlap
+from lastgood.checkpointers.ranks.windows import WindowBox
 from lastgood.checkpointers.slots.contents import named_tensors, read_layout
 from lastgood.errors import CorruptCheckpoint
 from lastgood.storage import SlotStore
@@ -83,6 +85,68 @@ def test_only_the_chunks_that_are_touched_are_read(stored):
         boxes.finish()
         assert boxes.bytes_read <= 4 * CHUNK
     assert torch.equal(ends, STATE["tall"][[0, 999]])
+
+
+def want_turned(boxes, stored, rows, first=0):
+    """Rows of 400 bytes into a target that lies the other way round, so that they go through windows."""
+    target = torch.zeros(100, rows).t()
+    boxes.want(0, stored[3]["tall"], Overlap((first, 0), (0, 0), (rows, 100)), target)
+    return target
+
+
+def test_boxes_that_lie_close_together_are_read_once(stored):
+    with reader(stored) as boxes:
+        targets = [want_turned(boxes, stored, 2, first) for first in range(0, 1000, 2)]
+        boxes.finish()
+        assert boxes.bytes_read <= STATE["tall"].nbytes + 2 * CHUNK
+    assert torch.equal(torch.cat(targets), STATE["tall"])
+
+
+def test_the_next_window_is_read_while_one_is_copied(stored, monkeypatch):
+    monkeypatch.setattr(stream_boxes, "_WINDOW_BYTES", 40_000)
+    begun = [threading.Event() for _ in range(3)]
+    reads, copies = iter(begun), iter(begun[1:])
+    read_into, copy = stored[0].read_into, WindowBox.copy
+    seen = []
+
+    def reading(*arguments, **options):
+        next(reads).set()
+        read_into(*arguments, **options)
+
+    def copying(*arguments):
+        following = next(copies, None)
+        if following is not None:
+            seen.append(following.wait(timeout=20))
+        copy(*arguments)
+
+    monkeypatch.setattr(stored[0], "read_into", reading)
+    monkeypatch.setattr(WindowBox, "copy", copying)
+    with reader(stored) as boxes:
+        targets = [want_turned(boxes, stored, 100, first) for first in (0, 300, 600)]
+        boxes.finish()
+    assert seen == [True, True]
+    assert all(
+        torch.equal(one, STATE["tall"][first : first + 100]) for one, first in zip(targets, (0, 300, 600), strict=True)
+    )
+
+
+def test_a_window_that_cannot_be_read_ends_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_boxes, "_WINDOW_BYTES", 40_000)
+    info = stored_state(tmp_path, {"tall": STATE["tall"]})
+    view = SlotStore.peek(tmp_path)
+    layout = read_layout(view, info)
+    with info.path.open("r+b") as file:
+        file.seek((1 << 20) + 160_000)
+        file.write(b"\xff\xfe")
+    known = (view, info, layout, {tensor.name: tensor for tensor in named_tensors(layout)})
+    with reader(known) as boxes:
+        targets = [want_turned(boxes, known, 100, first) for first in (0, 350, 600)]
+        with pytest.raises(CorruptCheckpoint, match="chunk"):
+            boxes.finish()
+    assert torch.equal(targets[0], STATE["tall"][:100])
+    assert not targets[1].any()
+    assert not targets[2].any()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lastgood-window")]
 
 
 def test_one_box_may_be_wanted_twice(stored):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from lastgood.checkpointers.ranks import box_reader
 from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -49,7 +50,7 @@ def test_a_state_on_a_device_comes_back_to_the_bit(tmp_path, layout, pool_bytes)
 
 
 def test_what_the_device_has_queued_before_a_save_is_saved(tmp_path):
-    """The copies run behind the stream on which the training runs."""
+    """The copies run after what is on the stream on which the training runs."""
     state = {"weights": torch.zeros(4000, 4000, device="cuda")}
     for _ in range(200):
         state["weights"].add_(torch.ones_like(state["weights"]) @ torch.full((4000, 1), 1 / 4000, device="cuda"))
@@ -62,6 +63,16 @@ def test_what_the_device_has_queued_before_a_save_is_saved(tmp_path):
 def test_async_save_takes_a_state_on_a_device(tmp_path):
     state = state_of(4)
     dcp.async_save(state, storage_writer=LastgoodWriter(tmp_path / "step-1")).result(60)
+    into = emptied(state)
+    dcp.load(into, storage_reader=LastgoodReader(tmp_path / "step-1"))
+    assert same(state, into)
+
+
+def test_a_state_of_many_windows_comes_back_to_the_device(tmp_path, monkeypatch):
+    """The next window is read while one is copied to the device."""
+    monkeypatch.setattr(box_reader, "_WINDOW_BYTES", 5 << 20)
+    state = state_of(4)
+    dcp.save(state, storage_writer=LastgoodWriter(tmp_path / "step-1"))
     into = emptied(state)
     dcp.load(into, storage_reader=LastgoodReader(tmp_path / "step-1"))
     assert same(state, into)

@@ -1,7 +1,7 @@
 """Reads boxes of stored tensors: the chunks that hold them, each checked, and no others.
 
-Rows that are contiguous on both sides go from the chunk straight into host memory. Short rows and CUDA devices go
-through a window of host memory.
+Rows that are contiguous on both sides go from the chunk straight into host memory. Short rows, and rows for CUDA
+devices, go through windows of host memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lastgood._lazy import torch
 from lastgood.addresses import address_in, row_addresses
 from lastgood.checkpointers.ranks.boxes import Overlap, row_elements, row_offsets
 from lastgood.checkpointers.ranks.sharing import Sharing
+from lastgood.checkpointers.ranks.windows import Window, WindowBox, through_windows, windows_of
 from lastgood.checkpointers.slots.contents import NamedTensor, check_dense, exact_dtype, read_timeout_s
 from lastgood.errors import CorruptCheckpoint
 from lastgood.state import Layout
@@ -54,11 +55,13 @@ class BoxReader:
         self._rows: dict[int, list[tuple[int, int, int]]] = {}
         """By rank: offset in the stream, bytes, address."""
         self._keep: list[torch.Tensor] = []
+        self._boxes: dict[int, list[WindowBox]] = {}
+        """By rank: what goes through windows."""
         self.bytes_read = 0
         """Of streams, whole chunks counted as they are read."""
 
     def want(self, rank: int, tensor: NamedTensor, overlap: Overlap, target: torch.Tensor) -> None:
-        """Read a box of a rank's tensor into `target`, by the next `finish` at the latest.
+        """Read a box of a rank's tensor into `target`, in the next `finish`.
 
         Raises CorruptCheckpoint if the box is not inside both, or the tensor is not of the target's dtype.
         """
@@ -94,6 +97,9 @@ class BoxReader:
                 self._read_rows(rank, taken)
         self._rows.clear()
         self._keep.clear()
+        boxes, self._boxes = self._boxes, {}
+        windows = [window for rank, held in boxes.items() for window in windows_of(rank, held, _WINDOW_BYTES)]
+        through_windows(windows, self._read_window)
 
     def _read_together(self, sharing: Sharing) -> None:
         """What other ranks read as well, in the first pass; all of them call this once."""
@@ -132,8 +138,7 @@ class BoxReader:
 
     def span(self, rank: int, tensor: NamedTensor, first: int, nbytes: int) -> torch.Tensor:
         """Bytes of a tensor's block from the byte `first` of the tensor on, in fresh memory."""
-        if not 0 <= first <= first + nbytes <= tensor.end - tensor.offset:
-            raise CorruptCheckpoint(f"{self._infos[rank].path}: {tensor.name} has no {nbytes} bytes at byte {first}")
+        self._check_inside(rank, tensor, first, nbytes)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._read_rows(rank, [(self._begin_of(rank, tensor) + first, nbytes, address_in(scratch, 0, nbytes))])
         return scratch
@@ -193,13 +198,19 @@ class BoxReader:
                 self._through_window(rank, tensor, half, target)
             return
         first = sum(begin * step for begin, step in zip(overlap.source, tensor.stride, strict=True)) * tensor.itemsize
-        window = self.span(rank, tensor, first, nbytes)
-        kind = exact_dtype(tensor.itemsize)
-        source = window.view(kind).as_strided(overlap.shape, tensor.stride)
-        part = target.view(kind)
+        self._check_inside(rank, tensor, first, nbytes)
+        part = target
         for at, (begin, size) in enumerate(zip(overlap.target, overlap.shape, strict=True)):
             part = part.narrow(at, begin, size)
-        part.copy_(source)
+        box = WindowBox(self._begin_of(rank, tensor) + first, nbytes, overlap.shape, tensor.stride, part)
+        self._boxes.setdefault(rank, []).append(box)
+
+    def _read_window(self, window: Window, memory: torch.Tensor) -> None:
+        self._read_rows(window.rank, window.rows(memory))
+
+    def _check_inside(self, rank: int, tensor: NamedTensor, first: int, nbytes: int) -> None:
+        if not 0 <= first <= first + nbytes <= tensor.end - tensor.offset:
+            raise CorruptCheckpoint(f"{self._infos[rank].path}: {tensor.name} has no {nbytes} bytes at byte {first}")
 
 
 _Row = tuple[int, int, int]

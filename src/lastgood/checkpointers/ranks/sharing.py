@@ -86,7 +86,7 @@ class Sharing:
             needed = self._needed(reads)
             if needed is not None:
                 self._move(list(_schedule(reads, needed)), reads, threads)
-                self._group.barrier().wait()  # a connection that is closed too early takes what is under way with it
+                self._group.barrier().wait()  # a connection that is closed too early takes what is in progress with it
         except (RuntimeError, ValueError) as error:  # torch's own: a rank is lost, or late
             _log.warning("a rank was lost while ranks passed on what they fetched; each fetches the rest: %s", error)
         finally:
