@@ -55,7 +55,8 @@ class CostModel:
 class Traits:
     """What a system is.
 
-    Raises ValueError for a colour that is not ``#RRGGBB``, a `safe_in` that is no Sink, or a `helper` of another form.
+    Raises ValueError for a colour that is not ``#RRGGBB``, a `safe_in` that is no Sink, and for `over_shards` or a
+    `helper` of another form.
     """
 
     label: str = ""
@@ -74,6 +75,9 @@ class Traits:
     """The file in each of its folders that no other system writes, if it keeps ``folders``."""
     ranks_write: RanksWrite | None = None
     """Who writes over several ranks; None: it is measured in one process only."""
+    over_shards: str | None = None
+    """``module:name`` of the Checkpointer that does the same for a state of which each rank holds shards (fully_shard),
+    with all ranks together; None: as `ranks_write` says."""
     helper: str | None = None
     """The processes that a run must start before the training: ``shadows`` (a configured number of them), ``peers``
     (one of Gemini's on every host of a run over several ranks), or ``module:name`` of what makes a `Service`
@@ -95,6 +99,8 @@ class Traits:
             raise ValueError(f"a system's colour is written as #RRGGBB, not {self.colour!r}")
         if self.safe_in is not None and not isinstance(self.safe_in, Sink):
             raise ValueError(f"a system is safe in a Sink, as Sink.DISK, not in {self.safe_in!r}")
+        if self.over_shards is not None and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.over_shards)):
+            raise ValueError(f"what a system uses over shards is module:name, not {self.over_shards!r}")
         if self.helper not in (None, "shadows", "peers") and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.helper)):
             raise ValueError(f"a system's helper is shadows, peers or module:name, not {self.helper!r}")
 

@@ -136,6 +136,15 @@ def test_under_fsdp2_each_rank_keeps_its_shards(job):
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks)
 
 
+@pytest.mark.slow
+def test_under_fsdp2_dcp_saves_with_all_ranks_together(job):
+    prepare_dataset("wikitext", job.data_dir)
+    record = proved(job, spec_of("dcp", workload="opt", workload_options=OPT, parallel="fsdp2", kills=1))
+    assert all(one.checkpoint_bytes > 0 for one in record.ranks.ranks)
+    assert record.counts.durable == 2
+    assert [failure.losses_equal for failure in record.failures] == [True]
+
+
 @needs_deepspeed
 @pytest.mark.slow  # a smaller one of each runs every day in test_partitioned and integrations/test_deepspeed
 @pytest.mark.parametrize("parallel", ["zero3", "pipeline"])

@@ -30,7 +30,7 @@ from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.run import Clocks, Counts, RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.services.place import RankHosts
-from lastgood.experiments.systems.over_ranks import PARTED, writers_of
+from lastgood.experiments.systems.over_ranks import PARTED, why_not_over_ranks, writers_of
 from lastgood.experiments.tables.runs import collect
 from tests.experiments.support.rank_results import measured
 from tests.experiments.support.records import make_ceilings, make_record
@@ -180,6 +180,14 @@ def test_figures_over_nodes_share_no_record_with_others() -> None:
     assert all("/w2-ddp-" in record for record in own) and not any("/w2-" in record for record in rest)
 
 
+def test_dcp_saves_shards_with_all_ranks_together() -> None:
+    assert writers_of("dcp", "ddp") == "first"
+    assert writers_of("dcp", "zero3") == "apart"
+    assert writers_of("dcp", "fsdp2") == "together"
+    assert why_not_over_ranks("opt", "dcp", "fsdp2", 2, 2) is None
+    assert "plain tensors" in str(why_not_over_ranks("opt", "checkfreq", "fsdp2", 2, 2))
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -269,7 +277,7 @@ def test_no_rank_is_slower_than_the_run(ranks: list[Clocks], random: Any) -> Non
 
 def test_ranks_with_unlike_numbers_of_steps_are_refused() -> None:
     clocks = make_record(measured_steps=4).clocks, make_record(measured_steps=5).clocks
-    with pytest.raises(LastgoodError, match=r"unlike measured steps \(rank 0: 4, rank 1: 5\)"):
+    with pytest.raises(LastgoodError, match=r"different measured steps \(rank 0: 4, rank 1: 5\)"):
         merge_clocks(clocks)
 
 
@@ -307,7 +315,7 @@ def test_resources_are_summed_and_losses_averaged() -> None:
     assert resources.bytes_written == 800 and resources.peak_rss_bytes == 2 << 30
     assert merge_workloads([one.workload for one in ranks]).losses == [0.5, 0.5, 0.5]
     other = ranks[1].workload.model_copy(update={"data_sha256": "1" * 64})
-    with pytest.raises(LastgoodError, match="unlike data"):
+    with pytest.raises(LastgoodError, match="different data"):
         merge_workloads([ranks[0].workload, other])
 
 

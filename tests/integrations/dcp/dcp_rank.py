@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lastgood.checkpointers.dcp.torch_io import first_cause
 from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter, folder, folder_save
+from lastgood.integrations.dcp.together import TogetherDCP
 from tests.integrations.forked_ranks import serve
 
 DTYPES = {name: name for name in ("float64", "int64", "bool", "complex64", "float16")} | {"columns": "bfloat16"}
@@ -212,6 +213,50 @@ def without_collectives(rank, asked):
     yield {**found, "alone": differences(state, into)}
 
 
+def system_together(rank, asked):
+    """The system `dcp` over FSDP2's shards: three checkpoints, and all that they hold in a fresh training."""
+    place, mode = Path(asked["place"]) / asked["mode"], asked["mode"]
+    found = {}
+    model, optimizer = training("fsdp2")
+    mine = torch.full((3,), float(rank))
+    state = {"model": model, "optimizer": optimizer, "mine": mine, "step": 0}
+    ckpt = TogetherDCP(place, mode=mode, keep=2, limit_s=30)
+    ckpt.start(state)
+    for step in (1, 2, 3):
+        model(torch.ones(4, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mine += 10
+        state["step"] = step
+        ckpt.save(step)
+    ckpt.drain()
+    found["outcomes"] = [str(event.outcome) for event in ckpt.events]
+    found["wrote"] = all(event.bytes_written for event in ckpt.events)
+    found["latest"] = ckpt.latest()
+    saved = local_bytes(model, optimizer)
+    ckpt.close()
+    dist.barrier()
+    if asked.get("damage") and rank == 1:
+        (file,) = sorted(place.glob("*-step-3/__1_*"))
+        file.write_bytes(file.read_bytes()[:-100])
+    dist.barrier()
+    model, optimizer = training("fsdp2", steps=asked["fresh"])
+    again = {"model": model, "optimizer": optimizer, "mine": torch.zeros(3), "step": 0}
+    ckpt = TogetherDCP(place, mode=mode, keep=2, limit_s=30)
+    found["restored"] = ckpt.restore(again)
+    found["equal"] = local_bytes(model, optimizer) == saved
+    found["own"] = (
+        again["mine"].tolist() == [rank + 10.0 * found["restored"]] * 3 and again["step"] == found["restored"]
+    )
+    ckpt.start(again)
+    ckpt.save(7)
+    ckpt.drain()
+    found["after"] = ckpt.latest()
+    ckpt.close()
+    dist.barrier()
+    yield found
+
+
 # -- bad days ----------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +395,7 @@ WORKS = {
         load_into,
         cached_plans,
         without_collectives,
+        system_together,
         bad_day,
         other_folders,
         failed_load,

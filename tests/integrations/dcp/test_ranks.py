@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +51,35 @@ def test_models_of_both_fsdps_come_back_to_the_bit(ranks, tmp_path):
     for answer in ranks.run("sharded_models", 2, place=str(tmp_path)):
         assert all(answer.values()), answer
         assert len(answer) == 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "fresh"),
+    [("async_thread", 0), ("sync", 2), pytest.param("async_process", 2, marks=pytest.mark.slow)],
+)
+def test_the_system_dcp_saves_shards_together(ranks, tmp_path, mode, fresh):
+    """Into a training that has stepped, and into one whose optimizer has no moments yet."""
+    for answer in ranks.run("system_together", 2, place=str(tmp_path), mode=mode, fresh=fresh):
+        assert answer == {
+            "outcomes": ["durable"] * 3,
+            "wrote": True,
+            "latest": 3,
+            "restored": 3,
+            "equal": True,
+            "own": True,
+            "after": 7,
+        }
+    names = sorted(path.name for path in (tmp_path / mode).iterdir())
+    assert names == ["checkpoint-00000003-step-3", "checkpoint-00000004-step-7"]
+    # Torch's own reader knows a tensor by the name that its user knows, complete.
+    weights = {"model.0.weight": torch.zeros(5, 7)}
+    dcp.load(weights, storage_reader=dcp.FileSystemReader(tmp_path / mode / names[0]), no_dist=True)
+    assert weights["model.0.weight"].any(dim=1).all()
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(ranks, tmp_path):
+    for answer in ranks.run("system_together", 2, place=str(tmp_path), mode="sync", fresh=1, damage=True):
+        assert (answer["restored"], answer["equal"], answer["own"]) == (2, False, True)
 
 
 @st.composite

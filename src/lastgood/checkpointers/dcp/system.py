@@ -1,7 +1,8 @@
 """PyTorch's distributed checkpoint (torch.distributed.checkpoint, DCP), made durable and checked.
 
 Copying and writing are DCP's: `async_save` copies the state (*stages* it) before it returns, and then writes in a
-thread or process of its own. Each process of a job saves its own whole state in its own directory (``no_dist``).
+thread or process of its own. Here each process of a job saves its own complete state in its own directory
+(``no_dist``); ranks that hold shards save one checkpoint together (integrations/dcp/together.py).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class TorchDCP(DirectorySystem):
         keeps="folders",
         marker=".metadata",
         ranks_write="first",
+        over_shards="lastgood.integrations.dcp.together:TogetherDCP",
     )
     Options: ClassVar[type[BaseOptions]] = DCPOptions
     options: DCPOptions
@@ -72,6 +74,9 @@ class TorchDCP(DirectorySystem):
 
     def _start(self) -> None:
         super()._start()
+        self._start_library()
+
+    def _start_library(self) -> None:
         if self.options.mode == "async_process":
             self._helper = _Helper()
         elif torch.cuda.is_available():
@@ -80,16 +85,21 @@ class TorchDCP(DirectorySystem):
             torch.cuda.init()
 
     def _take(self, tensors: dict[str, torch.Tensor], draft: Draft) -> Future[Any] | None:
+        from lastgood.checkpointers.dcp.torch_io import DraftWriter
+
+        return self._hand_over(tensors, DraftWriter(draft, self.options.writer_threads), no_dist=True)
+
+    def _hand_over(self, tensors: dict[str, torch.Tensor], writer: Any, **among: Any) -> Future[Any] | None:
+        """Copy the tensors and let DCP write them, `among` the ranks that its own arguments name; as `_take`."""
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-        from lastgood.checkpointers.dcp.torch_io import DraftWriter, KeptStager
+        from lastgood.checkpointers.dcp.torch_io import KeptStager
 
-        writer = DraftWriter(draft, self.options.writer_threads)
         devices = sorted({tensor.device for tensor in tensors.values() if tensor.is_cuda}, key=str)
         if self.options.mode == "sync":
             # DCP's threads read on streams of their own, which do not wait for the training's.
             synchronize(tensors)
-            save(tensors, storage_writer=writer, no_dist=True)
+            save(tensors, storage_writer=writer, **among)
             return None
         if self._stager is None:
             self._stager = KeptStager(devices, pinned=self.options.pinned, shared=self._helper is not None)
@@ -105,7 +115,7 @@ class TorchDCP(DirectorySystem):
                 storage_writer=writer,
                 async_stager=self._stager,
                 async_checkpointer_type=kind,
-                no_dist=True,
+                **among,
             )
         return future  # type: ignore[no-any-return]
 

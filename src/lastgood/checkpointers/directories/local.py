@@ -86,7 +86,7 @@ class LocalStore:
             except OSError:
                 remove_tree(final)  # under this name it would be taken for one whose name is durable
                 raise
-        self._drop_old()
+        self.drop_old()
         return written
 
     def give_up(self, draft: Draft) -> None:
@@ -113,7 +113,8 @@ class LocalStore:
         """The checkpoint itself."""
         yield Path(checkpoint.where)
 
-    def _drop_old(self) -> None:
+    def drop_old(self) -> None:
+        """Remove all but the newest `keep`; what cannot be removed is logged."""
         for one in self.found()[self.keep :]:
             old = Path(one.where)
             doomed = temporary_beside(old)

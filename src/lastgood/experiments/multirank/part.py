@@ -15,6 +15,7 @@ from lastgood.checkpointers.baselines.none import NoCheckpointing
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
+from lastgood.experiments.records.kinds import load_function
 from lastgood.experiments.records.spec import Parallel, RunSpec
 from lastgood.experiments.runs.part import Part
 from lastgood.experiments.services.registry import trainer_options
@@ -122,7 +123,10 @@ class JoinedPart(Part):
         if self._writers == "first" and self.rank != 0 and not self._restoring:
             return NoCheckpointing(checkpoints)
         own = trainer_options(spec, checkpoints)
-        if self._writers == "each":
+        over_shards = kind.traits.over_shards
+        if self._writers == "together" and over_shards is not None:
+            kind = load_function(over_shards)
+        elif self._writers == "each":
             own |= {"rank": self.rank, "world_size": spec.ranks}
         elif self._writers == "apart":
             checkpoints = rank_directory(checkpoints, self.rank)

@@ -152,7 +152,7 @@ def merge_resources(ranks: Sequence[Resources]) -> Resources:
 def merge_workloads(ranks: Sequence[WorkloadFacts]) -> WorkloadFacts:
     """Losses are means over ranks, as the loss of a global batch is; the state's size is the largest of a rank.
 
-    Raises LastgoodError if ranks trained on unlike data.
+    Raises LastgoodError if ranks trained on different data.
     """
     first = ranks[0]
     _one("data", [facts.data_sha256 for facts in ranks])
@@ -275,7 +275,7 @@ def _past_shadows(ranks: Sequence[RankFacts], shadows: Sequence[str]) -> int:
 def _one(what: str, values: Sequence[T]) -> T:
     if len(set(values)) != 1:
         each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise LastgoodError(f"ranks of one run have unlike {what} ({each})")
+        raise LastgoodError(f"ranks of one run have different {what} ({each})")
     return values[0]
 
 

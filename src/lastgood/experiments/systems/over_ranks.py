@@ -13,9 +13,9 @@ from lastgood.experiments.records.spec import Parallel
 
 __all__ = ["MODELS_OF", "PARTED", "Writers", "why_no_deepspeed", "why_not_over_ranks", "writers_of"]
 
-Writers = RanksWrite | Literal["apart"]
+Writers = RanksWrite | Literal["apart", "together"]
 """As a system declares it (checkpointers/traits.py); ``apart``: each rank's own, in a directory of its own, without an
-agreement."""
+agreement; ``together``: all ranks one checkpoint of their shards, by the system's `over_shards`."""
 
 PARTED: Final[tuple[Parallel, ...]] = ("zero1", "zero2", "zero3", "pipeline")
 """DeepSpeed's ways: what a rank keeps is a part of its own, in plain tensors."""
@@ -34,9 +34,12 @@ gives to all in each forward pass."""
 
 def writers_of(system: str, parallel: Parallel) -> Writers:
     """Who writes. Raises ConfigError for a system that does not run over several ranks."""
-    writers = system_traits(system).ranks_write
+    traits = system_traits(system)
+    writers = traits.ranks_write
     if writers is None:
         raise ConfigError(_not_over_ranks(system))
+    if parallel == "fsdp2" and traits.over_shards is not None:
+        return "together"
     return "apart" if writers == "first" and parallel in PARTED else writers
 
 
