@@ -28,7 +28,7 @@ def push(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint.", show_default="the newest good one")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Segments of 32 MiB that are sent at once.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Segments, of up to 32 MiB, that are sent at once.")] = 4,
     mbps: Annotated[
         float | None, typer.Option(min=0.001, help="At most so many 10**6 bits per second.", show_default="no limit")
     ] = None,

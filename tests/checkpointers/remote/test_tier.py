@@ -226,6 +226,19 @@ def test_what_did_not_change_is_not_sent_again(job, place, monkeypatch):
     assert facts["kept_bytes"] > 1_000_000
 
 
+def test_of_a_state_that_changes_in_part_two_small_segments_are_sent(job, place):
+    frozen, tier = torch.randn(6 << 20), tier_of(job, place)
+    before = facts = tier.facts()
+    for step in range(1, 5):
+        before = facts
+        tier.offer(job, put(job, step, {"frozen": frozen, "head": torch.full((100,), float(step))}))
+        tier.drain(WAIT_S)
+        facts = tier.facts()
+    tier.close(WAIT_S)
+    assert facts["sent_bytes"] - before["sent_bytes"] <= 2 * (4 << 20)
+    assert facts["kept_bytes"] - before["kept_bytes"] >= 16 << 20
+
+
 def test_the_newest_ones_stay_and_the_newest_good_one(job, place):
     from lastgood.storage import Verdict
 

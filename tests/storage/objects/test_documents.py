@@ -13,7 +13,15 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError
 from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.commits import read_commit, read_manifest
 from lastgood.storage.objects.folder import FolderClient
-from lastgood.storage.objects.format import Commit, CommitName, Manifest, Part, UploadNote, object_key
+from lastgood.storage.objects.format import (
+    Commit,
+    CommitName,
+    Manifest,
+    Part,
+    UploadNote,
+    object_key,
+    segment_bytes_for,
+)
 from lastgood.storage.objects.view import RemoteView
 from tests.storage.objects.support.streams import JOB, Stream, save
 
@@ -194,3 +202,13 @@ def test_several_jobs_are_named(client):
         RemoteView(client).names()
     assert RemoteView(client, job_id=JOB).names() == [ONE.name]
     assert RemoteView(client, job_id=bytes(16)).names() == [other.name]
+
+
+@pytest.mark.parametrize(
+    ("stream_mib", "segment_mib"), [(1, 4), (300, 4), (400, 4), (799, 4), (800, 8), (3200, 32), (1 << 20, 32)]
+)
+def test_segments_are_a_hundredth_of_a_stream_in_bounds(stream_mib, segment_mib):
+    for chunk in (64 * 1024, 4 << 20):
+        assert segment_bytes_for(chunk, stream_mib << 20) == segment_mib << 20
+    assert segment_bytes_for(5 << 20, stream_mib << 20) % (5 << 20) == 0
+    assert segment_bytes_for(64 << 20, stream_mib << 20) == 64 << 20

@@ -73,7 +73,7 @@ class ObjectClient(Protocol):
         """What is known of an object; None if there is none. Raises StorageError."""
 
     def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose keys begin with ``folder/`` ("": all), in the order of their keys; or those behind `after`.
+        """All objects whose keys begin with ``folder/`` ("": all), in the order of their keys; or those after `after`.
 
         However many there are, a page of them is held at a time. Raises StorageError while it is iterated.
         """

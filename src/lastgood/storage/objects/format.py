@@ -41,6 +41,8 @@ __all__ = [
 VERSION = 1
 _FORMAT = "lastgood-objects"
 SEGMENT_BYTES = 32 * MIB
+_LEAST_SEGMENT_BYTES = 4 * MIB
+_SEGMENTS_OF_STREAM = 100
 MOST_SEGMENT_BYTES = 1 << 32
 """A single put of S3 takes 5 GiB."""
 MOST_MANIFEST_BYTES = 64 * MIB
@@ -138,16 +140,23 @@ def manifest_name(tag: str, content: bytes) -> str:
     return f"{tag}-{hashlib.sha256(content).hexdigest()}"
 
 
-def segment_bytes_for(chunk_bytes: int) -> int:
-    """The size of segments: as many whole chunks as fit, and at least one."""
-    return max(1, SEGMENT_BYTES // chunk_bytes) * chunk_bytes
+def segment_bytes_for(chunk_bytes: int, stream_bytes: int | None = None) -> int:
+    """The size of segments: as many chunks as fit into 32 MiB, and at least one.
+
+    For a stream that may change in part, about a hundredth of it, from 4 MiB to 32 MiB: what did not change is found by
+    segments. It is a power of two, so that a stream whose length changes a little is cut as before.
+    """
+    most = SEGMENT_BYTES
+    if stream_bytes is not None:
+        most = min(most, 1 << (max(_LEAST_SEGMENT_BYTES, stream_bytes // _SEGMENTS_OF_STREAM).bit_length() - 1))
+    return max(1, most // chunk_bytes) * chunk_bytes
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
 class Segment(NamedTuple):
-    """One object with a piece of a stream."""
+    """One object with a part of a stream."""
 
     name: str
     sha256: str | None
