@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "crash" / "support"))
 from replay import build_shim
 
 from tests.checkpointers.support.job_of_ranks import Job, Proxy, Server
+from tests.support.s3_server import bucket, server, url
+
+__all__ = ["bucket", "server", "url"]
 
 
 @pytest.fixture(scope="session")

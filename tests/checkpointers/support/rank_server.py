@@ -40,8 +40,9 @@ class Rank:
         self.checkpointer = None
         self.faults = contextlib.ExitStack()
 
-    def attach(self, directory, rank, resume_step=None, init=None, step_bytes=0, **knobs):
+    def attach(self, directory, rank, resume_step=None, init=None, step_bytes=0, keys=None, **knobs):
         torch.set_num_threads(1)
+        os.environ.update(keys or {})  # of a bucket
         if init is not None:
             os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
             torch.distributed.init_process_group(
