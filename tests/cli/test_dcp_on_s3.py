@@ -140,6 +140,35 @@ def test_torchrun_starts_the_ranks_if_it_is_asked(tmp_path, reach, url):
     assert [one.equal for one in found.iterations] == [None, True]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fsspec_writes_buckets_from_an_environment_of_its_own(tmp_path, reach, url):
+    """s3fs brings a botocore of its own, so it is installed into a folder that this command alone sees."""
+    apart = tmp_path / "apart"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    words = [*pip, "--target", str(apart), "s3fs"]
+    installed = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    if installed.returncode:
+        pytest.skip(f"s3fs could not be installed: {installed.stderr[-500:]}")
+    (port,) = free_ports()
+    launcher = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={port}"]
+    command = ["-m", "lastgood", "dcp", "save-and-load", "--storage", "fsspec", "--uri", url, *reach]
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, *launcher, *command, *SMALL, "--record", str(record)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(apart)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = DcpRecord.load(record)
+    assert (found.spec.storage, found.spec.medium, found.place) == ("fsspec", "s3", url)
+    assert [one.equal for one in found.iterations] == [None, True]
+
+
 def test_a_connector_that_is_not_there_is_said(tmp_path, url, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "s3torchconnector" else real(name))
