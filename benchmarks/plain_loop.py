@@ -1,7 +1,7 @@
 """The reference to beat: a plain loop of a snapshot buffer and two threads with direct I/O. No checksums, no recovery.
 
 What somebody would write in an afternoon, made as fast as it simply can be. One buffer of the state's size (pinned on
-CUDA) and two preallocated files that are written in turn; one checkpoint under way at a time. A save waits until the
+CUDA) and two preallocated files that are written in turn; one checkpoint in progress at a time. A save waits until the
 last one is on the disk, and copies every tensor: on CUDA on a side stream, with the optimizer waiting for an event on
 the device; on the CPU at once, with all of torch's threads. Then two threads write the buffer in blocks of 4 MiB, and
 flush, and one sector is written that says which file is the newest.
@@ -205,7 +205,7 @@ class PlainLoop(Checkpointer):
         self._under_way = None
 
     def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait for the one that is under way."""
+        """Wait for the one that is in progress."""
         self._wait(timeout_s)
 
     def latest(self) -> int | None:

@@ -94,7 +94,7 @@ def receive(host: str, streams: int, bucket_bytes: int, threads: int) -> None:
 
 
 def keep(host: str, streams: int, bucket_bytes: int, threads: int) -> None:
-    """Read all streams into the slots' memory, one piece behind the other, until they have ended."""
+    """Read all streams into the slots' memory, one part after the other, until they have ended."""
     del threads
     memory = memoryview(mapped(SLOTS * bucket_bytes))
     poll = select.epoll()

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def iterations_per_s(self) -> float:
-        """Of training alone, without the drain behind it."""
+        """Of training alone, without the drain after it."""
         return self.steps / self.elapsed_s
 
     @property
@@ -126,8 +126,8 @@ class Trainer:
         """Train `steps` steps under `system`, saving every `interval` steps; 0 never saves.
 
         Before the clock starts the run gets into its stride: one checkpoint is written untimed, then training goes on
-        with saves for an interval and a half. So what is under way at the end was under way at the start, and neither
-        is a debt of this run's; and the clock never stops right behind a save. `steps` is a multiple of the interval.
+        with saves for an interval and a half. So what is in progress at the end was so at the start, and neither is a
+        debt of this run's; and the clock never stops right after a save. `steps` is a multiple of the interval.
         """
         gc.collect()
         checkpointer = self._make(system)

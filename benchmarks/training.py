@@ -73,8 +73,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     for trainer, runs in found:
         _judge(options, trainer, runs, ceilings, report)
     report.notes += [
-        "it/s: training alone; as many checkpoints are under way when its clock starts as when it stops. durable: the "
-        "drain counts as well, which a short run feels more than a long one",
+        "it/s: training alone; as many checkpoints are in progress when its clock starts as when it stops. durable: "
+        "the drain counts as well, which a short run feels more than a long one",
         "lost: time beyond the steps of `none`; the stalls are waits; other is what copies, checksums and writes took "
         "from training that went on (cores, memory, the interpreter); on CUDA a stall in save may hide behind the "
         "device, and other is then below zero. CPU: of the whole process, beyond that of `none`; copy and persist: "

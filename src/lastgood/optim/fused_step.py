@@ -28,7 +28,7 @@ class FusedStep:
 
     Native code unscales, clips and steps in one pass, if it comes to the same bits. torch's kernel gets what is
     left, the last elements of each tensor or all of them: in one call where gradients are stepped as they are,
-    otherwise cut into pieces. A piece is unscaled and clipped into a buffer that is used again and again, and stepped
+    otherwise cut into chunks. A chunk is unscaled and clipped into a buffer that is used again and again, and stepped
     while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where the kernel
     itself cuts a tensor between its threads, so that its last elements, rounded otherwise, are the same.
     """

@@ -35,7 +35,7 @@ from lastgood.units import MIB
 __all__ = ["SafetensorsPlan", "load_safetensors", "read_facts", "write_safetensors"]
 
 _PIECE_BYTES = 16 * MIB
-"""Non-contiguous tensors are made contiguous in pieces of this size."""
+"""Non-contiguous tensors are made contiguous in chunks of this size."""
 _FLUSH_BYTES = 256 * MIB
 """After so much is written it is flushed, so that the page cache is not filled with it."""
 _MAX_HEADER_BYTES = 100_000_000

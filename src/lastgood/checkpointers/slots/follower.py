@@ -85,7 +85,7 @@ class Follower(ABC):
     def offer(self, view: SlotView, info: SlotInfo) -> bool:
         """Say that a checkpoint is durable; returns whether it was due. Returns at once, and never raises.
 
-        `view` is the open store that holds it. May be called by several threads, and with older checkpoints behind
+        `view` is the open store that holds it. May be called by several threads, and with older checkpoints after
         newer ones.
         """
         with self._changed:

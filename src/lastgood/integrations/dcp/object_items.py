@@ -77,7 +77,7 @@ def _upload(
 
 def _send(upload: PartUpload, stream: RankStream, options: SlotOptions) -> None:
     """Send a segment in each of `writer_threads` threads, while the next one is gathered."""
-    under_way: dict[Future[bool], torch.Tensor | None] = {}
+    in_progress: dict[Future[bool], torch.Tensor | None] = {}
     free: list[torch.Tensor] = []
     most = options.writer_threads + 1
     if stream.on_device:
@@ -86,16 +86,16 @@ def _send(upload: PartUpload, stream: RankStream, options: SlotOptions) -> None:
         free = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(most)]
 
     def settle(left: int) -> None:
-        """Wait until at most `left` are under way. Raises what a thread has met, and WaitTimeout."""
-        while len(under_way) > left:
-            done, _ = wait(under_way, options.timeout_s, FIRST_COMPLETED)
+        """Wait until at most `left` are in progress. Raises what a thread has met, and WaitTimeout."""
+        while len(in_progress) > left:
+            done, _ = wait(in_progress, options.timeout_s, FIRST_COMPLETED)
             if not done:
                 raise WaitTimeout(
                     f"{upload.client.place}: waited {options.timeout_s:.0f} s for a segment to be taken; see whether "
                     "the store is up, and what other work it has"
                 )
             for one in done:
-                memory = under_way.pop(one)
+                memory = in_progress.pop(one)
                 one.result()
                 if memory is not None:
                     free.append(memory)
@@ -108,7 +108,7 @@ def _send(upload: PartUpload, stream: RankStream, options: SlotOptions) -> None:
                 if stream.on_device:
                     memory = free.pop()
                     pieces = [_landed(pieces, memory)]
-                under_way[pool.submit(upload.send, index, *_buffers(pieces))] = memory
+                in_progress[pool.submit(upload.send, index, *_buffers(pieces))] = memory
             settle(0)
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -92,7 +92,7 @@ class RankStream:
         self.nbytes = self.layout.stream_bytes + self.meta.numel()
 
     def buffers(self, seen: Callable[[torch.Tensor], object] | None = None) -> Iterator[torch.Tensor]:
-        """Its bytes, piece by piece, wherever they lie. `seen` is called with each tensor before it is read."""
+        """Its bytes, tensor after tensor, wherever they lie. `seen` is called with each tensor before it is read."""
         for item in self.held:
             tensor = _tensor(item, self._planner)
             if seen is not None:
@@ -235,7 +235,7 @@ def _copy_from_devices(slot: StandaloneSlot, stream: RankStream, pool_memory: to
 
     def seen(tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
-            streams.follow(tensor.device)  # behind what made it
+            streams.follow(tensor.device)  # after what made it
 
     lander = Lander(slot.write, timeout_s)
     try:
